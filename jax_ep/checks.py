@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share. Messages name the argument and its value."""
+"""Checks arguments for several public functions. Messages name the argument and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax import lax
 AxisName = str | tuple[str, ...]
 
 
-MAX_INT32 = 2**31 - 1  # what rows, experts and tokens are counted in
+MAX_INT32 = 2**31 - 1  # rows, experts and tokens are counted in int32
 
 _KINDS = {
     jnp.floating: "a floating array",
@@ -46,7 +46,7 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 def num_ranks(axis_name: tuple[str, ...]) -> int:
     """Returns N, the number of ranks along mesh axes that an enclosing `jax.shard_map` maps over.
 
-    Raises ValueError for a name that is not such an axis, as one of `jax.vmap(axis_name=...)` is.
+    Raises ValueError for any other name, such as an axis of `jax.vmap(axis_name=...)`.
     """
     try:
         size = lax.axis_size(axis_name)
@@ -58,9 +58,9 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
     not_of_mesh = set(axis_name) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not_of_mesh:
         raise ValueError(
-            f"axis_name {axis_name} must be mesh axes of an enclosing jax.shard_map, but "
-            f"{sorted(not_of_mesh)} are not, such as one of jax.vmap(axis_name=...): ranks are "
-            "devices; call this inside jax.shard_map instead."
+            f"axis_name {axis_name} must name mesh axes of an enclosing jax.shard_map, but "
+            f"{sorted(not_of_mesh)} are not mesh axes (an axis of jax.vmap(axis_name=...) is not "
+            "one, since ranks are devices). Call this inside jax.shard_map instead."
         )
     return size
 
@@ -68,10 +68,10 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
 def check_array(
     name: str, array: Any, ndim: int | None, kind: Any, shape: str, *, may_be_empty: bool = True
 ) -> None:
-    """Raises TypeError or ValueError unless `array` has `ndim` axes (None: any) and is of `kind`.
+    """Raises TypeError or ValueError unless `array` has `ndim` axes (None: any) and fits `kind`.
 
-    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`; `shape`, such as
-    "[T, H]", is for the message.
+    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`. Messages quote
+    `shape`, such as "[T, H]".
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -89,10 +89,10 @@ def check_array(
 
 
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if one of these axes of an array, or any, is sharded over Explicit axes.
+    """Raises ValueError if an array is sharded over Explicit axes of the mesh along `axes`.
 
-    `axes` count from the last, -1. Whether an array is sharded over Auto axes, its type does not
-    say, and XLA decides what to do.
+    `axes` are negative numbers of the array's axes; without any, all axes are checked. An array's
+    type does not show a sharding over Auto axes, so that is not checked.
     """
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     sharded = [spec[axis] for axis in axes] if axes and spec else spec
@@ -107,7 +107,7 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
 
 
 def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises unless x is floating [T, H'] with the T tokens of a handle's dispatch."""
+    """Raises TypeError or ValueError unless x is floating [num_tokens, H'] with H' > 0."""
     check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != num_tokens or x.shape[1] == 0:
         raise ValueError(
@@ -117,14 +117,14 @@ def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Returns whether a size is a symbolic dimension of `jax.export`, whose value is not known."""
+    """Returns whether a size is a symbolic dimension of `jax.export`, without a known value."""
     return not isinstance(size, int)
 
 
 def described(value: Any) -> str:
     """Describes a value that is not an array, for a message.
 
-    Numbers, strings and lists are shown, and other values by their type, since they may be long.
+    Shows numbers and strings in full and lists abbreviated; names only the type of other values.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -136,7 +136,7 @@ def described(value: Any) -> str:
 def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
     """Returns `value` as an int; raises unless it is a static integer from `least` to `most`.
 
-    A traced value, a float or a bool is a TypeError, an integer out of range a ValueError.
+    Raises TypeError for a traced value, a float or a bool, and ValueError for other integers.
     """
     try:
         if isinstance(value, bool):
@@ -158,7 +158,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def floating(dtype: Any) -> np.dtype | None:
-    """Returns a floating `dtype` as NumPy's, or None for what is none."""
+    """Returns a floating dtype as `np.dtype`, or None if `dtype` is not a floating dtype."""
     try:
         known = jnp.dtype(dtype)
     except TypeError:
@@ -167,22 +167,22 @@ def floating(dtype: Any) -> np.dtype | None:
 
 
 def as_floating(name: str, dtype: Any) -> np.dtype:
-    """Returns a floating `dtype` as NumPy's; raises TypeError for what is none."""
+    """Returns a floating dtype as `np.dtype`; raises TypeError if `dtype` is not one."""
     if (known := floating(dtype)) is None:
         raise TypeError(f"{name} must be a floating dtype, but is {dtype!r}.")
     return known
 
 
 def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
-    """Returns a floating `dtype` as NumPy's; raises TypeError unless JAX's arrays have it here.
+    """Returns a floating dtype as `np.dtype`; raises TypeError unless JAX arrays can have it.
 
     Without `jax_enable_x64`, JAX makes float32 arrays where float64 is asked for.
     """
     known = as_floating(name, dtype)
     if known.itemsize > 8 or (known.itemsize == 8 and not jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         raise TypeError(
-            f"{name} must be a dtype that JAX's arrays have here, but is {dtype!r}: they would be "
-            "narrower. float64 needs jax.config.update('jax_enable_x64', True)."
+            f"{name} must be a dtype that JAX arrays can have, but is {dtype!r}, for which JAX "
+            "makes narrower arrays. float64 needs jax.config.update('jax_enable_x64', True)."
         )
     return known
 
@@ -194,16 +194,16 @@ def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises TypeError unless the value is True or False; a traced value is neither."""
+    """Raises TypeError unless the value is True or False; also for a traced bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, but is {described(value)}.")
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
-    """Raises unless the value is a finite Python or NumPy number above 0, or with may_be_zero 0.
+    """Raises unless the value is a finite Python or NumPy number above 0 (or 0 if `may_be_zero`).
 
-    A traced value, a string or a bool is a TypeError, another number a ValueError. `otherwise` adds
-    an alternative to the message, such as ", or None".
+    Raises TypeError for a traced value, a string or a bool, and ValueError for other numbers.
+    `otherwise` adds an alternative to the message, such as ", or None".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")

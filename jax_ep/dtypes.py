@@ -1,4 +1,4 @@
-"""The dtype that sums and elementwise operations are computed with."""
+"""Chooses the dtype in which sums and elementwise operations are computed."""
 
 from __future__ import annotations
 
@@ -8,5 +8,8 @@ import jax.numpy as jnp
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns float32, or a floating dtype itself if it is wider; for strict promotion, too."""
+    """Returns float32, or `dtype` itself if it is wider than float32.
+
+    Unlike `jnp.promote_types`, this works under `jax.numpy_dtype_promotion("strict")`.
+    """
     return dtype if jnp.finfo(dtype).bits > 32 else jnp.float32

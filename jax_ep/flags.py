@@ -11,10 +11,10 @@ from typing import Any
 
 from absl import flags
 
-Error = flags.Error  # wrong usage: `main` prints it, and the exit status is 2
+Error = flags.Error  # raised for wrong usage: `main` prints it, and the exit status is 2
 Holder = flags.FlagHolder
 _MOST = 2**31 - 1
-DTYPES = ("bfloat16", "float16", "float32")  # of rows and operands, for --dtype
+DTYPES = ("bfloat16", "float16", "float32")  # the values of --dtype
 
 
 class Flags:
@@ -32,7 +32,7 @@ class Flags:
         self._outputs: list[flags.FlagHolder] = []
 
     def integer(self, name: str, default: int | None, help: str, least: int = 1) -> Holder:
-        """Defines an integer flag, from `least` to 2^31 - 1, the largest that JAX counts to."""
+        """Defines an integer flag, from `least` to 2^31 - 1, the largest int32."""
         return flags.DEFINE_integer(
             name, default, help, lower_bound=least, upper_bound=_MOST, flag_values=self.values
         )
@@ -105,7 +105,7 @@ class Flags:
         )
 
     def check_outputs(self) -> None:
-        """Raises `Error` for an output file that cannot be written; call it before long work."""
+        """Raises `Error` if an output file cannot be written; call it before long work."""
         for holder in self._outputs:
             if holder.value is not None:
                 _check_output(holder.name, holder.value)
@@ -201,9 +201,9 @@ class _Choices(_List):
 
 
 def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | None = None) -> None:
-    """Raises `Error` unless E experts fit N ranks, and K distinct ones can be chosen among them.
+    """Raises `Error` unless N ranks divide E experts, and K of E can be chosen.
 
-    `whose` is the name of the model that has them, if it is not the flags that say E.
+    `whose` is the name of the model that has E experts; None if a flag sets E.
     """
     of = "" if whose is None else f"{whose}'s "
     if num_experts % num_ranks:
@@ -216,7 +216,7 @@ def _check_output(flag: str, path: str) -> None:
     if flag == "plot":
         _check_plot(path)
     if Path(path).is_fifo():
-        return  # its reader would take the end of this check for the end of the file
+        return  # opening a pipe here and closing it would show its reader the end of the file
     existed = os.path.lexists(path)
     try:
         with open(path, "a", encoding="utf-8"):

@@ -1,8 +1,8 @@
 """Selects an implementation of an operation: the named one, or for None the best that can run.
 
-Each operation has one table, an `Implementations`, and each implementation in it says itself what
-it does not support. It is asked about a *problem*, an object of the operation's own: the operands'
-shapes and dtypes, and where the program will run, as far as that is known.
+Each operation has one table, an `Implementations`. Each implementation in it answers whether it
+supports a *problem*: an object, of a class that the operation defines, with the operands' shapes
+and dtypes, and what is known of where the program will run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Implementation:
       name: its name as an argument.
       unavailable_reason: returns why it cannot compute a problem, or None if it can. The reason
         completes "cannot run here: ...".
-      is_default: returns whether None may select it for a problem that it can compute.
+      is_default: returns whether None may select it for a problem that it supports.
     """
 
     name: str
@@ -33,12 +33,12 @@ _Kind = TypeVar("_Kind", bound=Implementation)
 
 @dataclasses.dataclass(frozen=True)
 class Implementations(Generic[_Kind]):
-    """The implementations of an operation, and how one is selected.
+    """The implementations of an operation, from which `select` selects one.
 
     Attributes:
-      table: all of them, in the order in which None tries them.
-      argument: the argument that names one, in errors.
-      operation: the operation, at the start of errors; "" leaves it out.
+      table: the implementations, in the order in which None tries them.
+      argument: the name, in errors, of the argument that names an implementation.
+      operation: the name of the operation at the start of errors; "" leaves it out.
     """
 
     table: tuple[_Kind, ...]
@@ -60,9 +60,9 @@ class Implementations(Generic[_Kind]):
         return [each.name for each in self.table if each.unavailable_reason(problem) is None]
 
     def check(self, name: Any, problem: Any, argument: str | None = None) -> None:
-        """Raises ValueError, with the reason, if `name` names none that can compute a problem.
+        """Raises ValueError, with the reason, unless the implementation `name` supports a problem.
 
-        A name of None passes. `argument` replaces `self.argument` in the message.
+        A name of None always passes. `argument` replaces `self.argument` in the message.
         """
         if name is None:
             return
@@ -81,7 +81,7 @@ class Implementations(Generic[_Kind]):
     def select(self, name: str | None, problem: Any) -> _Kind:
         """Returns the named implementation, or for None the first default that can run.
 
-        Raises ValueError, with the reason, if the named one cannot.
+        Raises ValueError, with the reason, if the named one does not support the problem.
         """
         if name is not None:
             self.check(name, problem)

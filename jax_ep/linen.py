@@ -1,4 +1,4 @@
-"""The MoE layer for Flax Linen: declares parameters; `jax_ep.moe` has the math."""
+"""Defines the MoE layer for Flax Linen; `jax_ep.moe` has the math."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ ROUTER_STATE = "router_state"
 
 
 def _fields() -> Any:
-    """Returns the fields of `MoE`: sizes and `ParameterOptions`, and by keyword `MoEConfig`.
+    """Makes a base class with the fields of `MoE`.
 
-    They are fields of a base class since a Linen module is a dataclass that is not frozen, and
-    cannot inherit from a frozen one.
+    The fields are the layer's sizes, `ParameterOptions` and, by keyword, `MoEConfig`. `MoE` cannot
+    inherit from these classes directly, since they are frozen dataclasses and a Linen module is
+    a dataclass that is not frozen.
     """
     sizes: list[Any] = [
         (name, "int") for name in ("num_experts", "num_experts_per_token", "mlp_dim")
@@ -55,7 +56,7 @@ else:
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """Flax's box of a parameter with logical axes; it accepts an added axis without a name.
+    """Boxes a parameter with its logical axes; allows an additional axis without a name.
 
     `nn.scan` and `nn.vmap` add an axis. Flax's own box raises unless their `metadata_params` have
     `nn.PARTITION_NAME`; this one leaves the new axis unsharded.
@@ -71,7 +72,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 
 
 class Gate(nn.Module):
-    """The router's parameters: kernel [H, E], and the selection bias [E] if there is one.
+    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E].
 
     The bias is float32 state in the collection "router_state", not a parameter.
     """
@@ -121,13 +122,13 @@ class MoE(nn.Module, _Fields):
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh it runs. The shapes of the parameters do not depend on the mesh, nor does the output
-    but for rounding.
+    which mesh it runs. On any mesh, the shapes of the parameters are the same, and the output is
+    the same up to rounding.
 
     Parameters, with their logical axes (map "exp" to the mesh's expert axis):
       {parameters}
-    R counts the E experts, and those that cost nothing. Where `num_slots` is P, the parameters with
-    "exp" have P instead of E, placed as `jax_ep.placement.Placement.in_order` until they are moved.
+    R counts the E experts and the free experts. If `num_slots` is P, the parameters with "exp" have
+    P instead of E, placed as by `jax_ep.placement.Placement.in_order` until they are moved.
     With `selection_bias`, gate.bias [R] is in the collection "router_state", and only `update_bias`
     changes it. In `nn.scan`, list both collections in `variable_axes`.
 
@@ -163,9 +164,10 @@ class MoE(nn.Module, _Fields):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
-            and count in no metric.
-          placement: with `num_slots`, which expert each slot holds; see `jax_ep.moe_layer`.
+          mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
+            and the metrics.
+          placement: the placement of the experts, for a layer with `num_slots`; see
+            `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
@@ -198,7 +200,7 @@ class MoE(nn.Module, _Fields):
     def _weight(self, name: str, shape: tuple[int, ...], init: Initializer) -> jax.Array:
         dims = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
-            # Inside a shard_map it may hold this rank's experts, and its columns, only.
+            # Inside a shard_map, wi_0 may hold only this rank's experts and columns.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
@@ -215,7 +217,7 @@ class MoE(nn.Module, _Fields):
 
         Args:
           expert_counts: [E]: `MoEMetrics.expert_counts` of the step.
-          rate: the step of the bias.
+          rate: the change of the bias per step.
 
         Raises:
           ValueError: there is no bias, or the counts have another shape.
@@ -226,7 +228,7 @@ class MoE(nn.Module, _Fields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer that puts the parameter into a box with its logical axes."""
+    """Returns an initializer that boxes the parameter with its logical axes."""
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])

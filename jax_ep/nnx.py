@@ -1,4 +1,4 @@
-"""The MoE layer for Flax NNX: declares parameters; `jax_ep.moe` has the math."""
+"""Defines the MoE layer for Flax NNX; `jax_ep.moe` has the math."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from jax_ep.placement.table import Placement
 
 
 class RouterState(nnx.Variable):
-    """State of a router that is not trained by gradients: the selection bias."""
+    """The selection bias: state of a router that no gradient trains."""
 
 
 class Gate(nnx.Module):
-    """The router's parameters: kernel [H, E], and the selection bias [E] if there is one."""
+    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E]."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class MoE(nnx.Module):
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh it runs. The shapes of the parameters do not depend on the mesh, nor does the output
-    but for rounding.
+    which mesh it runs. On any mesh, the shapes of the parameters are the same, and the output is
+    the same up to rounding.
 
     Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
       {parameters}
-    A parameter that the layer is made without is None. R counts the E experts, and those that cost
-    nothing. Where `num_slots` is P, the parameters with "exp" have P instead of E, placed as
+    A parameter that the options leave out is None. R counts the E experts and the free experts. If
+    `num_slots` is P, the parameters with "exp" have P instead of E, placed as by
     `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias` there is
     gate.bias [R] (`RouterState`), which only `update_bias` changes.
 
-    With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
+    If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
-    `expert_axis`, "mlp" over `tensor_axis`, and the others are not sharded. A mesh without
-    `expert_axis` gives every rank all experts.
+    `expert_axis`, "mlp" over `tensor_axis`, and the others are not sharded. On a mesh without
+    `expert_axis`, every rank has all experts.
 
     Args:
       hidden: H.
@@ -82,14 +82,15 @@ class MoE(nnx.Module):
       num_experts: E.
       num_experts_per_token: K.
       {ParameterOptions}
-      router_dim: the size of `router_x`, where calls are given one; None: H.
+      router_dim: the size H' of `router_x`, if calls are given it; None: H.
       rngs: gives the key "params".
       fields: the other fields of `jax_ep.MoEConfig`.
 
     Raises:
-      TypeError: a keyword is no field of `jax_ep.MoEConfig`, or an array cannot have `param_dtype`.
-      ValueError: a parameter does not divide over the mesh axes of its logical axes, a rule names
-        no axis of the mesh, or an argument is of a gate that gate_init=None leaves out.
+      TypeError: a keyword is not a field of `jax_ep.MoEConfig`, or JAX arrays cannot have
+        `param_dtype`.
+      ValueError: mesh axes do not divide a parameter, a rule names an axis that the mesh lacks, or
+        an argument configures a gate that gate_init=None leaves out.
     """
 
     config: MoEConfig
@@ -128,7 +129,7 @@ class MoE(nnx.Module):
             config=config,
             rngs=rngs,
         )
-        # NNX lets an attribute be set to None or to a module, but not to the one after the other.
+        # NNX does not let an attribute change between None and a module, so it is set once.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
@@ -154,9 +155,10 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
-            and count in no metric.
-          placement: with `num_slots`, which expert each slot holds; see `jax_ep.moe_layer`.
+          mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
+            and the metrics.
+          placement: the placement of the experts, for a layer with `num_slots`; see
+            `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
@@ -190,7 +192,7 @@ class MoE(nnx.Module):
 
         Args:
           expert_counts: [E]: `MoEMetrics.expert_counts` of the step; [layers, E] for a stack.
-          rate: the step of the bias.
+          rate: the change of the bias per step.
 
         Raises:
           ValueError: there is no bias, or the counts have another shape.
@@ -202,13 +204,12 @@ class MoE(nnx.Module):
 
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
-    """Returns an `nnx.Param` with logical axes, sharded over the mesh if there is one.
+    """Returns an `nnx.Param` with logical axes, sharded over the ambient or the layer's mesh.
 
-    That is the ambient mesh, or the layer's own. Flax's own eager sharding needs an ambient mesh, a
-    rule for each logical axis, and axes of one type; where it lacks them this function shards the
-    value itself. On Explicit axes it always does: the array's type then has the sharding, which an
-    optimizer's state takes over. Flax would shard that by the logical axes, which are too few in a
-    stack that was made without `transform_metadata`.
+    Flax's own eager sharding needs an ambient mesh, a rule for each logical axis, and axes of one
+    type. Elsewhere, and always on Explicit axes, this function shards the value itself. On
+    Explicit axes an optimizer's state then takes its sharding from the array's type. Flax would
+    take it from the logical axes, of which a stack made without `transform_metadata` lacks one.
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()
@@ -241,7 +242,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
-    """Warns if a rule names axes for the experts where the mesh lacks the layer's."""
+    """Warns if a rule shards the experts, but the mesh lacks the layer's expert axis."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '
@@ -258,7 +259,7 @@ def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[st
 def _check_divides(
     weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> None:
-    """Raises ValueError unless the experts of [E, ...], or the slots, divide over the mesh axes."""
+    """Raises ValueError unless the mesh axes divide the number of experts or slots."""
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:

@@ -1,14 +1,15 @@
-"""The contract in plain NumPy, written to be read: what every function must compute.
+"""Defines what every function of the library must compute, in plain NumPy.
 
-No JAX, no mesh: the arrays of all ranks are a Python list, so `x_per_rank[r]` is rank r's tokens,
-and communication is indexing that list. Code that is clearest as a loop is a loop. The tests
-compare `dispatch` with this file bit for bit, and everything else within float tolerance.
+The arrays of all ranks are a Python list: `x_per_rank[r]` holds rank r's tokens, and communication
+is indexing that list. Loops are kept where they are clearest. The tests compare `dispatch` with
+this file bit for bit, and everything else within float tolerance.
 
-N ranks, E experts, L = E / N local experts (rank r owns experts r * L ... r * L + L - 1),
-T tokens per rank, H hidden, K top-k, R capacity (rows of a receive buffer), F expert hidden.
-A pair is a (token, choice) of a rank; it is masked if the choice is of no expert, and dropped if
-its row is past the capacity. bfloat16 arrays have the dtype that `ml_dtypes` registers; nothing
-here imports it.
+N is the number of ranks, E of experts, L = E / N of experts per rank (rank r owns experts
+r * L ... r * L + L - 1), T of tokens per rank, K of choices per token (top-k), and R of rows in a
+receive buffer (the capacity). H is the hidden size of a token, and F that of an expert.
+A pair is a (token, choice) of a rank. A pair is masked if its choice names no expert, and dropped
+if its row does not fit in the capacity. bfloat16 arrays have the dtype that the package `ml_dtypes`
+registers; this module does not import it.
 """
 
 from __future__ import annotations
@@ -26,23 +27,39 @@ Array = np.ndarray[Any, Any]
 
 
 class Routes(NamedTuple):
-    """The rank and row that each (token, choice) pair of one rank was sent to, for `combine`."""
+    """The rank and row that each (token, choice) pair of one rank was sent to, for `combine`.
 
-    ranks: Array  # [T, K] int: the rank that owns the chosen expert; -1 where masked or dropped
-    rows: Array  # [T, K] int: the pair's row on that rank; -1 where masked or dropped
-    capacity: int  # R
+    Attributes:
+      ranks: [T, K] int: the rank that owns the chosen expert; -1 where masked or dropped.
+      rows: [T, K] int: the pair's row on that rank; -1 where masked or dropped.
+      capacity: R.
+    """
+
+    ranks: Array
+    rows: Array
+    capacity: int
 
 
 class Dispatched(NamedTuple):
-    """The result of `dispatch` on one rank: received rows, their layout, and routes."""
+    """The result of `dispatch` on one rank: received rows, their counts, and routes.
 
-    tokens: Array  # [R, H]: received rows, grouped by local expert; every other row is zero
-    group_sizes: Array  # [L] int32: rows of each expert's block within R, with its padding
-    expert_counts: Array  # [L] int32: received rows of each block, which are its first
-    num_dropped: Array  # [] int32: pairs for this rank that did not fit in R
-    rows_needed: Array  # [] int32: the least R that drops nothing on this rank
-    dropped_counts: Array  # [L] int32: num_dropped, by local expert
-    routes: Routes  # of the tokens that this rank *sent*
+    Attributes:
+      tokens: [R, H]: the received rows, grouped by local expert. Padding and unused rows are zero.
+      group_sizes: [L] int32: the rows of each expert's block within R, padding included.
+      expert_counts: [L] int32: the received rows of each expert; they come first in its block.
+      num_dropped: [] int32: the pairs for this rank that did not fit in R.
+      rows_needed: [] int32: the least R that drops nothing on this rank.
+      dropped_counts: [L] int32: the dropped pairs of each local expert.
+      routes: where the tokens that this rank sent have gone.
+    """
+
+    tokens: Array
+    group_sizes: Array
+    expert_counts: Array
+    num_dropped: Array
+    rows_needed: Array
+    dropped_counts: Array
+    routes: Routes
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -57,10 +74,10 @@ def dropless_capacity(
     num_local_experts: int,
     expert_alignment: int = 1,
 ) -> int:
-    """Returns a capacity R that holds any routing without drops.
+    """Returns a capacity R that holds the rows of any routing.
 
-    In the worst case every choice of every token of every rank, repeats included, goes to one rank,
-    and each expert with rows is padded by one row less than the alignment.
+    In the worst case all N * T * K pairs go to one rank, because a token may choose an expert
+    repeatedly, and each expert that has rows is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -83,21 +100,23 @@ def dispatch(
     Args:
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
-        outside 0 ... E - 1, is a choice of no expert. A token may choose an expert repeatedly.
+        outside 0 ... E - 1, chooses no expert. A token may choose an expert repeatedly.
       num_experts: E, a multiple of N.
-      capacity: R, rows of each rank's result; None: `dropless_capacity`, which drops nothing.
-      expert_alignment: each expert's block starts at a multiple of this. An expert that receives
-        nothing has a block of no rows.
-      overflow: which rows are dropped where R is too small; "tail" or "fair".
-      num_hosts: M; each run of N / M neighbours among the ranks is on one host.
-      host_capacity: the most tokens that a rank sends to each other host; None: all. Choices past
-        it are dropped as if they were -1, and counted by the ranks that they are of.
+      capacity: R, the rows of each rank's result; None: `dropless_capacity`, which drops nothing.
+      expert_alignment: each expert's block starts at a multiple of this. The block of an expert
+        that receives nothing has no rows.
+      overflow: selects the rows to drop where R is too small; "tail" or "fair".
+      num_hosts: M; host m has ranks m * N / M ... (m + 1) * N / M - 1.
+      host_capacity: the most tokens that a rank sends to each other host; None: all. Choices of
+        further tokens are masked for that host, and the rank of the chosen expert counts them as
+        dropped.
 
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
-      choice. With "tail", rows past R in that order are dropped, and a block's rows past R, padding
-      included, are not counted in `group_sizes`. With "fair", an expert of c rows keeps its first
-      min(c, q), with the rank's `fair_quota` q; the blocks are those of the rows that are kept.
+      choice. With "tail", rows past R in that order are dropped, and `group_sizes` counts only the
+      rows of a block, padding included, that are within R. With "fair", an expert to which c rows
+      are sent keeps the first min(c, q) of them, where q is the rank's `fair_quota`, and its block
+      holds only the kept rows.
     """
     num_ranks = len(x_per_rank)
     num_tokens, hidden = x_per_rank[0].shape
@@ -128,7 +147,7 @@ def dispatch(
         quota = max(wanted)
         if overflow == "fair":
             quota = fair_quota(wanted, capacity, expert_alignment)
-        start = 0  # of the expert's block, if capacity were unlimited
+        start = 0  # where the expert's block would start with unlimited capacity
         for local in range(num_local):
             row = start
             for source in range(num_ranks):
@@ -161,7 +180,11 @@ def dispatch(
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Sets choices [T, K] of a rank on `host` to -1 past the first tokens for each other host."""
+    """Masks the choices [T, K] of a rank on `host` that exceed `host_capacity`.
+
+    The first `host_capacity` tokens for each other host keep their choices there; the choices of
+    later tokens become -1.
+    """
     kept = np.array(topk_idx)
     for other in range(num_hosts):
         if host_capacity is None or other == host:
@@ -174,10 +197,10 @@ def _within_host_capacity(
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
-    """Returns the largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit.
+    """Returns the largest number q of rows per expert that fits in `capacity` rows.
 
-    They fit in `capacity` rows, each block padded to expert_alignment. q is at most the largest of
-    `wanted`: with that many rows for each expert nothing is dropped.
+    An expert to which c rows are sent (`wanted` lists c of each expert) gets min(c, q) rows, and
+    its block is padded to `expert_alignment`. q is at most max(wanted), which drops nothing.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(
@@ -197,17 +220,17 @@ def combine(
     """Sums the experts' rows by token: out[t] = sum_k weights[t, k] * y[row of (t, k)].
 
     Args:
-      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. A row without a
-        pair is never read, whatever it holds.
+      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. Rows without a pair
+        (padding and unused rows) are never read.
       routes_per_rank: N `Routes`.
       topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
-      num_hosts: M; each run of N / M neighbours among the ranks is on one host.
+      num_hosts: M; host m has ranks m * N / M ... (m + 1) * N / M - 1.
 
     Returns:
-      N arrays [T, H] of y's dtype, accumulated in float32. Masked and dropped pairs add nothing.
-      The sum over the rows of each host is rounded to y's dtype; then these are added in float32,
-      in the order of the hosts. (On one host the library rounds the sum over the rows of each
-      rank in the same way; this leaves that out.)
+      N arrays [T, H] of y's dtype. Masked and dropped pairs add nothing. A token's rows on one host
+      are summed in float32, and the sum is rounded to y's dtype. The sums of the hosts are then
+      added in float32, in the order of the hosts. (With one host, the library also rounds the sum
+      of a token's rows on each rank; this reference does not.)
     """
     outputs, dtype = [], y_per_rank[0].dtype
     ranks_of_host = len(y_per_rank) // num_hosts
@@ -223,7 +246,7 @@ def combine(
                     y = np.float32(topk_weights_per_rank[rank][token, choice]) * y
                 sums[routes.ranks[token, choice] // ranks_of_host, token] += y
         out = np.zeros(sums.shape[1:], np.float32)
-        for host_sums in sums.astype(dtype):  # what travels
+        for host_sums in sums.astype(dtype):  # a host's sum travels in y's dtype
             out += host_sums.astype(np.float32)
         outputs.append(out.astype(dtype))
     return outputs
@@ -237,9 +260,9 @@ def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]
 def dispatch_grad(
     grad_tokens_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]
 ) -> list[Array]:
-    """Computes the gradient of `dispatch` for x: sums, by token, the cotangents of its rows.
+    """Computes the gradient of `dispatch` with respect to x.
 
-    Takes N arrays [R, H] of cotangents of the received tokens; returns N arrays [T, H].
+    Sums the cotangents of each token's rows: takes N arrays [R, H], returns N arrays [T, H].
     """
     return combine(grad_tokens_per_rank, routes_per_rank)
 
@@ -250,13 +273,19 @@ def combine_grad(
     routes_per_rank: Sequence[Routes],
     topk_weights_per_rank: Sequence[Array] | None = None,
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradients of `combine` for N arrays [T, H] of cotangents of its result.
+    """Computes the gradients of `combine` with respect to y and to the weights.
+
+    Args:
+      grad_out_per_rank: N arrays [T, H], the cotangents of the result.
+      y_per_rank: N arrays [R, H], as given to `combine`.
+      routes_per_rank: N `Routes`.
+      topk_weights_per_rank: N arrays [T, K], as given to `combine`, or None.
 
     Returns:
-      The gradients for y, N arrays [R, H] of its dtype: the cotangents, sent to the rows of their
-      pairs and multiplied by the weights; zero in rows without a pair. Then those for the weights,
-      N arrays [T, K] of their dtype: <grad_out[t], y[row of (t, k)]>, zero for masked and dropped
-      pairs; an empty list if there were no weights.
+      The gradients of y, N arrays [R, H] of its dtype: the row of pair (t, k) is
+      weights[t, k] * grad_out[t]; rows without a pair are zero. Then the gradients of the weights,
+      N arrays [T, K] of their dtype: the inner product of grad_out[t] and y[row of (t, k)], zero
+      for masked and dropped pairs; an empty list without weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -304,11 +333,17 @@ def _scatter(
 
 
 class RankDispatched(NamedTuple):
-    """The result of `rank_dispatch` on one rank: one row for each (source rank, token)."""
+    """The result of `rank_dispatch` on one rank: one row for each (source rank, token).
 
-    tokens: Array  # [N, T, H]: row (s, t) is token t of rank s, or zero if it has no expert here
-    local_topk_idx: Array  # [N, T, K] int32: choices as local expert ids; -1: not of this rank
-    topk_weights: Array | None  # [N, T, K]: weights of the choices, 0 where local_topk_idx is -1
+    Attributes:
+      tokens: [N, T, H]: row (s, t) is token t of rank s; zero if the token chose no expert here.
+      local_topk_idx: [N, T, K] int32: choices as local expert ids; -1 for other ranks' experts.
+      topk_weights: [N, T, K]: the choices' weights, 0 where local_topk_idx is -1; or None.
+    """
+
+    tokens: Array
+    local_topk_idx: Array
+    topk_weights: Array | None
 
 
 def rank_dispatch(
@@ -323,7 +358,7 @@ def rank_dispatch(
     Args:
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids; a value outside 0 ... E - 1
-        is a choice of no expert.
+        chooses no expert.
       topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
       num_experts: E, a multiple of N.
 
@@ -352,9 +387,9 @@ def rank_combine(
     """Sums partial sums over ranks: out[t] of rank s is the sum over all ranks of y[s, t].
 
     Args:
-      y_per_rank: N arrays [N, T, H], the partial sum of each (source rank, token). A row counts
-        only if its token has an expert on the rank that holds it.
-      local_topk_idx_per_rank: N arrays [N, T, K], the results of `rank_dispatch`.
+      y_per_rank: N arrays [N, T, H]: each rank's partial sum for every (source rank, token). A
+        rank's row is added only if the token chose an expert of that rank.
+      local_topk_idx_per_rank: N arrays [N, T, K], as `rank_dispatch` returned them.
 
     Returns:
       N arrays [T, H] of y's dtype, accumulated in float32 in rank order.
@@ -369,39 +404,21 @@ def rank_combine(
     return outputs
 
 
-# ------------------------------------------------------------------------------- rows on the wire
-
-
-def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Quantizes rows [..., H] to float8: (rows [..., H], scales [..., H / 128] float32).
-
-    The scale of a block of 128 values is its largest finite magnitude / 448, and its values are
-    multiplied by 1 / scale. So the largest is sent as 448, the largest value of float8_e4m3fn. NaN
-    and infinities are sent as NaN. `dtype` is the float8 dtype of `ml_dtypes`.
-    """
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
-    finite = np.isfinite(blocks)
-    largest = np.abs(np.where(finite, blocks, np.float32(0))).max(axis=-1)
-    slightly_less = np.float32((1 - 2**-22) / 448)  # 448 * scale must not round up to more
-    scales = np.maximum(largest * slightly_less, np.float32(2.0**-117))
-    with np.errstate(invalid="ignore"):
-        values = np.where(finite, blocks * (np.float32(1) / scales)[..., None], np.float32(np.nan))
-    return values.astype(dtype).reshape(x.shape), scales
-
-
-def dequantize(rows: Array, scales: Array, dtype: Any) -> Array:
-    """Multiplies rows [..., H] float8 by scales [..., H / 128]; returns [..., H] of `dtype`."""
-    blocks = rows.astype(np.float32).reshape(*scales.shape, 128)
-    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
-
-
 # ---------------------------------------------------------------------------- routers and losses
 
 
 class Routing(NamedTuple):
-    topk_idx: Array  # [T, K] int32, best first
-    topk_weights: Array  # [T, K]
-    probs: Array  # [T, E]: the scores of every expert, before bias, groups and normalization
+    """The result of `top_k_routing`.
+
+    Attributes:
+      topk_idx: [T, K] int32: the chosen experts, best first.
+      topk_weights: [T, K]: their weights.
+      probs: [T, E]: the score of every expert, before bias, groups and normalization.
+    """
+
+    topk_idx: Array
+    topk_weights: Array
+    probs: Array
 
 
 def top_k_routing(
@@ -423,9 +440,9 @@ def top_k_routing(
     For the choice only, `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
     or with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal
     consecutive groups. The score of a group is the sum of its two best biased scores ("top2") or
-    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Of sums that
-    round to the same, also in float64, those of the larger logits are best, then those of the
-    lowest id. Weights are ratios of scores of any size.
+    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Equal biased
+    scores are ordered by larger logit, then by lower id. Weights are computed from logarithms of
+    the scores, so scores that underflow still have exact ratios.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -462,7 +479,7 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # Divided by the largest of the scores and epsilon, which may be too small for a float64.
+        # Dividing by the largest term first keeps scores that underflow in float64 usable.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -471,29 +488,29 @@ def top_k_routing(
 
 
 def _log_scores(logits: Array, score: str) -> Array:
-    """Computes the logarithms of scores, which do not underflow."""
+    """Computes the logarithms of the scores [T, E], finite even where a score underflows."""
     if score == "softmax":
         return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     if score == "sigmoid":
         return -np.logaddexp(0, -logits)
     if score == "sqrt_softplus":
-        low = np.minimum(logits, -40)  # where softplus is exp
+        low = np.minimum(logits, -40)  # softplus equals exp below -40
         return 0.5 * np.where(logits < -40, low, np.log(np.logaddexp(0, np.maximum(logits, -40))))
     raise ValueError(f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}.")
 
 
 def _best_first(number: int, scores: Array, ties: Array) -> Array:
-    """Returns the indices of the largest scores; of equal ones the larger of `ties` is first."""
+    """Returns the indices of the largest scores, best first; larger `ties` win among equals."""
     return np.lexsort((-ties, -scores), axis=-1)[..., :number]
 
 
 def load_balance_loss(probs: Array, topk_idx: Array) -> float:
     """Computes the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4).
 
-    The loss is E * sum_e (share of choices that are of e) * (mean normalized score of e); it is 1
-    if both are uniform. `probs` [T, E] and `topk_idx` [T, K] have the tokens of all ranks. Scores
-    are normalized over experts first, which changes nothing for softmax. Choices outside [0, E),
-    such as -1, do not count, nor do tokens that have only such choices.
+    The loss is E * sum_e f_e * p_e, where f_e is the share of choices that name expert e, and p_e
+    the mean over tokens of e's score, normalized over experts. It is 1 if both are uniform.
+    `probs` [T, E] and `topk_idx` [T, K] hold the tokens of all ranks. Choices outside [0, E), such
+    as -1, do not count, nor do tokens without any other choice.
     """
     num_experts = probs.shape[1]
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -507,7 +524,7 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
 
 
 def router_z_loss(logits: Array) -> float:
-    """Computes the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) of logits [T, E].
+    """Computes the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) for logits [T, E].
 
     The loss is mean_t (logsumexp_e logits[t, e])^2.
     """
@@ -519,8 +536,8 @@ def router_z_loss(logits: Array) -> float:
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
     """Returns the routing bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
 
-    The bias of an expert with fewer tokens than the mean of `expert_counts` [..., E] over E is
-    raised by `rate`, that of an expert with more is lowered.
+    The bias rises by `rate` for experts with fewer tokens than the mean of `expert_counts`
+    [..., E] over E, and falls by `rate` for experts with more.
     """
     counts = expert_counts.astype(np.float64)
     return bias + rate * np.sign(counts.mean(axis=-1, keepdims=True) - counts)
@@ -530,9 +547,9 @@ def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
 
 
 def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Multiplies the rows of each group l of lhs [R, H] by rhs[l] of [L, H, F], in float64.
+    """Multiplies the rows of group l of lhs [R, H] by rhs[l], where rhs is [L, H, F], in float64.
 
-    Returns [R, F]; rows past the last group are zero.
+    Groups are consecutive runs of `group_sizes[l]` rows. Returns [R, F], zero past the last group.
     """
     out = np.zeros((lhs.shape[0], rhs.shape[2]), np.float64)
     start = 0
@@ -544,7 +561,7 @@ def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 
 
 def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """Computes one expert, (silu(x wi_0) * (x wi_1)) wo, in float64.
+    """Computes one expert, (silu(x @ wi_0) * (x @ wi_1)) @ wo, in float64.
 
     x is [T, H], wi_0 and wi_1 are [H, F], and wo is [F, H].
     """
@@ -554,9 +571,9 @@ def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """Computes each local expert on its group of expert-major rows [R, H], in float64.
+    """Applies each local expert to its group of expert-major rows [R, H], in float64.
 
-    wi_0 and wi_1 are [L, H, F], and wo is [L, F, H]; `gated_mlp` is the computation of one expert.
+    wi_0 and wi_1 are [L, H, F], and wo is [L, F, H]; `gated_mlp` defines one expert.
     """
     gate = grouped_matmul(tokens, wi_0, group_sizes)
     up = grouped_matmul(tokens, wi_1, group_sizes)
@@ -566,10 +583,10 @@ def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: 
 def moe_layer(
     x: Array, topk_idx: Array, topk_weights: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> Array:
-    """Computes the MoE layer without ranks, routes or buffers, in float64.
+    """Computes the MoE layer on a single rank that holds all tokens and experts, in float64.
 
-    x is [T, H] with the tokens of all ranks, topk_idx and topk_weights are [T, K], wi_0 and wi_1
-    are [E, H, F], and wo is [E, F, H].
+    x is [T, H], topk_idx and topk_weights are [T, K], wi_0 and wi_1 are [E, H, F], and wo is
+    [E, F, H]. Returns [T, H].
     """
     out = np.zeros(x.shape, np.float64)
     for expert in range(len(wo)):

@@ -94,6 +94,16 @@ class Format:
         """Returns the bytes of a stored row of H numbers of `dtype`, its scales included."""
         return _bytes(self.row_parts(hidden, dtype))
 
+    @property
+    def row_block(self) -> int:
+        """The number of which the length of a row is a multiple."""
+        return self.block[1]
+
+    @property
+    def relative_error(self) -> float:
+        """The largest |decoded - number| / |number| of numbers that are near a block's largest."""
+        raise NotImplementedError
+
     def sum_dtype(self, dtype: DType) -> DType:
         """Returns the dtype that sums of rows of `dtype` have before they are encoded."""
         return jnp.float32
@@ -203,6 +213,10 @@ class Float8(Format):
         return float(jnp.finfo(self.dtype).max)
 
     @property
+    def relative_error(self) -> float:
+        return float(jnp.finfo(self.dtype).eps) / 2
+
+    @property
     def scale_of_largest(self) -> float:
         """The factor from a block's largest magnitude to its scale.
 
@@ -263,7 +277,10 @@ class Float8(Format):
 class Plain:
     """Rows that travel as they are. It answers what a `Format` answers about rows."""
 
+    name: ClassVar[str] = "plain"
     quantized: ClassVar[bool] = False
+    row_block: ClassVar[int] = 1
+    relative_error: ClassVar[float] = 0.0
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
         return [(hidden, dtype)]

@@ -112,7 +112,7 @@ EXCHANGE = {
     "expert_alignment": (
         lambda: dispatch(expert_alignment=2**30),
         ValueError,
-        "expert_alignment must be at most 715827878, since 2 experts",
+        "expert_alignment must be at most 715827878, so that the 2 experts",
     ),
     "load_balance_loss": (
         lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="data"),

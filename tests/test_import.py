@@ -18,8 +18,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 # These plan kernels, or are shared with XLA; they import none of what kernels need.
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
-PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.exchange.quantize"}
-PLANS |= {"pallas_kernels.formats"}
+PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats"}
 PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan", "pallas_kernels.routing.order"}
 

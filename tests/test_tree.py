@@ -29,6 +29,7 @@ ELSEWHERE = {
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     # What decides whether collectives run as kernels is mostly whether GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
+    "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",
     "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
@@ -63,7 +64,6 @@ ELSEWHERE = {
         "tests/kernels/exchange/test_low_latency.py"
     ),
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/short_copies.py": "tests/kernels/exchange/test_dispatch.py",
@@ -74,6 +74,7 @@ ELSEWHERE = {
     "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
     "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
+    "pallas_kernels/matmul/store.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/routing/plan.py": "tests/kernels/routing/test_top_k.py",
 }
 

@@ -71,7 +71,9 @@ _CAPACITY_FACTORS = FLAGS.numbers(
     "that do not fit are dropped. 0: room for any routing. Default: what each routing needs.",
 )
 _EVERY = FLAGS.integer(
-    "redistribute_every", 100, "Training steps from one redistribution of experts to the next."
+    "redistribute_every",
+    100,
+    "The number of training steps from one redistribution of experts to the next.",
 )
 _TIMING = FLAGS.timing(10, 5, least_iterations=2)
 _SEED = FLAGS.seed("parameters, tokens and choices")

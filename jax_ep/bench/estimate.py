@@ -14,11 +14,10 @@ import jax.numpy as jnp
 
 from jax_ep.bench import exchange_model, measuring, report
 from jax_ep.bench.exchange_model import Cluster, Work
+from jax_ep.bench.flags import WIRE_DTYPES, wire_format
 from jax_ep.bench.report import Column, Row
-from jax_ep.exchange import quantization
 from jax_ep.flags import Error, Flags, check_experts
-
-_WIRE_DTYPES = ("none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES))
+from pallas_kernels.formats import RowFormat
 
 FLAGS = Flags()
 _HOSTS = FLAGS.integers(
@@ -33,14 +32,15 @@ _NVLINK = FLAGS.number(
     450.0,
     "Bandwidth of a rank's NVLink, one way, in GB/s (10^9 bytes per second).",
 )
-_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank.")
-_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: values of a token.")
+_TOKENS = FLAGS.integer("tokens", 4096, "T, the number of tokens per rank.")
+_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: the number of values of a token.")
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, experts of all ranks together. Default: 256, or the next multiple of the ranks.",
+    "E, the number of experts of all ranks together. Default: 256, or the next multiple of the "
+    "ranks.",
 )
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _HOSTS_PER_TOKEN = FLAGS.integer(
     "hosts_per_token",
     None,
@@ -50,7 +50,7 @@ _HOSTS_PER_TOKEN = FLAGS.integer(
 _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
-    _WIRE_DTYPES,
+    WIRE_DTYPES,
     "The dtype that rows cross the wire in; float8 adds a float32 scale for every 128 values. "
     "none: as bfloat16.",
 )
@@ -94,7 +94,7 @@ def estimate(hosts: int) -> list[Row]:
     limit = _HOSTS_PER_TOKEN.value
     if limit is not None and _TOP_K.value > min(limit, hosts) * (num_experts // hosts):
         raise Error(f"--hosts_per_token: {limit} of {hosts} hosts have no {_TOP_K.value} experts")
-    row_bytes = quantization.row_bytes(_HIDDEN.value, jnp.bfloat16, _wire_dtype())
+    row_bytes = _wire().row_bytes(_HIDDEN.value, jnp.bfloat16)
     work = Work(_TOKENS.value, num_experts, _TOP_K.value, row_bytes, limit)
     reached = exchange_model.reach(cluster, work)
     found = []
@@ -121,12 +121,11 @@ def _sizes() -> str:
     )
 
 
-def _wire_dtype() -> Any:
-    if _WIRE_DTYPE.value == "none":
-        return None
-    if _HIDDEN.value % quantization.BLOCK:
-        raise Error(f"--hidden: {_HIDDEN.value} values are no whole blocks of {quantization.BLOCK}")
-    return jnp.dtype(_WIRE_DTYPE.value)
+def _wire() -> RowFormat:
+    wire = wire_format(_WIRE_DTYPE.value)
+    if _HIDDEN.value % wire.row_block:
+        raise Error(f"--hidden: {_HIDDEN.value} values are no whole blocks of {wire.row_block}")
+    return wire
 
 
 _COLUMNS = (

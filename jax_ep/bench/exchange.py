@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from jax_ep.bench import floor, report, runner
 from jax_ep.bench.baselines import AXIS, BASELINES, Baseline, unavailable_reason
-from jax_ep.bench.flags import BenchFlags, Iterations
+from jax_ep.bench.flags import WIRE_DTYPES, BenchFlags, Iterations, wire_format
 from jax_ep.bench.operations import (
     DIRECTIONS,
     OF_RANK_MAJOR,
@@ -40,13 +40,11 @@ from jax_ep.bench.operations import (
 )
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
-from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.selection import IMPLEMENTATIONS, Problem
 from jax_ep.flags import Error, check_experts
 from jax_ep.runtime import availability, hosts
-
-WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
+from pallas_kernels.formats import PLAIN
 
 FLAGS = BenchFlags()
 _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
@@ -55,15 +53,15 @@ _DTYPE = FLAGS.dtype("the rows")
 _HIDDEN = FLAGS.integer(
     "hidden",
     None,
-    "H, the hidden size: values of a token. Default: 7168 on GPUs and 256 on CPUs.",
+    "H, the hidden size: the number of values of a token. Default: 7168 on GPUs and 256 on CPUs.",
 )
-_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, experts of all ranks together.")
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, the number of experts of all ranks together.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _ALIGNMENT = FLAGS.integer(
     "expert_alignment",
     1,
-    "Rows that the start of each expert's block in the receive buffer is a multiple of.",
+    "Each expert's block in the receive buffer starts at a row that is a multiple of this number.",
 )
 _IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS.names, "the exchange", "all that run here")
 _BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that run here")
@@ -82,7 +80,7 @@ _LAYOUTS = FLAGS.choices(
 _WIRE_DTYPES = FLAGS.choices(
     "wire_dtype",
     ["none"],
-    ["none", *WIRE_DTYPES],
+    WIRE_DTYPES,
     "The dtypes to send rows of a dispatch, sums of a combine and cotangents of a gradient in; a "
     "round_trip quantizes its dispatch alone. none: rows are sent as they are. group_by_expert, "
     "which sends nothing, then permutes the float8 rows of --output=quantized.",
@@ -159,8 +157,8 @@ class ExchangeCase(runner.Case):
     def results(self, row: Row) -> Row:
         work = make_work(row)
         plain = work.case()
-        row_bytes = work.wire_row_bytes(quantized=False)
-        wire_row_bytes = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+        row_bytes = PLAIN.row_bytes(work.hidden, work.dtype)
+        wire_row_bytes = work.wire.row_bytes(work.hidden, work.dtype)
         if row["op"] == "round_trip":
             row_bytes, wire_row_bytes = 2 * row_bytes, wire_row_bytes + row_bytes
         sends = row["op"] not in OF_RANK_MAJOR
@@ -398,11 +396,12 @@ def _problem(num_ranks: int) -> Problem:
 
 def _check_flags(ranks: Sequence[int], platform: str) -> None:
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
-        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[0]}")
-    if set(_WIRE_DTYPES.value) - {"none"} and _hidden(platform) % quantization.BLOCK:
+        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[1]}")
+    block = math.lcm(*(wire_format(name).row_block for name in _WIRE_DTYPES.value))
+    if _hidden(platform) % block:
         raise Error(
             f"--wire_dtype: rows of --hidden={_hidden(platform)} values are not whole blocks of "
-            f"{quantization.BLOCK}"
+            f"{block}"
         )
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):

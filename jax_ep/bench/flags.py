@@ -8,10 +8,20 @@ from typing import NamedTuple
 import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS
+from jax_ep.exchange import quantization
 from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
+from pallas_kernels.formats import RowFormat
+
+# Of --wire_dtype; "none": rows are sent as they are.
+WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
+
+
+def wire_format(name: str) -> RowFormat:
+    """Returns the format of a value of --wire_dtype."""
+    return quantization.wire_format(None if name == "none" else name)
 
 
 class Iterations(NamedTuple):
@@ -90,7 +100,7 @@ class BenchFlags(Flags):
 
         `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
         """
-        text, default = "Dependent calls in one timed loop.", None
+        text, default = "The number of dependent calls in one timed loop.", None
         if isinstance(iterations, int):
             default, iterations = iterations, Iterations(iterations, iterations, iterations)
         else:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.bench.operations import OF_RANK_MAJOR, Work
+from pallas_kernels.formats import PLAIN
 
 _COPY_BYTES = 2**30
 
@@ -83,8 +84,8 @@ def traffic(op: str, work: Work) -> Traffic:
     """Counts the bytes per rank that an operation of `operations.OPERATIONS` must move."""
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
-    own = work.wire_row_bytes(quantized=False)
-    wire = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+    own = PLAIN.row_bytes(work.hidden, work.dtype)
+    wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
     here = work.num_tokens * own  # x, g or out [T, H]

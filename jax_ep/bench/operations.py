@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import combine, dispatch, group_by_expert, reference, sum_by_token
+from jax_ep import QuantizedArray, combine, dispatch, group_by_expert, reference, sum_by_token
 from jax_ep.bench.baselines import AXIS, Case, random_rows, rank_seeds
 from jax_ep.exchange import quantization
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Array = np.ndarray[Any, Any]
 
@@ -65,11 +66,10 @@ class Work:
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
-    def wire_row_bytes(self, quantized: bool) -> int:
-        """Returns the bytes of a row on the wire, in wire_dtype if `quantized`, else in dtype."""
-        return quantization.row_bytes(
-            self.hidden, self.dtype, self.wire_dtype if quantized else None
-        )
+    @property
+    def wire(self) -> RowFormat:
+        """The format of `wire_dtype`."""
+        return quantization.wire_format(self.wire_dtype)
 
     def received(self, x=None) -> list[reference.RankDispatched]:
         """Computes a rank-major dispatch of x, N arrays [T, H], by `jax_ep.reference`."""
@@ -176,10 +176,10 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
-    if work.wire_dtype is not None:  # absolute, since values are below 1
-        tolerance = 2.0**-4 + float(jax.numpy.finfo(work.dtype).eps)
-    if out.scales is not None:
-        tokens = reference.dequantize(np.asarray(tokens), np.asarray(out.scales), np.float32)
+    if work.wire.quantized:  # absolute, since values are below 1
+        tolerance = work.wire.relative_error + float(jax.numpy.finfo(work.dtype).eps)
+    if isinstance(tokens, QuantizedArray):
+        tokens = jax.tree.map(np.asarray, tokens).dequantize(np.float32)
     for rank, received in enumerate(wanted):
         _agree(tokens[rank], received.tokens, f"tokens of rank {rank}", tolerance)
         for name in names:
@@ -200,20 +200,20 @@ def _combine(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Oper
 
     def check(state, out):
         y, _, weights = state
-        _check_combined(work, y, weights, out, quantized=work.wire_dtype is not None)
+        _check_combined(work, y, weights, out, work.wire)
 
     return Operation(arrays, prepare, step, check)
 
 
-def _check_combined(work: Work, y: Any, weights: Any, out: Any, quantized: bool) -> None:
+def _check_combined(work: Work, y: Any, weights: Any, out: Any, wire: RowFormat) -> None:
     magnitude = 1.0
     if work.layout == "rank":
         magnitude = min(work.num_ranks, work.topk_idx.shape[1])
         wanted = reference.rank_combine(y, [r.local_topk_idx for r in work.received()])
     else:
         wanted = reference.combine(y, work.routes(), weights)
-    # Half a step of e4m3 of each rank's sum.
-    tolerance = _tolerance(work, magnitude) + (2.0**-4 * magnitude if quantized else 0.0)
+    # Of each rank's sum, what its rounding on the wire is off by.
+    tolerance = _tolerance(work, magnitude) + wire.relative_error * magnitude
     _agree_all(out, wanted, "out", tolerance)
 
 
@@ -236,7 +236,7 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
         x, topk_idx, y, weights = state
         received, out = outputs
         _check_dispatched(work, (x, topk_idx), received)
-        _check_combined(work, y, weights, out, quantized=False)
+        _check_combined(work, y, weights, out, PLAIN)
 
     return Operation(arrays, prepare, step, check)
 
@@ -257,13 +257,14 @@ def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...])
             received,
             capacity=work.capacity,
             expert_alignment=work.expert_alignment,
-            implementation=implementation if received.scales is None else "xla",
+            implementation="xla" if work.output == "quantized" else implementation,
         )
 
     def check(received, out):
         names = ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed")
         per_rank = work.num_experts // work.num_ranks
-        for rank, tokens in enumerate(np.asarray(received.tokens)):
+        out, tokens_of_ranks = (_with_values(out), np.asarray(_with_values(received).tokens))
+        for rank, tokens in enumerate(tokens_of_ranks):
             (wanted,) = reference.dispatch(
                 [tokens.reshape(-1, work.hidden)],
                 [np.asarray(received.local_topk_idx)[rank].reshape(-1, work.topk_idx.shape[1])],
@@ -322,9 +323,8 @@ def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -
         else:
             wanted = reference.dispatch_grad(g, work.routes())
         top_k = work.topk_idx.shape[1]
-        tolerance = _tolerance(work, top_k)
-        if work.wire_dtype is not None:  # half a step of e4m3 of each rank's sum
-            tolerance += 2.0**-4 * top_k
+        # Of each rank's sum, what its rounding on the wire is off by.
+        tolerance = _tolerance(work, top_k) + work.wire.relative_error * top_k
         _agree_all(out, wanted, "dx", tolerance)
 
     return Operation(arrays, prepare, step, check)
@@ -346,12 +346,10 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # On a GPU, a value halfway between two numbers of e4m3 may be rounded to another one than
-        # here. Then the two differ by a step of e4m3, 2^-3.
-        slack = 0.0
-        if work.wire_dtype is not None:
-            g = _through_wire(work, g)
-            slack = 2.0**-3
+        # On a GPU, a value halfway between two numbers of the wire's format may be rounded to
+        # another one than here. Then the two differ by a step.
+        slack = 2 * work.wire.relative_error
+        g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":
             _agree_all(out[0], [r.tokens for r in work.received(g)], "dy", slack)
             return
@@ -387,14 +385,15 @@ QUANTIZED = tuple(name for name in OPERATIONS if name != "sum_by_token")
 OF_RANK_MAJOR = ("group_by_expert", "sum_by_token")
 
 
+def _with_values(received: Any) -> Any:
+    """Replaces quantized tokens, which are permuted as they are, by their values."""
+    if not isinstance(received.tokens, QuantizedArray):
+        return received
+    return dataclasses.replace(received, tokens=received.tokens.values)
+
+
 def _unquantized(work: Work) -> Work:
     return dataclasses.replace(work, wire_dtype=None, output="dequantized")
-
-
-def _through_wire(work: Work, rows: Any) -> Array:
-    """Quantizes rows to the work's wire_dtype and back, as sending them does."""
-    rows = np.asarray(rows)
-    return reference.dequantize(*reference.quantize(rows, work.wire_dtype), work.dtype)
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:

@@ -72,16 +72,20 @@ _STEPS = FLAGS.choices(
 _RANKS = FLAGS.ranks("what each step has")
 _TOKENS = FLAGS.tokens("128,4096", "what each step has")
 _HIDDEN = FLAGS.integer(
-    "hidden", None, "H, the hidden size: values of a token. Default: what each step has."
+    "hidden",
+    None,
+    "H, the hidden size: the number of values of a token. Default: what each step has.",
 )
 _NUM_EXPERTS = FLAGS.integer(
-    "num_experts", None, "E, experts of all ranks together. Default: what each step has."
+    "num_experts",
+    None,
+    "E, the number of experts of all ranks together. Default: what each step has.",
 )
 _CHECK = FLAGS.check("results with a reference, in every step")
 _ITERATIONS = FLAGS.integer(
     "iterations",
     None,
-    "Dependent calls in one timed loop. Default: what each step has.",
+    "The number of dependent calls in one timed loop. Default: what each step has.",
     least=10,
 )
 _REPEATS = FLAGS.integer(

@@ -30,7 +30,7 @@ from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import to_experts
 from jax_ep.runtime import jax_compat
 
-# Called with the bytes that are loaded and those that there are.
+# A callback (bytes loaded so far, bytes to load).
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
@@ -47,22 +47,22 @@ def load_moe_params(
 ) -> tuple[MoEConfig, MoEParams]:
     """Loads the configuration and parameters of one layer's MoE block.
 
-    Each device's part is read on its own, from files that are mapped into memory: a process reads
-    the experts of its devices and no others, and holds at most one part of one parameter besides
-    what it returns.
+    Files are mapped into memory, and the part of each device is read separately. A process reads
+    only the experts of its own devices, and besides the results it holds at most one part of one
+    parameter.
 
     Args:
-        directory: a model as published: config.json and safetensors files.
+        directory: a directory as published, with config.json and safetensors files.
         layer: the number of the decoder's layer, from 0.
-        mesh: the mesh to spread the experts over, along `expert_axis`, and their F along
-            `tensor_axis`; also the `mesh` of the configuration. None: the ambient mesh, or one
-            device where there is none.
-        dtype: the dtype of the parameters; the selection bias stays float32. None: as stored, and
-            bfloat16 where the stored numbers are float8 or MXFP4.
-        progress: called with the bytes that this process has loaded, and those that it will load.
-            None: a line on standard error, where that is a terminal.
+        mesh: the mesh over which to spread the experts (along `expert_axis`) and F (along
+            `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient mesh, or
+            else one device.
+        dtype: the dtype of the parameters; the selection bias is always float32. None: the stored
+            dtype, or bfloat16 for stored float8 and MXFP4.
+        progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
+            a progress bar on standard error if that is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
-            `num_slots` the experts' parameters are [P, ...], placed as
+            `num_slots` the experts' parameters are [P, ...], placed as by
             `jax_ep.placement.Placement.in_order`.
 
     Returns:
@@ -70,12 +70,12 @@ def load_moe_params(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the architecture or quantization is unknown, the layer has no MoE block, a
-            tensor of the block is missing, misshapen or unknown, a field has no meaning, not
-            the stored number of experts, or a value that no call of the layer accepts, or experts
-            (with `num_slots`, slots) or F do not divide over the mesh; the message names it.
-        TypeError: `dtype` is not floating, or wider than JAX's arrays are here, `mesh` has no
-            devices, or a keyword is no field of `jax_ep.MoEConfig`.
+        ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
+            tensor of the block is missing, misshapen or unknown; a field has a value that the block
+            or the layer does not support; or the mesh does not divide the experts, slots or F. The
+            message names the cause.
+        TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` has no devices,
+            or a keyword is not a field of `jax_ep.MoEConfig`.
     """
     if dtype is not None:
         as_dtype_of_arrays("dtype", dtype)
@@ -88,7 +88,9 @@ def load_moe_params(
     check_config(config)
     for name in ("num_experts", "zero_experts", "identity_experts", "constant_experts"):
         if getattr(config, name) != (stored := block.fields.get(name, 0)):
-            raise ValueError(f"{name} must be {stored}, as stored, but is {getattr(config, name)}.")
+            raise ValueError(
+                f"{name} must be {stored}, as in the stored block, but is {getattr(config, name)}."
+            )
     block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
         mesh = _ambient_mesh()
@@ -121,7 +123,10 @@ def load_moe(
     progress: Progress | None = None,
     **fields: Any,
 ) -> MoE:
-    """Loads one layer's MoE block as a Flax NNX layer, ready to call; see `load_moe_params`."""
+    """Loads one layer's MoE block as a Flax NNX layer.
+
+    Arguments and errors are those of `load_moe_params`.
+    """
     arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, progress=progress)
     return _module(*load_moe_params(directory, layer, **arguments, **fields))
 
@@ -133,33 +138,33 @@ def save_moe(
     *,
     placement: Placement | None = None,
 ) -> None:
-    """Writes one layer's MoE block into a directory, as published.
+    """Writes one layer's MoE block into a directory, in the published format.
 
-    Where the directory has the block, its tensors are overwritten with the names, shapes, dtypes
-    and encodings that they have there, and all other tensors stay. Unchanged numbers keep their
-    bytes, so that loading and saving changes no byte of a file. Changed numbers are rounded to the
-    stored dtype, with new scales for the changed blocks of float8 and MXFP4. Each file of the block
-    is copied, changed and put in the place of the old one, which needs free space of its size. One
-    save at a time may write to a directory; one that was killed leaves a folder .rewriting-* there,
-    which may be removed.
+    If the directory has the block, its tensors are overwritten, with the names, shapes, dtypes and
+    encodings that they have there; all other tensors stay. Unchanged numbers keep their bytes, so
+    that loading and saving changes no byte of a file. Changed numbers are rounded to the stored
+    dtype; the changed blocks of float8 and MXFP4 get new scales. Each file of the block is copied,
+    changed and then replaced, which needs as much free space. Only one save at a time may write to
+    a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
 
-    Where the directory has config.json and no such block, the block is written to a file of its
-    own and added to the index. Names and layout are those of the nearest other block there, or else
-    as published. Matrices are float8 or MXFP4 where that block's are, or else where
-    `quantization_config` says so; the other tensors are in the dtypes of the parameters.
+    If the directory has config.json but not the block, the block is written to a new file and added
+    to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
+    other block in the directory. Without any other block, it takes the published names, and the
+    encoding that `quantization_config` states. Tensors that are not encoded have the dtypes of the
+    parameters.
 
     Args:
         layer_or_params: the layer, or its parameters; on devices of this process.
         directory: the directory that was loaded or a copy, or a new one with the model's
             config.json.
         layer: the number of the decoder's layer.
-        placement: for parameters of slots (`num_slots`), which expert each slot holds: a
-            `jax_ep.placement.Placement` of this layer. An expert is saved from its first slot.
+        placement: the `jax_ep.placement.Placement` of this layer if its parameters lead with slots
+            (`num_slots`); else None. An expert is saved from its first slot.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_moe_params`, and for parameters that are not those
-            of the block or not all on devices of this process, or a placement that does not fit.
-        TypeError: it is neither a layer nor `MoEParams`.
+        FileNotFoundError, ValueError: as `load_moe_params` does; also if the parameters do not fit
+            the block or are not all on devices of this process, or the placement does not fit.
+        TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
     num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
     if isinstance(layer_or_params, MoEParams):
@@ -189,7 +194,7 @@ def save_moe(
 
 
 def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) -> None:
-    """Traces a call of the layer, so that a field that no call accepts is refused when loading."""
+    """Traces a call of the layer, so that loading refuses fields that every call would refuse."""
     params: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
     }
@@ -199,7 +204,7 @@ def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) ->
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # Which implementations there are is a matter of the machine that calls.
+    # The machine that calls the layer may have other implementations than this one.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -216,20 +221,20 @@ def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) ->
 def _load(
     block: Block, name: str, sharding: Sharding, dtype: np.dtype, counter: _Counter
 ) -> jax.Array:
-    """Loads one parameter part by part; devices that hold the same part share one reading."""
+    """Loads one parameter part by part; reads a part once for all devices that hold it."""
     shape = block.shape(name)
     shards = []
     for index, devices in _devices_of_parts(sharding, shape).items():
         part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        del part  # before the next one is read, unless a CPU device uses its memory as it is
+        del part  # frees the memory before the next part is read, unless a CPU device uses it
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Returns the devices of this process by the part that each holds: bounds along each axis."""
+    """Maps each part of an array, as bounds along its axes, to the local devices that hold it."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -245,10 +250,10 @@ def _ambient_mesh() -> Mesh | None:
 
 
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of a parameter: split over the axes of experts and of columns.
+    """Returns the sharding of a parameter: experts over `expert_axis`, F over `tensor_axis`.
 
     Raises:
-        ValueError: a dimension does not divide over its axes.
+        ValueError: the ranks along an axis do not divide a dimension.
     """
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -276,7 +281,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """Adds up the loaded bytes, from any thread, and reports them."""
+    """Adds up the loaded bytes and reports them; may be called from several threads."""
 
     def __init__(self, total: int, report: Progress):
         self._total, self._report = total, report
@@ -290,7 +295,7 @@ class _Counter:
 
 
 def _print_progress(loaded: int, total: int) -> None:
-    """Draws a bar on standard error, if that is a terminal, at each further percent."""
+    """Draws a progress bar on standard error if that is a terminal."""
     width = 40
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
@@ -300,7 +305,7 @@ def _print_progress(loaded: int, total: int) -> None:
 
 
 def _module(config: MoEConfig, params: MoEParams) -> MoE:
-    """Makes a layer with these parameters, without initializing others first."""
+    """Makes a layer with these parameters, without initializing parameters first."""
     _, hidden, mlp_dim = params.wi_0.shape
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options = dataclasses.asdict(ParameterOptions.of_params(params))
@@ -311,7 +316,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # nnx.eval_shape would take logical axes for axes of the ambient mesh.
+    # nnx.eval_shape would mistake logical axes for axes of the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)
@@ -321,7 +326,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns the parameters that a layer has, by their names in `MoEParams`."""
+    """Returns a layer's parameters by their names in `MoEParams`."""
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
     if layer.gate is not None:
         found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
@@ -329,13 +334,13 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
 
 
 def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless the parameters are those of the block, and all on this process."""
+    """Raises ValueError unless the parameters fit the block and are on this process's devices."""
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}
     if shapes != wanted:
         raise ValueError(
             f"layer_or_params must have the shapes of the block in {block.directory.path}, "
-            f"{wanted}, but has {shapes}; parameters of slots need their placement."
+            f"{wanted}, but has {shapes}; parameters that lead with slots need their placement."
         )
     for name, value in given.items():
         here = getattr(value, "is_fully_addressable", True) or value.is_fully_replicated

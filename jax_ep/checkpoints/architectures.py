@@ -1,10 +1,11 @@
-"""The table of published models: their routers, and where each weight is stored.
+"""Lists published models in a table: their router options, and where each weight is stored.
 
-The axes of a stored tensor are written in letters: E experts, R experts that the router chooses
-among, H hidden, F hidden of one expert, S hidden of the shared experts together, 1 an axis of one
-element. G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before
-those of wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number
-of an expert: there is a tensor for each.
+Letters name the axes of a stored tensor: E is the number of experts, R of experts that the router
+chooses among (free experts included), H the hidden size, F the hidden size of an expert, S that of
+the shared experts together, and 1 an axis of one element. G with F is one axis of both wi_0 and
+wi_1: "GF H" is [2 * F, H] with the rows of wi_0 before those of wi_1, and "H FG" is [H, 2 * F] with
+columns of wi_0 and wi_1 in turn. `{e}` in a name stands for the number of an expert; each expert
+then has its own tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# The axes of each parameter of a layer.
+# The axes of each parameter of a layer, in the letters above.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
@@ -23,11 +24,11 @@ class Tensor(NamedTuple):
     """A stored tensor, and the parameters that it holds.
 
     Attributes:
-        params: the names of the parameters in `jax_ep.MoEParams`; a tensor with two of them has an
-            axis with G.
+        params: the names of the parameters in `jax_ep.MoEParams`; a tensor of two parameters has
+            an axis with G.
         name: the name of the tensor after "layers.<layer>.".
         axes: the axes of the tensor, in the letters of this module.
-        where: a key of config.json that must be true for the tensor to exist; "" is none.
+        where: a key of config.json that must be true for the tensor to exist; "": it always exists.
     """
 
     params: tuple[str, ...]
@@ -40,9 +41,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative layouts of the same weights, all published; a directory has one of them.
+    """Alternative ways in which the same weights are published; a directory has one of them.
 
-    A directory without any is given the first that fits its quantization.
+    A block saved to a directory that has none takes the first that fits the quantization.
     """
 
     layouts: tuple[Tensors, ...]
@@ -50,23 +51,24 @@ class OneOf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How models of one architecture are published: a row of the table.
+    """A row of the table: how models of one architecture are published.
 
-    A key of config.json is written as it is. "a|b" stands for the first key that is there, and
-    "a*b" for the product of two values.
+    Keys of config.json are written as they are there. "a|b" stands for the first key that is there,
+    and "a*b" for the product of two values.
 
     Attributes:
         models: the names of the models.
         model_types: their `model_type` in config.json.
-        sizes: the key of config.json with the size of each lettered axis. An axis without a key has
-            size 0, except R, which follows from E. Tensors with an axis of size 0 are absent.
-        fields: fields of `jax_ep.MoEConfig`, by a key of config.json.
-        fixed: fields that have one value in all these models.
-        defaults: the value of a key that config.json leaves out or has as null.
-        only: keys whose value must be one of these, where config.json has them: others mean
-            another computation.
+        sizes: maps the letter of an axis to the key of config.json with its size. An axis without a
+            key has size 0, except R, which follows from E. Tensors with an axis of size 0 do not
+            exist.
+        fields: maps fields of `jax_ep.MoEConfig` to keys of config.json.
+        fixed: the fields of `jax_ep.MoEConfig` that are equal in all these models.
+        defaults: the values of keys that config.json may leave out or have as null.
+        only: the supported values of some keys, if config.json has them. Other values mean a
+            different computation.
         tensors: the tensors that hold the weights.
-        unused: tensors that some files have for experts that cost nothing, and no model reads.
+        unused: tensors of free experts that some files have and no model reads.
     """
 
     models: str
@@ -89,7 +91,7 @@ def _bias(name: str, where: str = "") -> Tensor:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of three matrices for each expert."""
+    """Lists the three tensors that each expert has."""
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -98,7 +100,7 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Lists two tensors that hold all experts."""
+    """Lists the two tensors that hold the matrices of all experts."""
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
@@ -114,7 +116,7 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-# The same, published stacked; quantized it has a tensor for each expert.
+# Weights that are published stacked, or with a tensor for each expert if they are quantized.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
@@ -126,10 +128,10 @@ _GRANITE = (
     *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 
-# Routers that compute in the model's dtype; the others' logits are float32.
+# Fields of routers that compute logits in the model's dtype; others compute them in float32.
 _OWN_DTYPE = {"router_dtype": None}
 
-# Normalization without a constant, and with the smallest that some models have.
+# Fields of routers that divide the weights by their sum; DeepSeek adds an epsilon to the sum.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
@@ -462,7 +464,8 @@ TABLE = (
         fields={
             "num_experts_per_token": "moe_k",
             "activation": "hidden_act",
-            # Published as a lower bound of the sum; added, it differs where the sum is below 1e-5.
+            # The model uses it as a lower bound of the sum. Adding it to the sum instead makes a
+            # difference only where the sum is below 1e-5.
             "normalize_epsilon": "moe_norm_min",
         },
         fixed={"score": "softmax", "normalize": True},
@@ -538,7 +541,7 @@ TABLE = (
 )
 
 
-# How the names of a decoder's layers are published to begin, by `model_type`; others with "model.".
+# The beginning of the published names of a decoder's layers, by `model_type`; default "model.".
 _ROOTS = {
     "qwen3_5_moe_text": "model.language_model.",
     "qwen3_vl_moe_text": "model.language_model.",
@@ -549,20 +552,26 @@ _ROOTS = {
 }
 
 
+def root_parts() -> tuple[str, ...]:
+    """Returns the parts of the names that published models have in front of their layers."""
+    roots = ("model.", *_ROOTS.values())
+    return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
+
+
 def published_root(model_type: str, is_part: bool) -> str:
-    """Returns how the names of the decoder's layers begin in a published model.
+    """Returns the beginning of the names of the decoder's layers in a published model.
 
     Args:
-        model_type: that of the decoder.
-        is_part: whether the decoder is the `text_config` of a model of several media, such as
-            Kimi-K2.5's DeepSeek-V3.
+        model_type: the `model_type` of the decoder.
+        is_part: whether the decoder is the `text_config` of a multimodal model, such as the
+            DeepSeek-V3 in Kimi-K2.5.
     """
     root = _ROOTS.get(model_type, "model.")
     return "language_model." + root if is_part and "language_model." not in root else root
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns the row of the table for each `model_type`; of several rows, the first."""
+    """Maps each `model_type` to its row of the table, or to the first of several rows."""
     known: dict[str, Architecture] = {}
     for row in TABLE:
         for model_type in row.model_types:

@@ -1,4 +1,4 @@
-"""One layer's MoE block in a directory: its configuration and the tensors of its parameters."""
+"""Finds one layer's MoE block in a directory: its configuration and its parameters' tensors."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from jax_ep.checkpoints.architectures import (
     Tensors,
     architectures,
     published_root,
+    root_parts,
 )
 from jax_ep.checkpoints.encodings import (
     BLOCKS,
@@ -37,11 +38,12 @@ from jax_ep.checkpoints.encodings import (
 )
 from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.moe.params import PARAMETERS
 
 CONFIG = "config.json"
 
-# What PEFT, torch.compile, data parallelism and recomputation put in front of the names of a module
-# that they wrap; and parts of names in front of a decoder's layers.
+# Prefixes that PEFT, torch.compile, data parallelism and recomputation add to the names of a
+# wrapped module, and all names that may precede a decoder's "layers".
 _WRAPPERS = (
     "base_model",
     "module",
@@ -50,19 +52,20 @@ _WRAPPERS = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
-_ROOTS = ("model", "language_model", "backbone", *_WRAPPERS)
+_ROOTS = (*root_parts(), *_WRAPPERS)
 
-# The beginning of the names of one layer's tensors: what precedes its number, the number, and
-# what follows it.
+# Matches the beginning of the names of a layer's tensors, with three groups: the part before the
+# layer's number, the number, and wrappers after it.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# The names of a decoder's embeddings and last norm, after their root.
+# Matches the names of a decoder's embeddings and last norm, with their root as a group.
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
-# Rows that are read at once, and columns of them that are transposed at once, to stay in caches.
+# The rows that are read at once, and the columns that are transposed at once, so that pieces fit
+# in caches.
 _ROWS, _COLUMNS = 256, 64
 
 
@@ -74,14 +77,14 @@ class Block:
         directory: the directory of its files.
         architecture: its row of the table.
         fields: fields of `jax_ep.MoEConfig`, from config.json.
-        sizes: the size of each letter of `PARAMETER_AXES`.
+        sizes: the size of each axis, by its letter in `PARAMETER_AXES`.
         prefix: the prefix of its tensors' names.
         tensors: the tensors that hold its parameters.
-        quantization: what config.json says of quantized tensors.
-        num_slots: None; or P: parameters are of P slots, slot s with expert s modulo E, in place of
-            the E experts that are stored.
-        like: for a new block, the prefix of the nearest block in the directory, whose layout and
-            encodings it takes; None where there is no other.
+        quantization: the quantization that config.json states.
+        num_slots: P if the parameters to read lead with P slots, where slot s holds the stored
+            expert s % E; None if they lead with the E stored experts.
+        like: the prefix of the nearest block in the directory, for a new block that takes the
+            names and encodings of its tensors; None without another block.
     """
 
     directory: Directory
@@ -95,7 +98,7 @@ class Block:
     like: str | None = None
 
     def params(self) -> tuple[str, ...]:
-        """Returns the names in `jax_ep.MoEParams` of the parameters that the block has."""
+        """Returns the names of the block's parameters in `jax_ep.MoEParams`."""
         return tuple(param for tensor in self.tensors for param in tensor.params)
 
     def shape(self, param: str) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class Block:
         return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the dtype that a parameter is stored in; bfloat16 if it is quantized."""
+        """Returns the dtype of a parameter as stored; bfloat16 if it is quantized."""
         return self.open(self._tensor(param), 0).dtype
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
@@ -124,7 +127,8 @@ class Block:
                 name = prefix + tensor.name.format(e=expert)
                 if name not in directory.files:
                     raise ValueError(
-                        f"{directory.path} must hold {name} {wanted}, as {models} do, but does not."
+                        f"{directory.path} must hold {name} of shape {wanted}, as {models} do, but "
+                        "does not."
                     )
                 shape = self.open(tensor, expert).shape
                 if shape != wanted:
@@ -141,7 +145,7 @@ class Block:
         if unknown:
             raise ValueError(
                 f"{directory.path} holds {min(unknown)}, which {models} do not have in an MoE "
-                f"block ({len(unknown)} such tensors): what it means is not known."
+                f"block ({len(unknown)} such tensors), so its meaning is not known."
             )
 
     def _tensor(self, param: str) -> Tensor:
@@ -150,13 +154,13 @@ class Block:
     def read(
         self, param: str, index: Index, dtype: np.dtype, done: Callable[[int], None]
     ) -> np.ndarray:
-        """Reads a slice of a parameter, and nothing else but the scales of its numbers.
+        """Reads a slice of a parameter, and only the stored bytes that the slice needs.
 
         Args:
             param: its name in `jax_ep.MoEParams`.
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
-            done: called with the number of bytes of each piece of the result after it is read.
+            done: called after each piece is read, with the piece's number of bytes.
 
         Returns:
             The slice, in memory of its own that a CPU device can use without a copy.
@@ -184,7 +188,7 @@ class Block:
         return out
 
     def write(self, params: Mapping[str, np.ndarray], into: Directory) -> None:
-        """Writes whole parameters to a directory with tensors of the same names as this one."""
+        """Writes whole parameters to `into`, a directory that has tensors of the same names."""
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
         for tensor in self.tensors:
@@ -198,7 +202,7 @@ class Block:
         whole: Mapping[str, slice],
         expert: int | None,
     ) -> None:
-        """Writes the part of a tensor that holds one expert; all of it if `expert` is None."""
+        """Writes the part of a tensor that holds one expert; the whole tensor for None."""
         encoding = self.open(tensor, expert or 0)
         region = tuple(
             slice(expert, expert + 1) if token == "E" and expert is not None else slice(0, n)
@@ -218,7 +222,7 @@ class Block:
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype]
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each tensor to store, given those of the parameters."""
+        """Returns the dtype and shape of each tensor to store, given the parameters' dtypes."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             shape = self._stored_shape(tensor)
@@ -234,16 +238,17 @@ class Block:
         return stored
 
     def _new_float8_scales(self, tensor: Tensor, expert: int) -> np.dtype | None:
-        """Returns the dtype of the scales of a new tensor; None if it is not stored as float8."""
+        """Returns the dtype of a new float8 tensor's scales; None for another encoding."""
         name = tensor.name.format(e=expert)
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
             return encoding.scale_dtype if isinstance(encoding, Float8) else None
-        of_router = {"gate", "shared_gate"}.intersection(tensor.params)
-        is_bias = tensor.params[0].endswith("bias")
-        if of_router or is_bias or not self.quantization.is_float8(self.prefix + name):
-            return None
-        return np.dtype(np.float32)
+        # Of a layer, only the matrices of experts are float8.
+        parameter = PARAMETERS[tensor.params[0]]
+        is_of_experts = parameter.init == "kernel" and "mlp" in parameter.logical_axes
+        if is_of_experts and self.quantization.is_float8(self.prefix + name):
+            return np.dtype(np.float32)
+        return None
 
     def stored(self) -> list[str]:
         """Returns the names of the stored tensors, scales included."""
@@ -256,7 +261,7 @@ class Block:
 
 
 def open_block(path: str | os.PathLike[str], layer: int) -> Block:
-    """Finds a layer's MoE block, and checks that it is whole.
+    """Finds a layer's MoE block, and checks its tensors.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -274,10 +279,10 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 
 
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
-    """Plans the block that is to be added to a directory; None if the directory has it.
+    """Plans a block to add to a directory; returns None if the directory already has it.
 
-    Its names begin as those of the nearest other layer there do, and where there is none as they
-    are published.
+    The tensors' names begin like those of the nearest other layer in the directory, or as published
+    if there is none.
     """
     directory = Directory(path, may_be_empty=True)
     row, keys = _look_up(directory.path, layer)
@@ -302,7 +307,7 @@ def _renumbered(prefix: str, layer: int) -> str:
 
 
 def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[str]], list[str]]:
-    """Returns the prefixes of the blocks by the layer's number, and the names of other routers."""
+    """Returns the blocks' prefixes by number of the layer, and the names of all other routers."""
     blocks: dict[int, list[str]] = {}
     others = []
     gate = _gate(row)
@@ -317,7 +322,7 @@ def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[st
 
 
 def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
-    """Returns the prefix of the names of the block's tensors; None if there is no such block."""
+    """Returns the prefix of the block's tensors; None if the layer has no block."""
     prefixes = _routers(directory, row)[0].get(layer)
     return None if prefixes is None else _only(prefixes, directory, row, layer)
 
@@ -333,7 +338,7 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Returns what to say where a layer has no MoE block: which names there are, and what to do."""
+    """Makes the error message for a layer without an MoE block, with similar names and a remedy."""
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -361,7 +366,7 @@ def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int)
 
 
 def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
-    """Returns the row of the table for a model, and an object that looks up the row's keys."""
+    """Returns a model's row of the table, and an object that looks up the row's keys."""
     checks.check_integer("layer", layer, least=0)
     config, is_part = _read_config(path)
     row = find_architecture(config, path)
@@ -370,7 +375,7 @@ def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
 
 
 def _quantization(keys: _Keys) -> Quantization:
-    """Returns what config.json says of quantized tensors."""
+    """Returns the quantization that config.json states."""
     said = keys.config.get("quantization_config") or {}
     method = said.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
@@ -389,7 +394,7 @@ def _quantization(keys: _Keys) -> Quantization:
 def _block(
     directory: Directory, row: Architecture, prefix: str, keys: _Keys, like: str | None = None
 ) -> Block:
-    """Returns a block, in the layout that the directory has with the prefix `like` or `prefix`."""
+    """Makes a block with tensors like those that the prefix `like`, or else `prefix`, has."""
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
@@ -408,7 +413,7 @@ def _block(
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
-    """Reads config.json; returns the part of the language model, and whether it is a part only."""
+    """Reads config.json; returns the language model's part of it, and whether there are others."""
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
@@ -426,7 +431,7 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
     """Returns the row of the table for a model.
 
     Raises:
-        ValueError: there is no such row, or config.json has a value that means another computation.
+        ValueError: there is no such row, or config.json has a value that is not supported.
     """
     model_type = config.get("model_type")
     rows = [row for row in TABLE if model_type in row.model_types]
@@ -449,7 +454,7 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
             f" {key} must be {' or '.join(map(repr, allowed)) or 'null'} for {row.models}, but is "
             f"{config[key]!r}."
         )
-    raise ValueError(f"{path / CONFIG} is of a {model_type!r} that is not known here:{wrong}")
+    raise ValueError(f"{path / CONFIG} describes a {model_type!r} that is not supported:{wrong}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,10 +465,10 @@ class _Keys:
     row: Architecture
     layer: int
     file: Path
-    root: str  # how the names of the decoder's layers are published to begin
+    root: str  # the beginning of the published names of the decoder's layers
 
     def value(self, key: str) -> Any:
-        """Returns the value of "a" or "a|b"; of a list with an entry per layer, this layer's."""
+        """Returns the value of "a" or "a|b"; for a list of layers' values, this layer's value."""
         names = key.split("|")
         found = [self.config[name] for name in names if self.config.get(name) is not None]
         found += [self.row.defaults[name] for name in names if name in self.row.defaults]
@@ -472,7 +477,7 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the value of "a", "a|b" or the product "a*b", which must be of integers."""
+        """Returns the integer "a" or "a|b", or the product "a*b" of integers."""
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
             if not isinstance(value, int) or value < 0:
@@ -480,7 +485,7 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns the value of a field of `jax_ep.MoEConfig`, made from a key."""
+        """Returns the value of a field of `jax_ep.MoEConfig`, converted from the value of a key."""
         value = self.value(key)
         try:
             return MAKE.get(field, lambda value: value)(value)
@@ -501,10 +506,11 @@ def _stored(
     look_up: _Keys,
     method: str | None,
 ) -> Tensors:
-    """Returns the tensors that this block must have, of the layout that the directory has.
+    """Returns the tensors that this block must have.
 
-    Where it has none, of the first layout that fits the quantization `method`: float8 matrices have
-    a tensor for each expert, and MXFP4 has names of its own.
+    Of alternatives (`OneOf`), selects the one that the directory has, or else the first that fits
+    the quantization `method`: float8 matrices have a tensor for each expert, and MXFP4 tensors have
+    names with the suffix `BLOCKS`.
     """
 
     def is_there(tensors: Tensors) -> bool:
@@ -546,12 +552,12 @@ def _place(
 ) -> tuple[Index, str]:
     """Returns the slice of a stored tensor that holds a slice of a parameter.
 
-    Returns also the letters of the sliced axes, in the order of the tensor.
+    The second result has the letters of the tensor's axes, without G, in their order.
     """
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        part = taken.get(letter, slice(0, 1))  # "1" may be no axis of the parameter
+        part = taken.get(letter, slice(0, 1))  # the parameter may lack the axis "1"
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
         elif token[-1] == "G":
@@ -562,19 +568,19 @@ def _place(
 
 
 def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
-    """Returns the experts to read one by one, or [None] where one reading takes all."""
+    """Returns the experts to read one by one, or [None] to read all at once."""
     if axes[0] != "E" or len(axes) == 1:
         return [None]
     return list(range(taken["E"].start, taken["E"].stop))
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Returns a view with its axes, named by `axes`, in the order of `letters`."""
+    """Transposes an array, whose axes are named by `axes`, to the order of `letters`."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
-    """Copies a slice of a stored tensor, in pieces that stay in caches."""
+    """Copies a slice of a stored tensor, in pieces that fit in caches."""
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return
@@ -591,7 +597,7 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
 
 
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
-    """Calls a function for each item, in several threads: NumPy copies in parallel."""
+    """Calls a function for each item, in several threads, since NumPy copies in parallel."""
     if len(items) == 1:
         function(items[0])
         return
@@ -600,7 +606,7 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns memory that starts where XLA can use it without a copy, at a multiple of 64 bytes."""
+    """Allocates an array aligned to 64 bytes, which XLA's CPU devices use without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     first = -memory.ctypes.data % 64

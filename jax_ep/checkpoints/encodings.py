@@ -1,30 +1,25 @@
-"""How a published tensor's numbers are stored: plainly, as float8 with scales, or as MXFP4.
+"""Reads and writes published tensors, stored plainly, as float8 with scales, or as MXFP4.
 
 Each encoding reads slices of a tensor as numbers and writes numbers back to slices. Numbers that
-are read and written back without change keep their bytes: a block whose numbers are still what the
-stored block decodes to is not written.
+are written back unchanged keep their bytes: a block is written only if its numbers differ from what
+the stored block decodes to.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import formats
 from jax_ep.checkpoints.safetensors import Directory, Index
 
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
-_FLOAT8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
-_FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FLOAT4 = np.concatenate([_FLOAT4, -_FLOAT4])
-_MX_BLOCK = 32
-# The largest power of two in float4, and the bias of an MX block's exponent.
-_FLOAT4_EXPONENT, _MX_BIAS = 2, 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +58,114 @@ class Plain:
             self.directory.write(self.name, index, values)
             return
         old = self.read(index)
-        kept = old.astype(values.dtype) == values
-        self.directory.write(self.name, index, np.where(kept, old, values.astype(self.dtype)))
+        changed = _differ(old, values)
+        self.directory.write(self.name, index, np.where(changed, values.astype(self.dtype), old))
+
+
+def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Returns where `values` are not what `old`, in the dtype of `values`, is; NaN is NaN."""
+    old = old.astype(values.dtype)
+    return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class _InBlocks:
+    """A tensor that is stored in a format of `jax_ep.formats`.
+
+    A block that reaches past the end of the tensor is filled up with zeros while it is encoded.
+
+    Attributes:
+        directory, name: as in `Plain`.
+    """
+
+    directory: Directory
+    name: str
+
+    @property
+    def format(self) -> formats.Format:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.bfloat16)
+
+    def read(self, index: Index) -> np.ndarray:
+        """Reads a slice, in float32."""
+        blocks, within = self._blocks(index)
+        numbers = self.format.decode(self._load(blocks), np.float32)
+        return numbers[(..., *within)]
+
+    def write(self, index: Index, values: np.ndarray) -> None:
+        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
+        blocks, within = self._blocks(index)
+        old = self._load(blocks)
+        changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
+        if not changed.any():
+            return
+        changed = self._any_of_block(self._padded(changed))
+        new = self._encode(self._padded(values))
+        of_values = changed
+        for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
+            of_values = np.repeat(of_values, size, axis=axis)
+        parts = np.where(of_values, new[0], old[0]), np.where(changed, new[1], old[1])
+        self._store(blocks, *parts)
+
+    def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
+        """Returns the index of the blocks that hold a slice, and the slice's place within them."""
+        block = self._block
+        blocks, within = [], []
+        for taken, n, size in zip(
+            index[-len(block) :], self.shape[-len(block) :], block, strict=True
+        ):
+            start, stop, step = taken.indices(n)
+            first = start // size
+            blocks.append(slice(first, -(-stop // size)))
+            within.append(slice(start - first * size, stop - first * size, step))
+        return (*index[: -len(block)], *blocks), within
+
+    @property
+    def _block(self) -> tuple[int, ...]:
+        """The sizes of a block of numbers along the last axes that blocks divide."""
+        return self.format.block[1:] if self.format.block[0] == 1 else self.format.block
+
+    @property
+    def _values_block(self) -> tuple[int, ...]:
+        """The sizes of a block of stored values along these axes."""
+        return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
+
+    def _padded(self, array: np.ndarray) -> np.ndarray:
+        """Appends zeros to [.., rows, columns] so that there are whole blocks."""
+        block = self._block
+        widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
+        if not any(after for _, after in widths):
+            return array
+        return np.pad(array, [(0, 0)] * (array.ndim - len(block)) + widths)
+
+    def _any_of_block(self, flags: np.ndarray) -> np.ndarray:
+        """Returns for each block of [.., rows, columns] whether one of its flags is true."""
+        for axis, size in enumerate(self._block, start=-len(self._block)):
+            starts = np.arange(0, flags.shape[axis], size)
+            flags = np.logical_or.reduceat(flags, starts, axis=axis)
+        return flags
+
+    def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.format.encode(values)
+
+    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the values and the scales of blocks, as the format has them."""
+        raise NotImplementedError
+
+    def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
+        """Writes the values and the scales of blocks."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(_InBlocks):
     """float8_e4m3fn numbers with a float32 scale for each block of rows and columns (DeepSeek-V3).
 
     A number is the stored number times its block's entry of `<name>_scale_inv`, whose shape is
@@ -80,14 +177,17 @@ class Float8:
         power_of_two: whether new scales are powers of two, for programs that read exponents alone.
     """
 
-    directory: Directory
-    name: str
     block: tuple[int, int]
     power_of_two: bool = False
 
     @property
     def stored(self) -> tuple[str, ...]:
         return self.name, self.name + SCALE_SUFFIX
+
+    @property
+    def format(self) -> formats.Float8:
+        scale_dtype = self.directory.entry(self.name + SCALE_SUFFIX).dtype
+        return formats.Float8.of(_FLOAT8, self.block, scale_dtype, self.power_of_two)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +198,7 @@ class Float8:
         """
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
-        blocks = _shape_of_scales(shape, self.block)
+        blocks = self.format.scales_shape(shape)
         if scales != blocks:
             raise ValueError(
                 f"{self.name}{SCALE_SUFFIX} must have shape {blocks}, a scale for each block of "
@@ -107,106 +207,44 @@ class Float8:
         return shape
 
     @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(jnp.bfloat16)
-
-    @property
     def scale_dtype(self) -> np.dtype:
-        return self.directory.entry(self.name + SCALE_SUFFIX).dtype
+        return self.format.scale_dtype
 
-    def read(self, index: Index) -> np.ndarray:
-        return _float8_numbers(*self._read(index))
+    def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.format.encode(values, divide=True)
 
-    def _read(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads a slice as stored, and the scale of each of its numbers."""
-        values = self.directory.read(self.name, index)
-        rows, columns = (
-            np.arange(*taken.indices(n)) // block
-            for taken, n, block in zip(index[-2:], self.shape[-2:], self.block, strict=True)
-        )
-        first = rows[0], columns[0]
-        span = tuple(slice(a[0], a[-1] + 1) for a in (rows, columns))
-        scales = self.directory.read(self.name + SCALE_SUFFIX, (*index[:-2], *span))
-        scales = scales[..., rows - first[0], :][..., columns - first[1]]
-        return values, scales.astype(np.float32)
+    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        values = self.directory.read(self.name, self._of_values(blocks))
+        return self._padded(values), self.directory.read(self.name + SCALE_SUFFIX, blocks)
 
-    def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
-        old, old_scales = self._read(index)
-        blocks = functools.partial(_blocks, block=self.block)
-        changed = _float8_numbers(old, old_scales).astype(values.dtype) != values
-        changed = blocks(changed).any(axis=(-3, -1), keepdims=True)
-        if not changed.any():
-            return
-        numbers = blocks(values.astype(np.float32))
-        largest = np.abs(numbers).max(axis=(-3, -1), keepdims=True)
-        scales = _float8_scales(largest, self.scale_dtype, self.power_of_two)
-        scales = np.where(changed, scales, blocks(old_scales).max(axis=(-3, -1), keepdims=True))
-        numbers = np.clip(numbers / scales, -_FLOAT8_MAX, _FLOAT8_MAX)
-        encoded = np.where(changed, numbers.astype(_FLOAT8), blocks(old))
-        rows, columns = values.shape[-2:]
-        encoded = encoded.reshape(*values.shape[:-2], *_padded(values.shape, self.block))
-        self.directory.write(self.name, index, encoded[..., :rows, :columns])
-        where = tuple(
-            slice(taken.indices(n)[0] // block, -(-taken.indices(n)[1] // block))
-            for taken, n, block in zip(index[-2:], self.shape[-2:], self.block, strict=True)
-        )
-        scales = scales[..., 0, :, 0].astype(self.scale_dtype)
-        self.directory.write(self.name + SCALE_SUFFIX, (*index[:-2], *where), scales)
+    def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
+        index = self._of_values(blocks)
+        kept: list[Any] = [slice(each.stop - each.start) for each in index[-len(self._block) :]]
+        self.directory.write(self.name, index, values[(..., *kept)])
+        self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
-
-def _float8_numbers(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32) * scales
-
-
-def _float8_scales(largest: np.ndarray, dtype: np.dtype, power_of_two: bool) -> np.ndarray:
-    """Returns the scales of blocks with these largest numbers, rounded to `dtype`, as float32.
-
-    A scale is 1 where it would be 0, also where the numbers are too small for one of `dtype`. A
-    power of two is the least with which the largest number does not overflow.
-    """
-    scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
-    if power_of_two or dtype == np.dtype(jnp.float8_e8m0fnu):
-        fraction, exponent = np.frexp(scales)
-        scales = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
-        # The division above may have rounded down to a power of two.
-        scales = np.where(scales * np.float32(_FLOAT8_MAX) < largest, 2 * scales, scales)
-    scales = scales.astype(dtype).astype(np.float32)
-    return np.where(scales > 0, scales, np.float32(1))
-
-
-def _shape_of_scales(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
-
-
-def _padded(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(-(-n // b) * b for n, b in zip(shape[-2:], block, strict=True))
-
-
-def _blocks(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Pads [.., rows, columns] to [.., row blocks, rows, column blocks, columns]."""
-    rows, columns = _padded(values.shape, block)
-    padding = [(0, 0)] * (values.ndim - 2)
-    padding += [(0, rows - values.shape[-2]), (0, columns - values.shape[-1])]
-    values = np.pad(values, padding)
-    shape = rows // block[0], block[0], columns // block[1], block[1]
-    return values.reshape(*values.shape[:-2], *shape)
+    def _of_values(self, blocks: Index) -> Index:
+        """Returns the index of the values of blocks."""
+        block = self._block
+        last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
+        ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
+        return *blocks[: -len(block)], *ends
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4:
+class MXFP4(_InBlocks):
     """Pairs of float4_e2m1 in bytes, with an exponent for 32 numbers of the last axis (GPT-OSS).
 
-    `<name>_blocks` [.., G, 16] uint8 holds 32 numbers in 16 bytes, the first in the lower half of
-    a byte, and `<name>_scales` [.., G] uint8 the power of two they are multiplied by, plus 127
-    (Open Compute Project, "Microscaling Formats (MX)", version 1.0).
+    `<name>_blocks` [.., G, 16] uint8 holds the values of `jax_ep.formats.MXFP4`, and
+    `<name>_scales` [.., G] uint8 the bytes of its scales.
 
     Attributes:
         directory, name: as in `Plain`; the name ends in "_blocks".
     """
 
-    directory: Directory
-    name: str
+    @property
+    def format(self) -> formats.Format:
+        return formats.MXFP4
 
     @property
     def _scales(self) -> str:
@@ -223,71 +261,24 @@ class MXFP4:
         Raises:
             ValueError: the shape of the scales does not fit the blocks.
         """
-        *shape, blocks, pairs = self.directory.entry(self.name).shape
+        *shape, blocks, size = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
-        if scales != (*shape, blocks) or 2 * pairs != _MX_BLOCK:
+        if scales != (*shape, blocks) or (size,) != self._values_block:
             raise ValueError(
-                f"{self._scales} must have shape {(*shape, blocks)}, a scale for each block of 16 "
-                f"bytes of {self.name} {(*shape, blocks, pairs)}, but has shape {scales}."
+                f"{self._scales} must have shape {(*shape, blocks)}, a scale for each block of "
+                f"{self._values_block[0]} bytes of {self.name} {(*shape, blocks, size)}, but has "
+                f"shape {scales}."
             )
-        return *shape, blocks * _MX_BLOCK
+        return *shape, blocks * self._block[0]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(jnp.bfloat16)
+    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        values = self.directory.read(self.name, blocks)
+        scales = self.directory.read(self._scales, blocks)
+        return values.reshape(*values.shape[:-2], -1), scales.view(self.format.scale_dtype)
 
-    def read(self, index: Index) -> np.ndarray:
-        whole, within = self._whole_blocks(index)
-        return _float4_numbers(*self._read(whole))[..., within]
-
-    def _whole_blocks(self, index: Index) -> tuple[Index, slice]:
-        """Returns the blocks that hold a slice of numbers, and the slice's place within them."""
-        start, stop, step = index[-1].indices(self.shape[-1])
-        first = start // _MX_BLOCK
-        blocks = slice(first, -(-stop // _MX_BLOCK))
-        return (*index[:-1], blocks), slice(
-            start - first * _MX_BLOCK, stop - first * _MX_BLOCK, step
-        )
-
-    def _read(self, whole: Index) -> tuple[np.ndarray, np.ndarray]:
-        return self.directory.read(self.name, whole), self.directory.read(self._scales, whole)
-
-    def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
-        whole, _ = self._whole_blocks(index)
-        old, old_scales = self._read(whole)
-        grouped = (*values.shape[:-1], -1, _MX_BLOCK)
-        changed = _float4_numbers(old, old_scales).astype(values.dtype) != values
-        changed = changed.reshape(grouped).any(axis=-1)
-        if not changed.any():
-            return
-        numbers = values.astype(np.float32).reshape(grouped)
-        largest = np.abs(numbers).max(axis=-1)
-        exponent = np.frexp(largest)[1] - 1 - _FLOAT4_EXPONENT
-        scales = np.where(largest > 0, np.clip(exponent + _MX_BIAS, 0, 254), 0).astype(np.uint8)
-        scales = np.where(changed, scales, old_scales)
-        codes = _float4_codes(np.ldexp(numbers, _MX_BIAS - scales[..., None].astype(np.int32)))
-        encoded = np.where(changed[..., None], codes[..., ::2] | codes[..., 1::2] << 4, old)
-        self.directory.write(self.name, whole, encoded)
-        self.directory.write(self._scales, whole, scales)
-
-
-def _float4_numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    numbers = np.empty((*blocks.shape[:-1], _MX_BLOCK), np.float32)
-    numbers[..., ::2] = _FLOAT4[blocks & 15]
-    numbers[..., 1::2] = _FLOAT4[blocks >> 4]
-    numbers = np.ldexp(numbers, scales[..., None].astype(np.int32) - _MX_BIAS)
-    return numbers.reshape(*blocks.shape[:-2], -1)
-
-
-def _float4_codes(numbers: np.ndarray) -> np.ndarray:
-    """Returns the uint8 code of the nearest float4; halfway between two, the even code."""
-    middles = (_FLOAT4[:7] + _FLOAT4[1:8]) / 2
-    size = np.abs(numbers)
-    below = np.searchsorted(middles, size, side="left")
-    above = np.searchsorted(middles, size, side="right")
-    code = np.where(below % 2 == 0, below, above).astype(np.uint8)
-    return code | (np.signbit(numbers).astype(np.uint8) << 3)
+    def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
+        self.directory.write(self.name, blocks, values.reshape(*scales.shape, -1))
+        self.directory.write(self._scales, blocks, scales.view(np.uint8))
 
 
 Encoding = Plain | Float8 | MXFP4
@@ -340,8 +331,9 @@ def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Returns the dtypes and shapes of the tensors that store a tensor of `shape` as float8."""
-    scales = scale_dtype, _shape_of_scales(shape, block)
-    return {name: (_FLOAT8, shape), name + SCALE_SUFFIX: scales}
+    format = formats.Float8.of(_FLOAT8, block, scale_dtype)
+    scales = format.scale_dtype, format.scales_shape(shape)
+    return {name: (format.dtype, shape), name + SCALE_SUFFIX: scales}
 
 
 def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -350,14 +342,14 @@ def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype
     Raises:
         ValueError: the last axis is not made of whole blocks.
     """
-    *rows, columns = shape
-    if columns % _MX_BLOCK:
+    format, block = formats.MXFP4, formats.MXFP4.row_block
+    if shape[-1] % block:
         raise ValueError(
-            f"{name} must have rows of a multiple of {_MX_BLOCK} numbers to be stored as MXFP4, as "
+            f"{name} must have rows of a multiple of {block} numbers to be stored as MXFP4, as "
             f"quantization_config says, but has shape {shape}."
         )
-    blocks, byte = (*rows, columns // _MX_BLOCK), np.dtype(np.uint8)
+    scales, byte = format.scales_shape(shape), np.dtype(np.uint8)
     return {
-        name: (byte, (*blocks, _MX_BLOCK // 2)),
-        name.removesuffix(BLOCKS) + SCALES: (byte, blocks),
+        name: (format.dtype, (*scales, block // format.numbers_per_value)),
+        name.removesuffix(BLOCKS) + SCALES: (byte, scales),
     }

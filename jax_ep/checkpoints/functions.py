@@ -1,6 +1,7 @@
-"""The functions that config.json names or implies: activations, gating, and one router.
+"""Defines the functions that config.json names or implies: activations, gating, and one router.
 
-Equal numbers give the same object, so that the configurations of equal layers are equal.
+Functions that take a parameter are cached by it, so that the configurations of equal layers are
+equal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax_ep.moe.routing import Routing
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
-    """Returns the square of what is above zero (So et al., "Primer", arXiv:2109.08668)."""
+    """Computes max(x, 0)^2 (So et al., "Primer", arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -54,9 +55,9 @@ def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Arra
 def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
     """Returns Phi-3.5-MoE's router of two experts at inference (Liu et al., arXiv:2409.12136).
 
-    The first expert has the largest logit, the second the largest of the remaining logits. The
-    weight of each is its share of a softmax over those of the logits still to choose from that are
-    at most 2 * jitter below its own, relative to the larger of the two magnitudes.
+    The first expert has the largest logit, the second the largest of the remaining logits. An
+    expert's weight is its share of a softmax over the remaining logits that are near its own: the
+    difference is at most 2 * jitter, relative to the larger of the two magnitudes.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 
@@ -67,10 +68,10 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # A size of zero is that of a logit of zero that equals the largest, or was chosen before.
+        # The size is zero only for a zero logit that is the largest or was chosen before.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
-        # The largest itself is near, so that the softmax has a term.
+        # The softmax has at least one term, since the largest logit is near itself.
         shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
         chosen.append(expert)
         weights.append(jnp.take_along_axis(shares, expert, axis=-1))
@@ -80,7 +81,7 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     return Routing(topk_idx, jnp.concatenate(weights, axis=-1))
 
 
-# Makes a field of `jax_ep.MoEConfig` of what config.json has; other fields are what it has.
+# Converts a value of config.json to the field of `jax_ep.MoEConfig`; other fields take it as it is.
 MAKE: dict[str, Callable[[Any], Any]] = {
     "activation": activation,
     "gating": gpt_oss_gating,

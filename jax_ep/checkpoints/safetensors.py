@@ -1,9 +1,8 @@
-"""The tensors of a published directory: files of the safetensors format, memory-mapped.
+"""Reads and writes slices of tensors in memory-mapped files of the safetensors format.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: name → dtype, shape
-and byte offsets), and the tensors' bytes. This module reads and writes slices of them, in every
-dtype that NumPy has with JAX's additions: the `safetensors` package gives NumPy no bfloat16 and no
-float8.
+A file consists of the length of its header (8 bytes, little-endian), the header (JSON: name →
+dtype, shape and byte offsets), and the tensors' bytes. The `safetensors` package is not used
+because it gives NumPy no bfloat16 and no float8.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its elements.
+        """The dtype of the tensor's elements.
 
         Raises:
-            ValueError: the dtype is not known. A file may hold such tensors, which are not read.
+            ValueError: NumPy has no such dtype. A file may hold such tensors if they are not read.
         """
         if self.kind not in _DTYPES:
             raise ValueError(
@@ -88,13 +87,13 @@ class Entry:
 
 
 class Directory:
-    """The tensors of a directory as published, by name; a file is mapped when it is first needed.
+    """Gives access to the tensors of a published directory by name.
 
-    Its methods may be called from several threads.
+    Maps a file when it is first needed. Methods may be called from several threads.
 
     Attributes:
         path: the directory.
-        files: the file that each tensor is in, by the tensor's name.
+        files: maps the name of each tensor to its file.
         bytes_read: bytes of tensors that were read so far.
     """
 
@@ -108,8 +107,9 @@ class Directory:
         """Finds the files of a directory.
 
         Raises:
-            FileNotFoundError: there is neither an index nor a single file, and one is needed.
-            ValueError: a file is not of the format.
+            FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
+                False.
+            ValueError: a file is not a safetensors file or index.
         """
         self.path = Path(path)
         self.bytes_read = 0
@@ -117,7 +117,7 @@ class Directory:
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
         self._lock = threading.Lock()
-        if (self.path / INDEX).exists():  # a file that it does not name is not of the model
+        if (self.path / INDEX).exists():  # files that the index does not name are ignored
             self.files: dict[str, str] = _read_index(self.path / INDEX)["weight_map"]
         elif (self.path / ONE_FILE).exists():
             self.files = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
@@ -126,15 +126,15 @@ class Directory:
         else:
             raise FileNotFoundError(
                 f"{self.path} must hold {ONE_FILE} or {INDEX}, but has neither; tensors are read "
-                "of a local directory as it was published."
+                "from a local directory as it was published."
             )
 
     def entry(self, name: str) -> Entry:
         """Returns the place of a tensor in its file.
 
         Raises:
-            FileNotFoundError: the index names a file for the tensor that is not there.
-            ValueError: the index names a file for the tensor that does not hold it.
+            FileNotFoundError: the tensor's file, by the index, does not exist.
+            ValueError: the tensor's file, by the index, does not hold the tensor.
         """
         file = self.files[name]
         if file not in self._entries:
@@ -157,14 +157,14 @@ class Directory:
         return out
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
-        """Writes values of the tensor's dtype to a slice of it."""
+        """Writes `values`, which must have the tensor's dtype, to a slice of the tensor."""
         with self._slice(name, index) as view:
             assert (values.dtype, values.shape) == (view.dtype, view.shape), name
             view[...] = values
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Maps a slice of a tensor; after use the process no longer holds its pages."""
+        """Maps a slice of a tensor, and frees the memory of its pages after use."""
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
@@ -187,7 +187,7 @@ class Directory:
 
 
 def _read_index(file: Path) -> dict[str, Any]:
-    """Returns an index, whose "weight_map" has the file of each tensor by the tensor's name."""
+    """Reads an index, whose "weight_map" maps the name of each tensor to its file."""
     try:
         index = json.loads(file.read_text())
         files = index["weight_map"]
@@ -202,23 +202,27 @@ def _read_index(file: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns the tensors of one file, by name.
+    """Returns the place of each tensor of one file, by name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not of the format.
+        ValueError: the file is not a safetensors file.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         size = os.fstat(opened.fileno()).st_size
         if not 2 <= length <= size - 8:
-            raise ValueError(f"{file} is no safetensors file: its header would be {length} bytes.")
+            raise ValueError(
+                f"{file} is not a safetensors file: its header would be {length} bytes."
+            )
         try:
             header = json.loads(opened.read(length))
         except ValueError as error:
-            raise ValueError(f"{file} is no safetensors file: its header is no JSON.") from error
+            raise ValueError(
+                f"{file} is not a safetensors file: its header is not JSON."
+            ) from error
     if not isinstance(header, dict):
-        raise ValueError(f"{file} is no safetensors file: its header names no tensors.")
+        raise ValueError(f"{file} is not a safetensors file: its header names no tensors.")
     header.pop("__metadata__", None)
     entries = {}
     for name, stored in header.items():
@@ -229,7 +233,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
             ) from error
-        # The bytes of a dtype that is not known are those that the file says.
+        # The offsets are trusted only for a dtype whose item size is not known.
         num_bytes = last - first
         if kind in _DTYPES:
             num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
@@ -268,10 +272,10 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 
 @contextlib.contextmanager
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
-    """Yields a writable copy of the files that hold these tensors, which then replaces them.
+    """Yields a writable copy of the files that hold these tensors, and then replaces the files.
 
-    A reader sees the old files or the new ones, whenever the process ends; a file that is a link
-    into a shared cache is replaced, not written to.
+    Each file is replaced atomically, so a reader sees the old or the new file even if the process
+    is killed. A link into a shared cache is replaced too, and the cache stays as it is.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -289,17 +293,17 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 def adding(
     directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[Directory]:
-    """Yields a new file of zero tensors to be written, then adds it and its index entries.
+    """Yields a new file of zero tensors to be written, then adds it to the directory and the index.
 
     Raises:
-        ValueError: the directory has a single file, which programs read without an index, or a file
-            of this name with other tensors.
+        ValueError: the directory holds a single file without an index, or a file of this name with
+            other tensors.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():
         raise ValueError(
-            f"{directory.path} must have an index, {INDEX}, or be without tensors for {file} to be "
-            f"added, but has {ONE_FILE}, which is read alone."
+            f"{directory.path} must have an index, {INDEX}, or no tensors for {file} to be added, "
+            f"but has {ONE_FILE}, which programs read without an index."
         )
     others = [name for name, of in directory.files.items() if of == file and name not in tensors]
     if others:
@@ -326,9 +330,9 @@ def _metadata(
 ) -> dict[str, Any]:
     """Returns an index's metadata after tensors are added to a directory or replaced in it.
 
-    `total_size` is the sum of the bytes of all tensors. Where a file is missing, as in a part of a
-    download, the sum is not known: the bytes of the new tensors are added to the `total_size` that
-    is there. So is the number of their elements to `total_parameters`, if that is there.
+    `total_size` becomes the sum of the bytes of all tensors. If a file is missing, as in a partial
+    download, the old `total_size` is changed by the new tensors' bytes instead. An old
+    `total_parameters` is changed by the new tensors' number of elements.
     """
     kept = [name for name in directory.files if name not in tensors]
     replaced = [directory.entry(name) for name in directory.files if name in tensors]

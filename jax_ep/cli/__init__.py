@@ -20,48 +20,49 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "info": Command(
-        "jax_ep.cli.info", "versions, devices, peer access, and which implementation runs here"
+        "jax_ep.cli.info",
+        "print versions, devices and peer access, and which implementation runs here",
     ),
     "memory": Command(
         "jax_ep.cli.memory",
-        "bytes that communication holds per rank, compared with other libraries' formulas",
+        "compute the bytes that communication holds per rank, compared with other libraries",
     ),
     "estimate": Command(
         "jax_ep.bench.estimate",
-        "bytes and least time of an exchange between hosts, compared with published figures",
+        "predict bytes and time of an exchange between hosts, compared with published figures",
     ),
     "placement": Command(
         "jax_ep.cli.placement",
-        "balance, rows on the wire and predicted time of ways to place experts, on a routing trace",
+        "compare ways to place experts, on a trace of routing: balance, rows sent, predicted time",
     ),
     "bench": Command(
         "jax_ep.bench.exchange",
-        "times of dispatch, combine and their gradients, compared with what plain JAX offers",
+        "time dispatch, combine and their gradients, compared with collectives of plain JAX",
     ),
     "bench collectives": Command(
         "jax_ep.bench.collectives",
-        "times of every algorithm of all_reduce & co., and the best of them",
+        "time every algorithm of all_reduce and the other collectives, and name the fastest",
     ),
     "bench layer": Command(
         "jax_ep.bench.layer",
-        "time, throughput and memory of the MoE layer, compared with what plain JAX makes of it",
+        "measure time, throughput and memory of the MoE layer, compared with layers of plain JAX",
     ),
     "bench balance": Command(
         "jax_ep.bench.balance",
-        "time of the MoE layer under skewed routing, by where its experts live",
+        "time the MoE layer under skewed routing, for several ways to place its experts",
     ),
     "bench matmul": Command(
         "jax_ep.bench.matmul",
-        "results and times of the grouped matmuls, compared with a dense matmul",
+        "check and time the grouped matmuls, compared with a dense matmul and with others'",
     ),
     "bench compile": Command(
         "jax_ep.bench.compile",
-        "seconds to trace, lower and compile the MoE layer and its parts",
+        "measure the seconds to trace, lower and compile the MoE layer and its parts",
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "all of these but balance and compile, each in its own process; what was measured is "
-        "saved as it goes",
+        "run all benchmarks but balance and compile, each in its own process, and save the results "
+        "of each as soon as it ends",
     ),
 }
 
@@ -90,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
         values.parse(f"python -m jax_ep {name}", words[len(name.split()) :])
         if values.values.help:
             summary = COMMANDS[name].summary
-            print(f"usage: python -m jax_ep {name} [flags]\n\n{summary}\n\n{values.help()}")
+            sentence = f"{summary[0].upper()}{summary[1:]}."
+            print(f"usage: python -m jax_ep {name} [flags]\n\n{sentence}\n\n{values.help()}")
             return 0
         return command.run()
     except Error as error:

@@ -59,6 +59,7 @@ def collect() -> dict[str, Any]:
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
         "names_missing": _names_missing(),
+        "optional_names_missing": jax_compat.optional_names_missing(),
         "unavailable": {each.name: each.unavailable_reason(problem) for each in IMPLEMENTATIONS},
     }
 
@@ -83,6 +84,9 @@ def render(facts: dict[str, Any]) -> str:
     missing = facts["names_missing"]
     lines.append(f"{'kernels need':<15}{missing or 'no name that this JAX lacks'}")
 
+    for i, line in enumerate(facts["optional_names_missing"]):
+        lines.append(f"{'' if i else 'JAX lacks':<15}{line}")
+
     reasons = facts["unavailable"]
     lines.append("")
     for name, reason in reasons.items():
@@ -95,12 +99,13 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns which names that the kernels need this JAX lacks, on any machine; None for none."""
-    return (
-        availability.jax_unavailable_reason()
-        or availability.mosaic_unavailable_reason()
-        or jax_compat.devices_unavailable_reason()
-    )
+    """Returns why this JAX cannot run the kernels, on any machine: all reasons, or None."""
+    reasons = [
+        availability.jax_unavailable_reason(),
+        availability.mosaic_unavailable_reason(),
+        jax_compat.devices_unavailable_reason(),
+    ]
+    return "; ".join(reason for reason in reasons if reason) or None
 
 
 def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:

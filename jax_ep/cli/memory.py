@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_ep.bench import measuring
 from jax_ep.cli.other_libraries import OTHER_LIBRARIES, message_bytes, other_libraries
 from jax_ep.exchange import memory, quantization
@@ -18,17 +16,19 @@ from jax_ep.flags import DTYPES, Error, Flags, check_experts
 from pallas_kernels.fabric import memory_map
 
 FLAGS = Flags()
-_TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
-_RANKS = FLAGS.integer("ranks", 8, "N, ranks that share the experts.")
+_TOKENS = FLAGS.integer("tokens", 128, "T, the number of tokens per rank.")
+_RANKS = FLAGS.integer("ranks", 8, "N, the number of ranks that share the experts.")
 _HOSTS = FLAGS.integer(
-    "hosts", 1, "M, hosts that the ranks are on; above 1, the exchange has two levels."
+    "hosts",
+    1,
+    "M, the number of hosts that the ranks are on; above 1, the exchange has two levels.",
 )
 _HOST_CAPACITY = FLAGS.integer(
     "host_capacity", None, "The most rows that a rank sends to each other host. Default: all rows."
 )
-_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: values of a token.")
-_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, experts of all ranks together.")
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: the number of values of a token.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, the number of experts of all ranks together.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _DTYPE = FLAGS.choice("dtype", "bfloat16", DTYPES, "The dtype of the tokens' rows.")
 _CAPACITY = FLAGS.integer(
     "capacity",
@@ -38,7 +38,7 @@ _CAPACITY = FLAGS.integer(
 _ALIGNMENT = FLAGS.integer(
     "expert_alignment",
     1,
-    "Rows that the start of each expert's block in the receive buffer is a multiple of.",
+    "Each expert's block in the receive buffer starts at a row that is a multiple of this number.",
 )
 _JSON = FLAGS.json()
 
@@ -110,7 +110,7 @@ def _ways() -> Iterator[dict[str, Any]]:
 
     Not every one of them supports the sizes that the flags give.
     """
-    wire_dtypes = [None, *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)]
+    wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
         for layout in memory.LAYOUTS:
             for operation in memory.OPERATIONS:

@@ -24,8 +24,8 @@ _TRACE = FLAGS.string(
     None,
     "The .npz file with the routing, which examples/train_moe_lm.py --trace=FILE writes. Required.",
 )
-_RANKS = FLAGS.integer("ranks", 8, "N, ranks that share the experts.")
-_HOSTS = FLAGS.integer("hosts", 1, "M, hosts that the ranks are on.")
+_RANKS = FLAGS.integer("ranks", 8, "N, the number of ranks that share the experts.")
+_HOSTS = FLAGS.integer("hosts", 1, "M, the number of hosts that the ranks are on.")
 _SLOTS = FLAGS.integer(
     "slots",
     None,
@@ -35,8 +35,8 @@ _SLOTS = FLAGS.integer(
 _EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, experts of all ranks together. Default: the trace's num_experts, or else its largest id "
-    "+ 1.",
+    "E, the number of experts of all ranks together. Default: the trace's num_experts, or else its "
+    "largest id + 1.",
 )
 _FIT = FLAGS.integer(
     "fit_steps",

@@ -1,7 +1,7 @@
-"""The algorithms of the collectives, and what each does not support.
+"""Lists the algorithms of the collectives in tables, with what each does not support.
 
-`jax_ep.collectives.api` describes them. A program for CPUs that names no kernel loads no kernels
-and allocates no symmetric memory.
+`jax_ep.collectives.api` describes the algorithms. A program for CPUs that names no kernel loads no
+kernels and allocates no symmetric memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
-Algorithm = str | None  # None is the fastest algorithm that can run
+Algorithm = str | None  # None selects the fastest algorithm that can run
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A collective, as far as its algorithm depends on it.
+    """The properties of a collective by which its algorithm is selected.
 
     Attributes:
       op: a key of `ALGORITHMS`.
-      operands: those of a rank, or their shapes and dtypes: x, and of all_reduce_rms_norm the
-        residual and the scale.
+      operands: a rank's operands, or their shapes and dtypes: x, and for all_reduce_rms_norm also
+        the residual and the scale.
       num_ranks: N.
       axis_name: the mesh axes of the ranks.
-      place: where it is to run.
+      place: where the collective runs.
     """
 
     op: str
@@ -38,7 +38,7 @@ class Problem:
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """Why no kernel can run there, whatever it computes; None if kernels can."""
+        """The reason why no kernel can run at `place`; None if kernels can run there."""
         return self.place.unavailable_reason(self.axis_name)
 
 
@@ -59,7 +59,7 @@ def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementation
     return Implementations((*map(_kernel, kernels), *by_xla), "algorithm", op)
 
 
-# The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
+# The names of all_reduce_rms_norm's algorithms that sum and normalize in one kernel.
 FUSED = (
     "fused",
     "fused_one_shot_ll",
@@ -68,7 +68,7 @@ FUSED = (
     "fused_two_shot",
 )
 _ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")
-# By operation. `jax_ep.collectives.table` says which of them None selects.
+# Each operation's algorithms; `jax_ep.collectives.table` has the times by which None selects one.
 ALGORITHMS: dict[str, Implementations[Implementation]] = {
     "all_reduce": _algorithms("all_reduce", _ALL_REDUCE),
     "all_gather": _algorithms("all_gather", ("ll", "direct")),

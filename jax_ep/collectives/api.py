@@ -1,4 +1,4 @@
-"""The collectives: all_reduce, all_gather, reduce_scatter, all_to_all and all_reduce_rms_norm.
+"""Defines all_reduce, all_gather, reduce_scatter, all_to_all and all_reduce_rms_norm.
 
 Call each function inside `jax.shard_map` over `axis_name`, a mesh axis or a tuple of mesh axes, of
 N ranks. The order of a tuple defines the order of the ranks, and must be that of the specs. All are
@@ -29,9 +29,9 @@ bits, on every run.
 The kernels count their calls. Two programs that share two or more GPUs must start in the same
 order on all of them: start them from one thread. XLA must not overlap the kernels of a program:
 leave `xla_gpu_command_buffer_scheduling_mode` at its default (a concurrent mode in XLA_FLAGS is
-refused), and use no streams of your own. Where these rules are broken, results are wrong and
-nothing reports it. A rank waits for its peers inside the kernel; if a peer is late by
-JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
+refused), and use no streams of your own. If these rules are broken, results are silently wrong. A
+rank waits for its peers inside the kernel; if a peer is late by JAX_EP_TIMEOUT_SECONDS (default
+100), the program ends with an error.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def all_reduce_rms_norm(
     if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
-    # The results vary over the axes that any operand varies over, except those x is summed over.
+    # The results vary over the axes that an operand varies over, without the axes of the sum.
     of_x = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))

@@ -1,7 +1,7 @@
-"""The collectives as Pallas kernels: pads payloads and spreads them over thread blocks.
+"""Runs the collectives as Pallas kernels: pads payloads and spreads them over thread blocks.
 
-The kernels are in `pallas_kernels.collectives`; this module decides how they are called. Importing
-it loads Mosaic. Its collectives run inside `shard_map`, on two ranks or more.
+The kernels are in `pallas_kernels.collectives`. Importing this module loads Mosaic. Its collectives
+run inside `shard_map`, on two ranks or more.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_chan
 
 Kernel = Callable[..., jax.Array]
 
-_MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
+_MAX_BLOCKS = 132  # the number of multiprocessors of a Hopper GPU
 _MAX_WARPGROUPS = 4
-_MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: in several waves, so that sums and norms overlap
-_FEW_TILES = 64  # blocks get one warpgroup for each so many tiles: small payloads use many blocks
-_MANY_ROUNDS = 2  # warpgroups with more tiles than this take two at a time
-_MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
+_MAX_ROW_BLOCKS = 1056  # all_reduce_rms_norm runs in waves of blocks: sums and norms overlap
+_FEW_TILES = 64  # a block gets one warpgroup per 64 tiles, so small payloads use many blocks
+_MANY_ROUNDS = 2  # a warpgroup with more tiles than this handles two at a time
+_MAX_HIDDEN = 16384  # a thread of all_reduce_rms_norm holds at most 32 elements of a row
 
 _forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
 
@@ -50,7 +50,7 @@ _BYTES_OF_A_TRIP = 2**19
 
 @contextlib.contextmanager
 def forced_plan(plan: TilePlan | None) -> Iterator[None]:
-    """Makes programs that are lowered within it use a given plan; for benchmarks and tests."""
+    """Opens a context in which programs are lowered with a given plan, for benchmarks and tests."""
     token = _forced_plan.set(plan)
     try:
         yield
@@ -61,7 +61,7 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
 def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    It is asked where kernels can run at all.
+    Call it only where kernels can run.
     """
     op, x = problem.op, problem.operands[0]
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
@@ -77,7 +77,7 @@ def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     if algorithm == "multimem":
         if reason := jax_compat.multimem_unavailable_reason():
             return reason
-        # Without GPUs, the program is for another machine, which is not known.
+        # Without GPUs, the program is lowered for another machine, whose GPUs are not known.
         return multicast.unavailable_reason() if jax.default_backend() == "gpu" else None
     return _low_latency_reason(algorithm, problem) if is_low_latency(algorithm) else None
 
@@ -98,7 +98,7 @@ def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
 def no_room_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
 ) -> str | None:
-    """Returns why x is too large for a low-latency algorithm, or None if it is not.
+    """Returns why x is too large for a low-latency algorithm, or None if x fits.
 
     Args:
       op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
@@ -106,7 +106,7 @@ def no_room_reason(
       shape: the shape of a rank's x.
       dtype: the dtype of x.
       num_ranks: N.
-      num_gpus: how many GPUs of the host share symmetric memory; more have less room each.
+      num_gpus: how many GPUs of the host share symmetric memory, which limits the room for each.
     """
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
     most = tiles_of_channel(num_gpus)
@@ -141,10 +141,10 @@ def _workers_and_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class PallasCollectives:
-    """The collectives as kernels, as methods of `jax_ep.collectives.primitives.Collectives`.
+    """Runs kernels: implements `jax_ep.collectives.primitives.Collectives`.
 
     Attributes:
-      algorithm: the algorithm to run, of those of the method that is called, other than "xla".
+      algorithm: the name of the algorithm to run; every method has algorithms of its own.
       axis_name: the mesh axes of the ranks.
     """
 
@@ -239,7 +239,7 @@ class PallasCollectives:
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns the bits of x as unsigned integers, for kernels that only move elements.
 
-        The low-latency kernels take x itself, which is returned for them.
+        Returns x itself for the low-latency kernels, which move any dtype.
         """
         if is_low_latency(self.algorithm):
             return x
@@ -248,7 +248,7 @@ class PallasCollectives:
 
 @dataclasses.dataclass(frozen=True)
 class _RowGrid:
-    """The way in which all_reduce_rms_norm spreads its rows over thread blocks."""
+    """Spreads the rows of all_reduce_rms_norm over thread blocks."""
 
     rows_per_block: int
     num_blocks: int
@@ -287,9 +287,9 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
-    """Returns the plan by which a rank's elements are spread evenly over blocks and warpgroups.
+    """Returns a plan that spreads a rank's elements evenly over blocks and warpgroups.
 
-    With the low-latency protocol a warpgroup takes one tile at a time, and there are at most as
+    For the low-latency protocol, a warpgroup takes one tile at a time, and there are at most as
     many warpgroups as the protocol has workers.
     """
     if forced := _forced_plan.get():
@@ -315,9 +315,9 @@ def _padded_size(size: int, dtype: Any) -> int:
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Pads the last axis of x with zeros to the size that kernels need for elements of a dtype.
+    """Pads the last axis of x with zeros to the size that kernels need.
 
-    `dtype` is x's if it is None.
+    The size is computed for elements of `dtype`; None: x's dtype.
     """
     padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

@@ -1,6 +1,6 @@
-"""The JAX primitives of the collectives: shapes, varying axes, transposes and lowering.
+"""Defines the JAX primitives of the collectives: result types, transposes and lowering.
 
-Five primitives, all without effects, all called inside `shard_map` over `axis_name`, N ranks:
+There are five primitives without effects, called inside `shard_map` over `axis_name`, N ranks:
 
   ep_all_reduce           x [...]                               -> [...]
   ep_all_gather           x [n, ...]                            -> [N * n, ...]
@@ -29,10 +29,10 @@ from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varyin
 
 
 class Collectives(Protocol):
-    """The collectives of one algorithm between the ranks of some mesh axes.
+    """The interface of a collective's implementation, for the ranks along some mesh axes.
 
-    Each method runs inside `shard_map`. Its operands and results have the shapes that the module's
-    docstring gives for the primitive of its name.
+    Each method runs inside `shard_map`. The module's docstring gives the shapes of the operands and
+    results, for the primitive of the same name.
     """
 
     def all_reduce(self, x: jax.Array) -> jax.Array: ...
@@ -112,8 +112,8 @@ def _linear(
 
     def transpose(cotangents, x, **params):
         (g,) = cotangents
-        # As JAX transposes lax.psum: where varying axes are tracked, all ranks have the same
-        # cotangent, which becomes that of each rank's x. Otherwise each rank has its own.
+        # Follows JAX's transpose of lax.psum. Where varying axes are tracked, all ranks have the
+        # same cotangent, which becomes the cotangent of each rank's x. Otherwise they are summed.
         if op == "all_reduce" and (varying := varying_axes(x)):
             return [to_varying(g, varying - varying_axes(g))]
         return LINEAR[transposed].bind(g, **params)

@@ -11,13 +11,13 @@ from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 def select(algorithm: Algorithm, problem: Problem) -> str:
     """Returns the algorithm to run: the named one, or the fastest of those that can run.
 
-    Raises ValueError, with the reason, if the named one cannot.
+    Raises ValueError, with the reason, if the named one cannot run.
     """
     algorithms = ALGORITHMS[problem.op]
     if algorithm is not None:
         return algorithms.select(algorithm, problem).name
     if jax.default_backend() != "gpu" or problem.kernels_unavailable_reason is not None:
-        return "xla"  # the table has no times of another machine; sizes may be symbols
+        return "xla"  # the table has no times of CPUs, and sizes may be symbolic
     x = problem.operands[0]
     return table.lookup(
         problem.op,

@@ -36,8 +36,8 @@ VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
 Choices = list[tuple[int | None, str]]
 
 
-# An algorithm is preferred to XLA's below this share of XLA's time; above, the difference may be
-# noise of the measurement.
+# An algorithm is preferred to XLA's if it takes less than this share of XLA's time. A smaller
+# difference may be measurement noise.
 _CLEARLY_FASTER = 0.97
 
 
@@ -45,7 +45,7 @@ def current() -> dict[str, Any]:
     """Returns the table of the file that JAX_EP_COLLECTIVES_TABLE names, or the shipped one.
 
     Raises:
-      ValueError: the file that JAX_EP_COLLECTIVES_TABLE names cannot be read or is no such table.
+      ValueError: the file that JAX_EP_COLLECTIVES_TABLE names cannot be read or holds no table.
     """
     path = os.environ.get(VARIABLE)
     return _read(path) if path else _shipped()
@@ -64,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
         _check(table)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # raised by _check, json, or the text's encoding
+    except ValueError as error:  # raised by _check, by json, or for undecodable text
         problem = f"holds no table of collectives: {error}"
     else:
         return table
@@ -137,9 +137,9 @@ def lookup(
     table: Mapping[str, Any] | None = None,
     can_run: Callable[[str], bool] = lambda algorithm: True,
 ) -> str:
-    """Returns the fastest algorithm that can run; "xla" where nothing was measured on such a GPU.
+    """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
 
-    A number of ranks that was not measured uses the times of the next larger one that was, or of
+    A number of ranks that was not measured uses the times of the next larger measured number, or of
     the largest. Where the fastest algorithm cannot run, the measured times rank the others.
 
     Args:
@@ -176,7 +176,7 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
     """Returns the ranges of bytes in which each algorithm is the fastest.
 
     Args:
-      sizes: bytes of the arrays that were measured, increasing.
+      sizes: bytes of the measured arrays, in increasing order.
       times: for each size, the microseconds of every algorithm; "xla" is one of them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The collectives as functions of `jax.lax`; they run on any platform."""
+"""Implements the collectives by functions of `jax.lax`, for any platform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_ep.dtypes import wide_dtype
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
-    """The collectives of `jax.lax`, as methods of `jax_ep.collectives.primitives.Collectives`.
+    """Calls `jax.lax`: implements `jax_ep.collectives.primitives.Collectives`.
 
     Attributes:
       axis_name: the mesh axes of the ranks.
@@ -44,7 +44,7 @@ class XlaCollectives:
 
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Calls a function with the mesh's Explicit axes as Auto; its result is sharded as x is.
+    """Calls a function with the mesh's Explicit axes made Auto; shards its result like x.
 
     JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an array whose
     type names a sharding over Explicit axes.
@@ -101,6 +101,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
     wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    # Broadcast explicitly: jnp refuses to under jax_numpy_rank_promotion="raise".
+    # jnp refuses an implicit broadcast under jax_numpy_rank_promotion="raise".
     scale = lax.broadcast_in_dim(scale.astype(wide), x.shape, (x.ndim - 1,))
     return (x * factor * scale).astype(dtype)

@@ -3,13 +3,13 @@
 Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local experts, T tokens
 per rank, K choices per token, H hidden, R = capacity, the rows of a receive buffer.
 
-Everything is called inside `jax.shard_map` over `axis_name`. What follows a call, in this order:
+Call everything inside `jax.shard_map` over `axis_name`. A call passes through these modules:
 
   expert_major or rank_major   checks the arguments of a layout, and makes its pytrees
-  gradients                    the custom gradients, one set for both layouts
-  primitives                   the JAX primitives: shapes, and which exchange runs where
-  xla, pallas or two_level     the three exchanges, typed in `interface`; two_level is made of one
-                               of the others inside each host, and of rail between hosts
+  gradients                    defines the custom gradients, for both layouts
+  primitives                   defines the JAX primitives, and selects the exchange when lowered
+  xla, pallas or two_level     move the rows, as `interface` defines; two_level uses one of the
+                               others inside each host, and `rail` between hosts
 """
 
 from __future__ import annotations
@@ -88,49 +88,50 @@ def dispatch(
 
     Args:
       x: [T, H] floating: this rank's tokens.
-      topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice
-        of no expert. One token may choose an expert more than once and gets a row each time.
+      topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, chooses no
+        expert. A token may choose an expert more than once, and gets a row each time.
       num_experts: E, a multiple of the number of ranks N. Rank r owns experts [r·L, (r+1)·L).
       axis_name: the mesh axis, or tuple of axes, that the experts are spread over. The order of a
-        tuple defines the order of the ranks, as in a `jax.sharding.PartitionSpec`: it must be that
-        of the specs. ("b", "a") where the specs say ("a", "b") is another order, and no error.
+        tuple defines the order of the ranks, as in a `jax.sharding.PartitionSpec`, and must equal
+        the order in the specs: ("b", "a") with specs of ("a", "b") gives wrong results silently.
       capacity: R, the rows of the receive buffer. Rows that do not fit are dropped and counted.
         None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
-      overflow: which rows are dropped where R is too small. "tail": those past R in row order, so
-        that a rank's last experts lose theirs first. "fair": an expert of c rows keeps its first
-        min(c, q), in row order, with the largest q, one for the rank, at which all blocks and their
-        padding fit in R; no expert loses rows while another has more than it keeps.
-      host_capacity: the most rows that this rank sends to each other host, where ranks are on
-        several hosts; None: all T, which any routing fits in. The choices on a host of all later
-        tokens are dropped as if they were -1, and counted by the ranks of these experts. With a
-        router that keeps each token to k of M hosts, T·k / M of a rank's tokens choose a host on
-        average; give more than that, such as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
-      wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
-        float32 scale per 128 of them; H must be a multiple of 128. `jax_ep.exchange.quantization`
-        gives the errors, and what becomes of NaN and of the largest and smallest values.
+      overflow: selects the rows to drop where R is too small. "tail" drops the rows past R in row
+        order, so a rank's last experts lose rows first. "fair" lets each expert of a rank keep at
+        most q rows, its first in row order; q is the largest number at which all blocks and their
+        padding fit in R, so the experts with most rows lose rows first.
+      host_capacity: the most tokens that this rank sends to each other host, where ranks are on
+        several hosts; None: all T. For later tokens, the choices of experts on that host are
+        dropped, and the ranks of these experts count them. If a router limits each token to k of M
+        hosts, T·k / M of a rank's tokens choose a given host on average; give more than that, such
+        as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: rows are sent as float8 values with one float32
+        scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the errors,
+        and what becomes of NaN and of the largest and smallest values.
       grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the sums of cotangents are
-        returned, as in `combine(wire_dtype=...)`. None, which most training wants: their own.
-      output: with a wire_dtype, "dequantized" returns rows of x's dtype, and "quantized" the float8
-        rows as they are received, with their `Dispatched.scales`, for a float8 matmul.
+        sent, as in `combine(wire_dtype=...)`. None, as in most training: their own dtype.
+      output: for a wire_dtype: "dequantized" returns rows of x's dtype; "quantized" returns a
+        `jax_ep.QuantizedArray` of the received float8 rows, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
-      topk_weights: [T, K] floating, in the rank-major layout only: sent with the rows, for the
-        experts' rank to weight its outputs. Differentiable.
-      zero_unused: whether the rows past the last expert's block are zero, in the expert-major
-        layout. False lets them hold anything, NaN too, here and in gradients of rows, which saves
-        "pallas" the time to write them. A buffer for any routing is mostly of such rows; no result
-        of `grouped_matmul`, `routed_experts` or `combine` depends on them.
+      topk_weights: [T, K] floating, in the rank-major layout only: weights to send with the rows,
+        so that the experts' rank can multiply its outputs by them. Differentiable.
+      zero_unused: whether the unused rows past the last expert's block are zero, in the
+        expert-major layout. False leaves them undefined (they may be NaN), here and in gradients of
+        rows, and saves "pallas" the time to write them. A buffer for any routing consists mostly of
+        unused rows; no result of `grouped_matmul`, `routed_experts` or `combine` depends on them.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
-        best that runs. Which ranks share a host is read from the devices of the mesh.
+        best that runs. The devices of the mesh determine which ranks share a host.
 
     Returns:
-      A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient with respect to x is the
-      plain-sum `combine`, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`.
-      Quantization is passed straight through: the cotangent of dequantized rows is sent in x's
-      dtype, unless there is a grad_wire_dtype. Quantized rows have no gradient, and asking for one
-      raises TypeError; give the cotangent in a wider dtype to `combine`, in a `jax.custom_vjp`.
+      A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient of x is a `combine`
+      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. It
+      treats quantization as the identity (straight-through), and sends the cotangents of
+      dequantized rows in x's dtype, unless there is a grad_wire_dtype. Quantized rows have no
+      gradient, and asking for one raises TypeError; instead, pass the cotangent in a wider dtype to
+      `combine`, in a `jax.custom_vjp`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -138,7 +139,7 @@ def dispatch(
     axis_name = checks.as_axes(axis_name)
     _check_choices(x, topk_idx)
     num_experts = _check_num_experts(num_experts, axis_name)
-    quantization.check_output(output, wire_dtype)
+    quantization.check_output(output, quantization.wire_format(wire_dtype))
     shared: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis_name,
@@ -191,37 +192,36 @@ def combine(
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Returns the experts' outputs to the tokens' owners and sums them.
+    """Sends the experts' outputs back to the tokens' ranks and sums them.
 
-    `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
-    in float32 next to the experts and rounded once, to y's dtype or the wire_dtype, to cross the
-    wire; the sum over ranks is taken in float32, in rank order. Where ranks are on several hosts
-    and the implementation is "two_level", or None takes it, the sum over one host's rows is taken
-    in float32 and rounded once instead, and the sum over hosts is taken in float32, in the order of
-    the hosts. A dropped or masked choice counts as zero.
+    `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. A token's rows on one rank are summed
+    there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. The
+    sums of the ranks are added in float32, in rank order. With "two_level" (ranks on several
+    hosts), the same holds for hosts instead of ranks: one rounded sum per host, and the sums are
+    added in the order of the hosts. A dropped or masked choice counts as zero.
 
     Args:
-      y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major
-        layout, [N, T, H]: the sum, weighted already, over the experts here of each (source rank,
-        token); a row with no expert here is never read.
-      handle: the handle of that dispatch.
+      y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,
+        [N, T, H]: for each (source rank, token), the weighted sum over the experts of this rank.
+        Rows without an expert of this rank are never read.
+      handle: the handle of the dispatch.
       topk_weights: [T, K] floating, or None for a plain sum; None in the rank-major
         layout.
-      wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows, or between hosts
-        over each host's, cross the wire in it, as in `dispatch`, instead of in y's dtype. Each of
-        up to N of them is off by what `jax_ep.exchange.quantization` says, which grows with the
-        largest sum of its block; the sum over ranks is off by no more than these errors together.
-        Warning: float8 sums cost accuracy. Others measured gsm8k at 0.920 instead of 0.957 with
-        them, and DeepEP refuses them; measure your model before you choose them.
-      grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
-        sends rows.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which each rank's sums, or between
+        hosts each host's, are sent, as in `dispatch`; None: y's dtype. Each of up to N sums of a
+        token then has the error that `jax_ep.formats` states, which grows with the
+        largest sum of its block; their errors add up. Warning: float8 sums cost accuracy. Others
+        measured gsm8k at 0.920 instead of 0.957 with them, and DeepEP refuses them; measure your
+        model before you choose them.
+      grad_wire_dtype: the wire_dtype of the gradient, which sends the result's cotangent as a
+        dispatch sends rows.
       implementation: as in `dispatch`.
 
     Returns:
-      [T, H], y's dtype. Differentiable in y and topk_weights, in reverse mode as `dispatch` is;
-      in rows of no token, the gradient of y is zero unless the dispatch had `zero_unused=False`;
-      the rounding of a wire_dtype is passed straight through, and cotangents are sent in y's dtype
-      or the grad_wire_dtype.
+      [T, H], y's dtype. Differentiable in y and topk_weights, in reverse mode only. The gradient of
+      y is zero in rows without a token, unless the dispatch had `zero_unused=False`. It treats the
+      rounding of a wire_dtype as the identity (straight-through), and cotangents are sent in y's
+      dtype or the grad_wire_dtype.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -248,14 +248,14 @@ def dispatch_like(
     """Sends another payload along the routes of an earlier dispatch.
 
     Args:
-      x: [T, H'] floating: one row for each token of that dispatch; H' is free.
-      handle: the handle of that dispatch.
+      x: [T, H'] floating: one row for each token of the dispatch; any H'.
+      handle: the handle of the dispatch.
       wire_dtype, grad_wire_dtype: as in `dispatch`.
       implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero, unless
-      the dispatch had `zero_unused=False`. In the rank-major layout, [N, T, H'].
+      [R, H'], x's dtype, in the row order of `Dispatched.tokens`. Padding rows are zero, and so are
+      unused rows unless the dispatch had `zero_unused=False`. In the rank-major layout, [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.

@@ -1,7 +1,7 @@
 """Sends one number for each choice, such as its weight, to the choice's row, and back.
 
-Each call is one collective: one of the library's where the exchange may run on kernels, unless
-XLA's is faster by their table; else XLA's.
+Each call is one collective. Where the exchange may run on kernels, the library's collectives choose
+the algorithm by their table of measurements; otherwise XLA's collective runs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import jax
 from jax_ep.collectives.api import all_gather, all_to_all
 from jax_ep.exchange import xla
 from jax_ep.exchange.expert_major import Handle
-from jax_ep.exchange.interface import Implementation
+from jax_ep.exchange.interface import Implementation, algorithm_next_to
 from jax_ep.exchange.routes import Routes
 from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_axes
 
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
+    """Sends the number of each choice, [T, K], to the choice's row; returns [R], else zero.
 
-    `implementation` is that of the exchange.
+    `implementation` names the implementation of the exchange.
     """
     values, routes, collective = _operands(values, handle, implementation)
 
@@ -36,7 +36,7 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
+    """Sends the number of each row, [R], to its choice; returns [T, K], zero without a row."""
     values, routes, collective = _operands(values, handle, implementation)
     swap = functools.partial(all_to_all, **collective)
 
@@ -49,7 +49,7 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
 def _operands(
     values: jax.Array, handle: Handle, implementation: Implementation
 ) -> tuple[jax.Array, Routes, dict[str, Any]]:
-    """Returns values and routes that vary over the same axes, and the collective's arguments."""
+    """Casts values and routes to vary over the same axes; adds the collective's arguments."""
     values, *arrays = match_varying((values, *handle.routes), handle.axis_name)
-    algorithm = None if implementation in (None, "pallas") else "xla"
+    algorithm = algorithm_next_to(implementation)
     return values, Routes(*arrays), dict(axis_name=handle.axis_name, algorithm=algorithm)

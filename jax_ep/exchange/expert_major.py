@@ -1,7 +1,7 @@
-"""The expert-major layout: a rank receives one row for each (token, choice), grouped by expert.
+"""Exchanges rows in the expert-major layout: one row per (token, choice), grouped by expert.
 
-The row order of a receive buffer is part of the contract: local expert, then source rank, then
-source token, then choice. `jax_ep.exchange.api` has the functions that users call.
+The contract includes the row order of a receive buffer: local expert, then source rank, then source
+token, then choice. Users call the functions of `jax_ep.exchange.api`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jax_ep.runtime.jax_compat import register_for_export
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """The routes of one dispatch: a pytree that may cross jit, scan and checkpoint boundaries.
+    """The routes of one dispatch; a pytree that may cross jit, scan and checkpoint boundaries.
 
     Attributes:
-      routes: where each (source rank, token, choice) goes; see `jax_ep.exchange.routes.Routes`.
+      routes: the row of each (source rank, token, choice); see `jax_ep.exchange.routes.Routes`.
       axis_name: the mesh axis names of the dispatch.
       capacity: R.
       num_experts: E.
       expert_alignment: the alignment of each expert's block, in rows.
-      overflow: which rows were kept where not all fit; see `jax_ep.exchange.routes.Overflow`.
-      host_capacity: the most rows that a rank sent to each other host; None: all that it has.
-      zero_unused: whether rows past the last expert's block are zero, or may hold anything.
+      overflow: the rule for dropping rows; see `jax_ep.exchange.routes.Overflow`.
+      host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
+      zero_unused: whether the rows past the last expert's block are zero; else undefined.
     """
 
     routes: Routes
@@ -58,9 +58,9 @@ class Handle:
 
     @property
     def rows(self) -> jax.Array:
-        """The row here of each (source rank, token, choice), [N, T, K] int32.
+        """The row on this rank of each (source rank, token, choice), [N, T, K] int32.
 
-        It is -1 where the choice is of another rank or of no expert, R or more if it did not fit.
+        It is -1 for a choice of another rank's expert or of none, and R or more for a dropped row.
         """
         return self.routes.rows
 
@@ -68,30 +68,27 @@ class Handle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """The rows that a rank received in the expert-major layout, and where they are; a pytree.
+    """The rows that a rank received in the expert-major layout, and their counts; a pytree.
 
     Attributes:
-      tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero,
-        unless the dispatch had `zero_unused=False`.
-      group_sizes: [L] int32: rows of each expert's block, padding included; their sum is <= R.
-      expert_counts: [L] int32: real rows in each block; they stand first in it.
-      num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
-      rows_needed: [] int32: the R that would have dropped nothing on this rank.
-      dropped_counts: [L] int32: `num_dropped`, by local expert.
+      tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero,
+        and so are unused rows at the end unless the dispatch had `zero_unused=False`. With
+        `output="quantized"` they are a `jax_ep.QuantizedArray`, whose zero rows have zero scales.
+      group_sizes: [L] int32: the rows of each expert's block, padding included; their sum is <= R.
+      expert_counts: [L] int32: the received rows of each block; they come first in it.
+      num_dropped: [] int32: the (token, choice) pairs for this rank that did not fit in R.
+      rows_needed: [] int32: the least R that would have dropped nothing on this rank.
+      dropped_counts: [L] int32: the dropped pairs of each local expert.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [R, H / 128] float32 if the dispatch had `output="quantized"`, else None. A row's
-        values are tokens · scale in each block of 128 columns; a zero row has zero scales, and
-        unused rows are as `tokens` says.
     """
 
-    tokens: jax.Array
+    tokens: Any  # a QuantizedArray if it was dispatched as quantized
     group_sizes: jax.Array
     expert_counts: jax.Array
     num_dropped: jax.Array
     rows_needed: jax.Array
     dropped_counts: jax.Array
     handle: Handle
-    scales: jax.Array | None = None
 
 
 register_for_export(Handle)
@@ -111,7 +108,7 @@ def dispatch(
     zero_unused: bool,
     **options: Any,
 ) -> Dispatched:
-    """Dispatches x [T, H] to the expert-major layout, for `api.dispatch(layout="expert")`.
+    """Dispatches x [T, H] in the expert-major layout, for `api.dispatch(layout="expert")`.
 
     `api` has checked the arguments that both layouts share. `options` are further arguments of
     `gradients.configure`.
@@ -123,13 +120,14 @@ def dispatch(
     checks.check_bool("zero_unused", zero_unused)
     zero_unused = bool(zero_unused)
     if capacity is None:
-        overflow = "tail"  # nothing overflows: no rows to choose from
+        overflow = "tail"  # all rows fit, so both rules give the same result
     if host_capacity is not None:
         host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
         if options["implementation"] in ("pallas", "xla"):
             raise ValueError(
-                'host_capacity is of the exchange between hosts, "two_level" or None, but is '
-                f"{host_capacity} and the implementation {options['implementation']!r}."
+                'host_capacity needs implementation="two_level" or None, since only the exchange '
+                f"between hosts has it, but is {host_capacity} with implementation="
+                f"{options['implementation']!r}."
             )
     num_tokens, top_k = topk_idx.shape
     config = gradients.configure(
@@ -153,7 +151,7 @@ def dispatch(
     (x,) = gradients.match((x,), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     groups: routes.RowGroups
-    tokens, scales, route, groups = gradients.dispatch(config, x, topk_idx, None)
+    tokens, route, groups = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
         route,
         axis_name,
@@ -164,7 +162,7 @@ def dispatch(
         host_capacity,
         zero_unused,
     )
-    return Dispatched(tokens, *groups, handle, scales)
+    return Dispatched(tokens, *groups, handle)
 
 
 def combine(
@@ -203,7 +201,7 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
 
 
 def check_handle(handle: Handle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its axes here."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
@@ -250,8 +248,8 @@ def _capacity(
             blocks = min(num_local_experts, num_choices)
             most = 1 + (checks.MAX_INT32 - num_choices) // (blocks + 1)
             raise ValueError(
-                f"expert_alignment must be at most {most}, since {num_local_experts} experts of a "
-                f"rank with {num_choices} choices may need {checks.MAX_INT32} rows then, but is "
+                f"expert_alignment must be at most {most}, so that the {num_local_experts} experts "
+                f"of a rank need at most {checks.MAX_INT32} rows for {num_choices} choices, but is "
                 f"{expert_alignment}."
             )
         if capacity is None:

@@ -1,10 +1,10 @@
-"""The exchange with its custom gradients, for both layouts.
+"""Defines the gradients of the exchange, for both layouts.
 
 A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
-of the other over the same routes. The gradient of a weighted combine is an operation of its own,
-since the weights have a gradient too. A dispatch is rank-major where `Config.capacity` is None;
-the other functions know the layout by the type of the routes. Gradients are in reverse mode only:
-JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
+of the other over the same routes. The gradient of a weighted combine is a separate operation,
+`combine_grad`, since the weights have a gradient too. A dispatch is rank-major where
+`Config.capacity` is None; other functions take the layout from the type of the routes. Gradients
+are in reverse mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
+from jax_ep.formats import Format, QuantizedArray
 from jax_ep.runtime.jax_compat import match_varying, replicated
 
 AnyRoutes = Routes | RankRoutes
@@ -32,15 +33,16 @@ def configure(
     implementation: Implementation,
     **arguments: Any,
 ) -> Config:
-    """Makes and checks the `Config` of an exchange of rows, the caller's argument `name`.
+    """Makes and checks the `Config` of an exchange of `rows`.
 
-    `list_words` are the words that describe a token's choices, which kernels hold in shared memory:
-    K, or 2 K if weights are sent with them. `arguments` are further fields of `Config`. Raises
-    ValueError or TypeError if a wire dtype or the named implementation does not support the rows.
+    Errors call the rows `name`, as the caller's argument. `list_words` is the number of words that
+    describe a token's choices, which kernels hold in shared memory: K, or 2 K if weights are sent
+    with them. `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire
+    dtype or the named implementation does not support the rows.
     """
     config = Config(
-        wire_dtype=quantization.checked(name, rows, wire_dtype),
-        grad_wire_dtype=quantization.checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
+        wire=quantization.checked(name, rows, wire_dtype),
+        grad_wire=quantization.checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
         implementation=implementation,
         **arguments,
     )
@@ -49,10 +51,10 @@ def configure(
 
 
 def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
-    """Gives operands the types of their gradients, which JAX requires of a custom VJP.
+    """Casts operands to the types of their gradients, as a custom VJP requires.
 
-    The operands then vary over the ranks' axes, and are replicated over Explicit axes that the
-    enclosing `shard_map` is not over.
+    The operands then vary over the ranks' axes, and are replicated over the Explicit axes that the
+    enclosing `shard_map` leaves out.
     """
     return match_varying([replicated(operand) for operand in operands], axis_name)
 
@@ -60,19 +62,19 @@ def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[j
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None, Any, Any]:
-    """Sends each token to the ranks of its experts, in the layout that `config` names.
+) -> tuple[jax.Array | QuantizedArray, Any, Any]:
+    """Sends each token to the ranks of its experts, in the layout given by `config`.
 
     Args:
-      config: static arguments.
+      config: the static arguments; rank-major where its capacity is None.
       x: [T, H], this rank's tokens.
       topk_idx: [T, K] int32, the experts of each token.
-      topk_weights: [T, K] float32, sent with the choices in the rank-major layout; else None.
+      topk_weights: [T, K] float32, sent with the choices in the rank-major layout; or None.
 
     Returns:
-      Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
-      None; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
-      weights [N, T, K] of rank-major rows, None if none were given.
+      Three results: the received rows, [R, H] or [N, T, H], as a `QuantizedArray` if
+      `config.quantized`; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major
+      rows, or the received weights [N, T, K] of rank-major rows (None without weights).
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -81,21 +83,22 @@ def dispatch(
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
     if config.quantized:
-        tokens, scales = received
-        return tokens, scales, routes, rest
-    return quantization.dequantized(received, x.dtype), None, routes, rest
+        assert isinstance(config.wire, Format)
+        values, scales = received
+        return QuantizedArray(values, scales, config.wire, x.dtype), routes, rest
+    return config.wire.decode(received, x.dtype), routes, rest
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):
     results = dispatch(config, x, topk_idx, topk_weights)
-    return results, (results[2], topk_weights is not None)
+    return results, (results[1], topk_weights is not None)
 
 
 def _dispatch_bwd(config, residuals, cotangents):
     routes, weights_were_sent = residuals
     if config.quantized:
-        raise TypeError(quantization.no_gradient(config.wire_dtype))
-    g, _, _, g_weights = cotangents
+        raise TypeError(quantization.no_gradient(config.wire))
+    g, _, g_weights = cotangents
     dx = combine(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
@@ -113,7 +116,7 @@ def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
         received = primitives.dispatch_like(x, routes, config=config)
-    return quantization.dequantized(received, x.dtype)
+    return config.wire.decode(received, x.dtype)
 
 
 dispatch_like.defvjp(
@@ -126,10 +129,10 @@ dispatch_like.defvjp(
 def combine(
     config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
 ) -> jax.Array:
-    """Sums the rows y of each token, and returns the sums, [T, H], to the tokens' owners.
+    """Sums the rows of each token, and sends the sums, [T, H], to the tokens' ranks.
 
-    y is [R, H], or partial sums [N, T, H] in the rank-major layout. Rows are weighted by
-    topk_weights [T, K] float32, unless that is None.
+    y is [R, H], or partial sums [N, T, H] in the rank-major layout. topk_weights [T, K] float32
+    multiply the rows, unless they are None.
     """
     if isinstance(routes, RankRoutes):
         return primitives.rank_combine(y, routes, config=config)
@@ -156,10 +159,10 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 def combine_grad(
     config: Config, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of y and of the weights, for the cotangent g of a weighted combine.
+    """Computes the gradients of a weighted combine from the cotangent g [T, H] of its result.
 
-    They are dy = w g, [R, H], and dweights = <g, y>, [T, K] float32, for g [T, H]. Both are linear
-    in g, w and y each, so the gradient of this function is made of `combine` and itself.
+    Returns dy = w * g, [R, H], and dweights = <g, y>, [T, K] float32. Both are linear in each of g,
+    w and y, so the gradient of this function is computed by `combine` and by itself.
     """
     return primitives.combine_grad(g, topk_weights, y, routes, config=config)
 

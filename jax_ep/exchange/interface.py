@@ -1,9 +1,9 @@
-"""What an exchange is: six functions of arrays and a `Config`, called inside `jax.shard_map`.
+"""Defines the interface of an exchange: six functions of arrays and a `Config`.
 
-The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges among ranks that reach
-each other in the same way. `jax_ep.exchange.two_level` is made of one of them, called in parts, for
-ranks on several hosts. All follow the contract in `jax_ep.reference`, so each takes the routes of
-any other.
+The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges. For ranks on several
+hosts, `jax_ep.exchange.two_level` calls one of them several times, with a part of the tokens each
+time. All follow the contract in `jax_ep.reference`, so each accepts routes that another made. Call
+all functions inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
 Received = tuple[jax.Array, ...]
-"""Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
+"""Rows as the format of the wire encodes them: values, and scales if it has any."""
+
+
+def algorithm_next_to(implementation: Implementation) -> str | None:
+    """Returns the `algorithm` of collectives in a program with an exchange.
+
+    The library's collectives are kernels too: they run where the exchange may be kernels.
+    """
+    return None if implementation in (None, "pallas") else "xla"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,21 +37,21 @@ class Config:
 
     Attributes:
       axis_name: the mesh axes that ranks are numbered along.
-      ranks_per_host: G, if each host is an exchange of its own, of G neighbouring ranks; None if
-        all ranks exchange.
+      ranks_per_host: G, if only the G consecutive ranks of each host exchange rows with each other;
+        None if all ranks do.
       num_experts: E.
       layout: whether received rows are expert-major, [R, H], or rank-major, [N, T, H].
       capacity: R, the rows of an expert-major receive buffer.
       expert_alignment: each expert's block starts at a multiple of this many rows.
-      overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
-      host_capacity: the most rows that a rank sends to another host; None: all that it has.
-      zero_unused: whether rows past the last expert's block are zero, or may hold anything.
+      overflow: the rule for dropping rows; see `jax_ep.exchange.routes.Overflow`.
+      host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
+      zero_unused: whether the rows past the last expert's block are zero; else undefined.
       implementation: the exchange to run; None for the best that runs here.
-      wire_dtype: the dtype that rows, or sums of rows, are sent in; None for their own dtype.
-      sum_dtype: the dtype that a combine returns, and sends its sums in where there is no
-        wire_dtype; None for the rows' own dtype.
-      grad_wire_dtype: the wire_dtype of the exchange that the gradient makes.
-      quantized: whether a dispatch returns rows and scales as they arrive.
+      wire: the format in which rows, or sums of rows, are sent.
+      sum_dtype: the dtype in which a combine returns its sums, and sends them if the wire is plain;
+        None for the rows' dtype.
+      grad_wire: the wire of the gradient's exchange.
+      quantized: whether a dispatch returns the received rows and scales without decoding them.
     """
 
     axis_name: tuple[str, ...]
@@ -55,9 +64,9 @@ class Config:
     host_capacity: int | None = None
     zero_unused: bool = True
     implementation: Implementation = None
-    wire_dtype: jnp.dtype | None = None
+    wire: RowFormat = PLAIN
     sum_dtype: jnp.dtype | None = None
-    grad_wire_dtype: jnp.dtype | None = None
+    grad_wire: RowFormat = PLAIN
     quantized: bool = False
 
     @property
@@ -75,13 +84,11 @@ class Config:
 
     @property
     def of_cotangents(self) -> Self:
-        """The configuration of the exchange that the gradient makes.
+        """The configuration of the gradient's exchange.
 
-        The gradient of that exchange has no wire_dtype.
+        The wire of higher gradients is plain.
         """
-        return dataclasses.replace(
-            self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=None, quantized=False
-        )
+        return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
 class Exchange(Protocol):
@@ -122,16 +129,17 @@ class Exchange(Protocol):
         ...
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Returns the sums y [N, T, H] to the tokens' owners and adds them: [T, H]."""
+        """Returns the sums y [N, T, H] to the tokens' ranks and adds them: [T, H]."""
         ...
 
 
 class ExchangeInParts(Exchange, Protocol):
     """An `Exchange` that can send the tokens of one dispatch in several calls, some in each.
 
-    The routes' rows are those of the call's tokens; the counts are of the whole dispatch. The first
-    call writes zeros where no row will be, as the config says. `into` is what the call before
-    returned: a call writes its tokens' rows there and keeps the others. Without a wire_dtype only.
+    In `routes`, `rows` has the rows of the call's tokens, and `counts` those of the whole dispatch.
+    The first call writes zeros to padding and, by the config, to unused rows. Every later call gets
+    the result of the previous call as `into`, writes its tokens' rows there and keeps all other
+    rows. The wire must be plain.
     """
 
     def dispatch_like(
@@ -149,5 +157,5 @@ class ExchangeInParts(Exchange, Protocol):
         config: Config,
         into: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the cotangents of some tokens: of y [R, H] in their rows, of their weights."""
+        """Computes the cotangents of y [R, H] and of the weights for some of the tokens."""
         ...

@@ -1,7 +1,7 @@
-"""The exchange by Pallas kernels: the functions of `jax_ep.exchange.interface.Exchange`.
+"""Implements the exchange with Pallas kernels: the functions of `interface.Exchange`.
 
-Each pads rows as the kernels need them; `pallas_kernels.exchange.plan` says how a kernel is spread
-over thread blocks and shared memory. Importing this module imports Mosaic.
+Each function pads rows as the kernels need them, and takes from `pallas_kernels.exchange.plan` the
+numbers of thread blocks and the sizes of buffers. Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pallas_kernels.exchange import (
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
-from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -49,7 +48,7 @@ def dispatch(
             topk_idx,
             num_experts=config.num_experts,
             plan=_dispatch_plan(padded, sizes, config),
-            wire_dtype=config.wire_dtype,
+            wire=config.wire,
             **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = sizes_of_groups
@@ -57,7 +56,7 @@ def dispatch(
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
     groups = RowGroups(group_sizes, expert_counts, *totals, dropped_counts)
-    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), groups
+    return _unpadded(received, x, config), Routes(topk_idx, rows, counts), groups
 
 
 def dispatch_like(
@@ -78,17 +77,17 @@ def dispatch_like(
             routes.rows,
             routes.counts,
             plan=_dispatch_plan(padded, sizes, config),
-            wire_dtype=config.wire_dtype,
+            wire=config.wire,
             into=None if into is None else [_pad_hidden(into[0], config)],
             **options,
         )
-    return _unpadded(received, x.shape[1])
+    return _unpadded(received, x, config)
 
 
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
+    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
     return out[:, : y.shape[1]]
@@ -118,7 +117,7 @@ def _combine(
         *operands,
         plan=plans.for_combine(_row(y, config), _sizes(rows.shape, config), settings.num_blocks()),
         num_experts=config.num_experts,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
         **options,
     )
 
@@ -133,9 +132,9 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
 
-    With a wire_dtype, `dispatch_like` sends the cotangents, and XLA multiplies what is received.
+    Quantized cotangents are sent by `dispatch_like`, and XLA multiplies the received rows.
     """
-    if config.wire_dtype is not None:
+    if config.wire.quantized:
         return xla_exchange.combine_grad(
             g, topk_weights, y, routes, config, into, send=dispatch_like
         )
@@ -159,31 +158,31 @@ def combine_grad(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-    num_tokens, hidden = x.shape
-    x = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, x, config.ranks_per_host)
+    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
+    num_tokens = x.shape[0]
+    padded = _pad_hidden(x, config)
+    fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     plan = plans.for_rank_dispatch(
-        _row(x, config),
+        _row(padded, config),
         _sizes((fabric.num_ranks, *topk_idx.shape), config),
         settings.num_blocks(),
         weighted=topk_weights is not None,
     )
     received, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
-        x,
+        padded,
         topk_idx,
         topk_weights,
         num_experts=config.num_experts,
         fabric=fabric,
         plan=plan,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
     )
-    parts = (part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(received, hidden))
+    parts = (part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(received, x, config))
     return tuple(parts), RankRoutes(topk_idx, local_topk_idx), weights
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns partial sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
+    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
     hidden = y.shape[-1]
     y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
     out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
@@ -191,7 +190,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the fabric, and where each expert's rows start and end, as arguments of a kernel."""
+    """Returns the kernel arguments that determine the fabric and the experts' blocks of rows."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -226,19 +225,16 @@ def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
 
 
 def _row(x: jax.Array, config: Config) -> plans.Row:
-    return plans.Row(x.shape[1], x.dtype, config.wire_dtype)
+    return plans.Row(x.shape[1], x.dtype, config.wire)
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
-    """Pads x [T, H] or [R, H] with columns of zeros, as far as the kernels need them."""
-    padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire_dtype) - x.shape[1]
+    """Pads x [T, H] or [R, H] with columns of zeros to the width that the kernels need."""
+    padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: Received, hidden: int) -> Received:
-    """Removes the columns of padding from received rows, and from their scales if there are any.
-
-    `hidden` is the number of columns without padding.
-    """
-    rows, *scales = received
-    return rows[:, :hidden], *(part[:, : hidden // BLOCK] for part in scales)
+def _unpadded(received: Received, x: jax.Array, config: Config) -> Received:
+    """Removes the columns of padding from received rows of x [T, H], which has none."""
+    parts = config.wire.row_parts(x.shape[1], x.dtype)
+    return tuple(part[:, :columns] for part, (columns, _) in zip(received, parts, strict=True))

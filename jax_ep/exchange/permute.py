@@ -1,10 +1,9 @@
 """Permutes rank-major rows to the expert-major layout of `grouped_matmul`, and unpermutes results.
 
-A grouped matmul reads each expert's rows next to each other. The rank-major layout has one row for
-all of a token's experts on a rank, so the rows must be gathered once, locally. That gather is a
-dispatch among a single rank, over the axes (): it communicates nothing, and on GPUs runs the same
-kernels. Its rows are in the order of the expert-major layout, so everything computed from them
-agrees with that layout bit for bit.
+A grouped matmul needs each expert's rows next to each other. The rank-major layout has one row for
+all of a token's experts on a rank, so each rank must gather its rows once. That gather is a
+dispatch to the rank itself, over the axes (): it communicates nothing, and on GPUs runs the same
+kernels. It gives the rows and the row order of an expert-major dispatch, bit for bit.
 
     received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
     grouped = group_by_expert(received)
@@ -38,13 +37,14 @@ def group_by_expert(
     Args:
       received: the result of `dispatch(layout="rank")`.
       capacity: R; None: enough for any routing.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      overflow: which rows are dropped where R is too small; see `dispatch`.
+      expert_alignment: each expert's block of rows starts at a multiple of this.
+      overflow: selects the rows to drop where R is too small; see `dispatch`.
       implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
-      A `Dispatched`, bit for bit that of an expert-major dispatch, except for its handle, which is
-      local and for `sum_by_token`. Differentiable in `received.tokens`, unless they are quantized.
+      A `Dispatched`, equal bit for bit to the result of an expert-major dispatch, except for its
+      handle, which describes this local permutation and is for `sum_by_token`. Differentiable in
+      `received.tokens`, unless they are quantized.
 
     Raises:
       TypeError: `received` is not the result of a rank-major dispatch.
@@ -53,8 +53,10 @@ def group_by_expert(
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
+    leaves, tree = jax.tree.flatten(received.tokens)  # of quantized tokens values, then scales
+    first, *others = (leaf.reshape(flat) for leaf in leaves)
     grouped = dispatch(
-        received.tokens.reshape(flat),
+        first,
         received.local_topk_idx.reshape(flat),
         num_experts=received.handle.num_experts // num_ranks,
         axis_name=(),
@@ -63,12 +65,11 @@ def group_by_expert(
         overflow=overflow,
         implementation=implementation,
     )
-    if received.scales is None:
-        return grouped
-    scales = dispatch_like(
-        received.scales.reshape(flat), grouped.handle, implementation=implementation
-    )
-    return dataclasses.replace(grouped, scales=scales)
+    rows = [
+        grouped.tokens,
+        *(dispatch_like(x, grouped.handle, implementation=implementation) for x in others),
+    ]
+    return dataclasses.replace(grouped, tokens=jax.tree.unflatten(tree, rows))
 
 
 def sum_by_token(
@@ -92,7 +93,7 @@ def sum_by_token(
       Differentiable in y and the weights.
 
     Raises:
-      TypeError: `received` is not the result of a rank-major dispatch, or `grouped` is no
+      TypeError: `received` is not the result of a rank-major dispatch, or `grouped` is not a
         `Dispatched`.
       ValueError: `grouped` does not belong to `received`, another argument does not fit, or the
         named implementation cannot run here.
@@ -100,15 +101,16 @@ def sum_by_token(
     _check_received(received)
     if not isinstance(grouped, Dispatched):
         raise TypeError(
-            "grouped must be what group_by_expert makes of received, a Dispatched, but is "
+            "grouped must be the Dispatched that group_by_expert(received) returned, but is "
             f"{checks.described(grouped)}."
         )
     num_ranks, num_tokens, top_k = received.handle.shape
     rows, expected = grouped.handle.routes.rows, (1, num_ranks * num_tokens, top_k)
     if grouped.handle.axis_name or rows.shape != expected:
         raise ValueError(
-            f"grouped must be what group_by_expert makes of received, with routes of shape "
-            f"{expected} over no axis, but has {rows.shape} over {grouped.handle.axis_name}."
+            "grouped must be the Dispatched that group_by_expert(received) returned, with routes "
+            f"of shape {expected} over no axis, but has {rows.shape} over "
+            f"{grouped.handle.axis_name}."
         )
     weights = received.topk_weights
     if weights is not None:
@@ -120,6 +122,6 @@ def sum_by_token(
 def _check_received(received: RankDispatched) -> None:
     if not isinstance(received, RankDispatched):
         raise TypeError(
-            'received must be of a dispatch(layout="rank"), a RankDispatched, but is '
+            'received must be the RankDispatched of a dispatch(layout="rank"), but is '
             f"{checks.described(received)}."
         )

@@ -1,7 +1,8 @@
-"""The JAX primitives of the exchange: shapes, varying-axes types, and which exchange runs where.
+"""Defines the JAX primitives of the exchange: result types and lowering.
 
-Six primitives without effects, one for each function of `jax_ep.exchange.interface.Exchange`, with
-the same operands and results. Each lowers to the exchange that `jax_ep.exchange.selection` selects.
+There are six primitives without effects, one for each function of
+`jax_ep.exchange.interface.Exchange`, with the same operands and results. Each lowers to the
+exchange that `jax_ep.exchange.selection` selects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization, selection
+from jax_ep.exchange import selection
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
@@ -29,15 +30,16 @@ from jax_ep.runtime.jax_compat import (
     replicated_over_explicit_axes,
     result_type,
 )
+from pallas_kernels.formats import PLAIN
 
 _Shape: Any = jax.ShapeDtypeStruct
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
-    """Raises ValueError, with the reason, if the exchange that config names cannot move rows.
+    """Raises ValueError, with the reason, if the exchange that config names cannot move `rows`.
 
-    Both are checked, the exchange of `rows` and that of their cotangents; `list_words` are those of
-    `selection.Rows`. What is known only when the program is lowered is checked then.
+    Checks the exchange of `rows` and that of their cotangents. `list_words` is the field of
+    `selection.Rows`. Facts that are known only when the program is lowered are checked then.
     """
     for each in (config, config.of_cotangents):
         problem = _problem(each, rows, list_words, availability.TRACED)
@@ -53,17 +55,17 @@ def _problem(
         num_ranks=lax.axis_size(config.axis_name),
         list_words=list_words,
         num_experts=config.num_experts,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
     )
     return selection.Problem(place, config.axis_name, moved)
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
-    """Selects the exchange to lower a primitive of these operands to."""
+    """Selects the exchange that a primitive with these operands lowers to."""
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
         list_words = last.topk_idx.shape[1]
-    else:  # the choices, and perhaps weights that are sent with them
+    else:  # a rank-major dispatch has x, the choices and perhaps weights
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
     problem = _problem(config, rows, list_words, availability.Lowered(program))
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
@@ -109,10 +111,10 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        # JAX lowers equal calls once, so calls that compute the same must have an equal config.
+        # JAX lowers calls with equal parameters once, so fields that change nothing are reset here.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
-            config, grad_wire_dtype=None, quantized=False, zero_unused=zero_unused
+            config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused
         )
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
@@ -124,15 +126,12 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-# What each primitive returns: a shape and dtype for every array.
+# Functions from a primitive's operands to the shapes and dtypes of its results.
 
 
 def _received(lead: tuple[int, ...], x: jax.Array, config: Config) -> tuple[Any, ...]:
-    hidden = x.shape[1]
-    if config.wire_dtype is None:
-        return (_Shape((*lead, hidden), x.dtype),)
-    scales = (*lead, hidden // quantization.BLOCK)
-    return _Shape((*lead, hidden), config.wire_dtype), _Shape(scales, jnp.float32)
+    parts = config.wire.row_parts(x.shape[1], x.dtype)
+    return tuple(_Shape((*lead, columns), dtype) for columns, dtype in parts)
 
 
 def _dispatch_results(x, topk_idx, config):

@@ -1,10 +1,10 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
-A rank exchanges with the ranks of its own number on the other hosts, its *rail*. Hosts take turns:
-in turn i a rank receives the rows of the host that is i after its own, or sends it the sums of its
-tokens; kernels inside the host move other rows meanwhile. With a `host_capacity` of C a rank sends
-C rows to each other host instead of all T: the tokens that chose experts there, in
-order.
+A *rail* is the set of ranks with the same number in their hosts; ranks of different hosts exchange
+rows only along a rail. Hosts take turns. In turn i, a rank receives the rows of the host that is i
+places after its own (dispatch), or sends sums to it (combine); meanwhile the kernels inside the
+host move the rows of another turn. With a `host_capacity` of C, a rank sends C rows to each other
+host instead of all T: the tokens that chose experts there, in order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from pallas_kernels.exchange.plan import FEW_TOKENS
+from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
-    """A host whose tokens an exchange inside this host moves; None in its place is all hosts.
+    """The host whose tokens an exchange inside this host moves; `None` means all hosts.
 
     Attributes:
-      turn: how many hosts after this one it is; 0 for this host itself.
+      turn: how many places after this host it is; 0 for this host itself.
       host: [] int32: its number.
     """
 
@@ -38,7 +39,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rail:
-    """The ranks with this rank's number, one on each host, and what is sent between them.
+    """The rail of this rank, and what is sent along it.
 
     Attributes:
       config: the configuration of the exchange among all ranks.
@@ -47,10 +48,10 @@ class Rail:
       host: [] int32: the number of this host.
       kernels: whether the kernels move rows inside this host.
       at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
-      sent_tokens: [M, C] int32, by destination host: the tokens that this rank sends, and T where
-        it sends fewer than C; None where each host gets all T tokens.
-      received_tokens: [G, M, C] int32, by source host: the tokens that each rank of this host
-        receives, and T where it receives fewer than C; None where `sent_tokens` is None.
+      sent_tokens: [M, C] int32: the tokens that this rank sends to each host, padded with T; None
+        where each host gets all T tokens.
+      received_tokens: [G, M, C] int32: the tokens that each rank of this host receives from each
+        host, padded with T; None where `sent_tokens` is None.
     """
 
     config: Config
@@ -71,10 +72,10 @@ class Rail:
         )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns this rail with the tokens that choices [T, K] send, up to the host_capacity.
+        """Returns this rail with the tokens that it sends for the choices [T, K].
 
-        `kernels` says that kernels run inside a host. With few tokens they take those of all hosts
-        in one call, since each call costs a fixed time.
+        `kernels` says whether kernels run inside a host. If they do and T is small, one call takes
+        the tokens of all hosts, since each call costs a fixed time.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
@@ -85,7 +86,7 @@ class Rail:
         if not self.drops(num_tokens):
             return self
         chosen, place = self._places(topk_idx)
-        place = jnp.where(chosen, place, num_tokens)  # past the host_capacity
+        place = jnp.where(chosen, place, num_tokens)  # this index is out of bounds, so dropped
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         sent_tokens = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
         sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
@@ -98,12 +99,12 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange inside a host, which has no wire_dtype."""
+        """The configuration of the exchange inside a host; the wire there is plain."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
             num_experts=self.config.num_experts // self.num_hosts,
-            wire_dtype=None,
+            wire=PLAIN,
         )
 
     @property
@@ -116,7 +117,7 @@ class Rail:
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
-        """Replaces those of the choices [T, K] that are past the host_capacity by -1."""
+        """Replaces the choices [T, K] that exceed the host_capacity by -1."""
         if not self.drops(topk_idx.shape[0]):
             return topk_idx
         _, place = self._places(topk_idx)
@@ -126,7 +127,10 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns which other hosts each token chose, and how many earlier tokens did: [T, M]."""
+        """Returns whether each token chose each other host, and how many earlier tokens chose it.
+
+        Both are [T, M].
+        """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
         chosen &= hosts != self.host
@@ -142,24 +146,24 @@ class Rail:
 
     @property
     def _groups(self) -> list[list[int]]:
-        """The ranks of every rail."""
+        """The ranks of each rail, as `axis_index_groups` for JAX's collectives."""
         return [
             list(range(number, self.num_ranks, self.ranks_per_host))
             for number in range(self.ranks_per_host)
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Gathers x [...] of every host of the rail: [M, ...], in their order."""
-        bits = quantization.bits(x, None)
+        """Gathers x [...] from the rail's rank on every host; returns [M, ...], by host."""
+        bits = quantization.bits(x)
         bits = lax.all_gather(
             bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
         )
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends x [T, ...] along the rail at once; returns it by source host: [M, T, ...].
+        """Sends x [T, ...] along the rail; returns what was received, by source host, [M, T, ...].
 
-        With a host_capacity that is [M, C, ...], and rows of no token hold `fill`.
+        With a host_capacity of C returns [M, C, ...], padded with `fill`.
         """
         if self.sent_tokens is None:
             return self.gather(x)
@@ -172,22 +176,22 @@ class Rail:
         )
 
     def _shift(self, x: jax.Array, distance: int) -> jax.Array:
-        """Sends x [...] to the host that is `distance` after this one."""
-        # A permutation takes axes in the mesh's order only. XLA's default schedule for GPUs runs
-        # permutations, and not gathers, beside kernels.
+        """Sends x [...] to the host that is `distance` places after this one."""
+        # XLA's default schedule for GPUs overlaps permutations, but not gathers, with kernels. A
+        # permutation takes the axes in the mesh's order only.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
         there = (ranks + distance * self.ranks_per_host) % self.num_ranks
         pairs = [(int(in_mesh[a]), int(in_mesh[b])) for a, b in zip(ranks, there, strict=True)]
-        bits = lax.ppermute(quantization.bits(x, None), axes, pairs)
+        bits = lax.ppermute(quantization.bits(x), axes, pairs)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Sends results for rows of `send` back to their owners: [T, ...] of each host, in order.
+        """Sends results for the rows of `send` back; yields this rank's [T, ...], host by host.
 
         Args:
-          others: [M, T, ...] by the rows' host, or [M, C, ...] of `sent_tokens`.
-          own: [T, ...], of this host itself.
+          others: [M, T, ...], or [M, C, ...] with a host_capacity: results by the rows' host.
+          own: [T, ...]: this host's results for its own tokens.
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
@@ -195,7 +199,7 @@ class Rail:
             yield jnp.where(self.host == host, own, part)
 
     def _by_token(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
-        """Moves what a host returned, [C, ...] of `sent_tokens`, to the tokens' rows: [T, ...]."""
+        """Scatters the [C, ...] results that a host returned to their tokens; returns [T, ...]."""
         if self.sent_tokens is None:
             return part
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
@@ -205,8 +209,8 @@ class Rail:
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
         """Sends rows x [T, ...] along the rail; calls `add(source, rows, state)` for each host.
 
-        This host's own rows come first. The state is what `add` returned for the host before, None
-        at first; the last one is returned. With `at_once`, `add` is called once, for all hosts.
+        Begins with this host's own rows. `add` returns the new state, which is None at first and
+        which `each_host` returns at the end. With `at_once`, calls `add` once, for all hosts.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -214,24 +218,23 @@ class Rail:
         for turn in range(1, self.num_hosts):
             arriving = self._shift(self._for_host(x, self.host - turn), -turn)
             state = add(self._source(turn - 1, self.host), rows, state)
-            # Without it XLA sends all rows first, beside no kernel but the last. XLA's exchange has
-            # no kernel that could run beside them.
+            # Without this barrier XLA sends all rows first, and only the last kernel overlaps.
             if self.kernels:
                 x, arriving, state = lax.optimization_barrier((x, arriving, state))
             rows = arriving
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Picks the rows of x [T, ...] that are sent to a host, modulo M: all, or [C, ...]."""
+        """Picks the rows of x [T, ...] to send to host `host` % M: all, or [C, ...]."""
         if self.sent_tokens is None:
             return x
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Sends the sums of each source back to it: [T, ...] of every host, in their order.
+        """Computes `sums(source)` for each host and sends them to it; yields [T, ...] by host.
 
-        In turns: while the sums for one host are sent, those for the next are computed, and this
-        host's own last. With `at_once`, all are computed in one call.
+        While the sums for one host are sent, the sums for the next host are computed; this host's
+        own sums are computed last. With `at_once`, one call computes all sums.
         """
         if self.at_once:
             own, others = self.split([sums(None)])
@@ -240,15 +243,17 @@ class Rail:
         here = self.host
         returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
-            # One after the other. XLA drops from a barrier what is not used behind it.
+            # The barriers run the turns in order. XLA drops operands of a barrier whose results are
+            # not used, so `here` is taken from the barrier.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
             if returned:
                 part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
             returned.append(self._shift(part, turn))
-        # Not one kernel with the sum over hosts, which waits for the network.
+        # The barrier keeps XLA from fusing these sums with the sum over hosts, which has to wait
+        # for the network.
         own = lax.optimization_barrier(sums(self._source(0, here)))
         parts = [own]
-        for turn, part in enumerate(returned, 1):  # which came from that many hosts before
+        for turn, part in enumerate(returned, 1):  # `part` is from the host `turn` places earlier
             parts.append(self._by_token(part, (self.host - turn) % self.num_hosts, own))
         for host in range(self.num_hosts):
             yield lax.select_n((self.host - host) % self.num_hosts, *parts)
@@ -257,10 +262,10 @@ class Rail:
         return Source(turn, (here + turn) % self.num_hosts)
 
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """Returns the rows of a source, [T, ...]: `own`, or of what `send` returned.
+        """Selects the rows of a source, [T, ...], from `own` and the result `sent` of `send`.
 
-        For all hosts that is [M·T, ...]; with `sent_tokens`, [T + M·C, ...], and this host's own
-        rows are first.
+        For all hosts returns [M·T, ...]; with a host_capacity of C, this host's own rows and then
+        the rows of each host, [T + M·C, ...].
         """
         if source is None:
             others = sent.reshape(-1, *sent.shape[2:])
@@ -270,9 +275,9 @@ class Rail:
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].
+        """Selects the entries of a source's tokens from [N, T, K], by source rank; [G, T, K].
 
-        The tokens are those of `rows`, in its order; rows of no token hold -1.
+        The tokens are those that `rows` selects, in the same order; padding is -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:
@@ -285,16 +290,17 @@ class Rail:
         return picked if source.turn == 0 else self._received_of(picked, source.host)
 
     def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
-        """Selects, from [G, T, K] of a host's tokens, those that it sends here: [G, C, K]."""
+        """Selects, from a host's entries [G, T, K], those of tokens that it sends here."""
         if self.received_tokens is None:
             return picked
         tokens = self.received_tokens[:, host, :, None]
         return jnp.take_along_axis(picked, tokens, axis=1, mode="fill", fill_value=-1)
 
     def split(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Splits results for the rows of every turn, or of all hosts at once.
+        """Splits results into those for this host's own tokens and those for other hosts' tokens.
 
-        Returns those for this host's own tokens, [T, ...], and [M, T, ...] or [M, C, ...] by host.
+        `parts` has the results of each turn, or with `at_once` one entry for all hosts. Returns
+        [T, ...], and [M, T, ...] by host, or [M, C, ...] with a host_capacity of C.
         """
         if not self.at_once:
             by_turn = jnp.stack([jnp.zeros_like(parts[1]), *parts[1:]])
@@ -309,17 +315,18 @@ class Rail:
 
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
-    """Picks rows of x [T, ...] by token, [..., C]; a row of `fill` for token T."""
-    bits = quantization.bits(x, None)
+    """Picks the rows of x [T, ...] that `tokens` [..., C] names; token T gives a row of `fill`."""
+    bits = quantization.bits(x)
     none: Any = np.asarray(fill).astype(bits.dtype)[()]
     picked = jnp.take(bits, tokens, axis=0, mode="fill", fill_value=none)
     return lax.bitcast_convert_type(picked, x.dtype)
 
 
 def _in_mesh_order(axis_name: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Returns axes in the order of the mesh, and the number along them, [N], of each rank.
+    """Sorts axes in the order of the enclosing `shard_map`'s mesh.
 
-    The mesh is that of the enclosing `shard_map`; ranks are numbered along `axis_name`.
+    Returns the sorted axes, and for each rank, numbered along `axis_name`, its number along the
+    sorted axes, [N].
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     order = sorted(range(len(axis_name)), key=lambda i: names.index(axis_name[i]))

@@ -1,8 +1,8 @@
-"""The rank-major layout: a rank has one row for each (source rank, token).
+"""Exchanges rows in the rank-major layout: one row per (source rank, token).
 
-`dispatch(layout="rank")` returns [N, T, H], the smallest buffer that any routing fits in, with the
-local experts that each row is for, and `combine` takes one partial sum for each row.
-`jax_ep.exchange.permute` permutes rows to the expert-major layout of `grouped_matmul`, and back.
+`dispatch(layout="rank")` returns [N, T, H], the smallest buffer that fits any routing, and the
+local experts of each row. `combine` takes one partial sum for each row. `jax_ep.exchange.permute`
+permutes rows to the expert-major layout that `grouped_matmul` needs, and back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jax_ep.runtime.jax_compat import register_for_export
 )
 @dataclasses.dataclass(frozen=True)
 class RankHandle:
-    """The routes of one dispatch to the rank-major layout, for `combine`; a pytree.
+    """The routes of one dispatch in the rank-major layout, for `combine`; a pytree.
 
     Attributes:
-      routes: which experts each rank's tokens chose; see `jax_ep.exchange.routes.RankRoutes`.
+      routes: the experts that each rank's tokens chose; see `jax_ep.exchange.routes.RankRoutes`.
       axis_name: the mesh axes of the dispatch.
       num_experts: E.
     """
@@ -49,25 +49,23 @@ class RankHandle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RankDispatched:
-    """The rows that a rank received in the rank-major layout, and what they are for; a pytree.
+    """The rows that a rank received in the rank-major layout, and their experts; a pytree.
 
     Attributes:
       tokens: [N, T, H] of x's dtype: row (s, t) is token t of rank s if the token chose any expert
-        of this rank, and zero if not.
-      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 where
-        a choice is of another rank's expert or of none.
-      topk_weights: [N, T, K] of the dtype they were given in: the weight of each choice, zero where
-        local_topk_idx is -1; None if none were given.
+        of this rank, and zero if not. With `output="quantized"` they are a `jax_ep.QuantizedArray`;
+        then neither tokens nor topk_weights have a gradient.
+      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 for a
+        choice of another rank's expert or of none.
+      topk_weights: [N, T, K], in the dtype that was sent: the weight of each choice, zero where
+        local_topk_idx is -1; None if the dispatch was given no weights.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [N, T, H / 128] float32 if the dispatch had `output="quantized"`, else None. With
-        scales, neither tokens nor topk_weights have a gradient.
     """
 
-    tokens: jax.Array
+    tokens: Any  # a QuantizedArray if it was dispatched as quantized
     local_topk_idx: jax.Array
     topk_weights: jax.Array | None
     handle: RankHandle
-    scales: jax.Array | None = None
 
 
 register_for_export(RankHandle)
@@ -83,7 +81,7 @@ def dispatch(
     axis_name: tuple[str, ...],
     **options: Any,
 ) -> RankDispatched:
-    """Dispatches x [T, H] to the rank-major layout, for `api.dispatch(layout="rank")`.
+    """Dispatches x [T, H] in the rank-major layout, for `api.dispatch(layout="rank")`.
 
     `api` has checked the arguments that both layouts share. `options` are further arguments of
     `gradients.configure`.
@@ -110,11 +108,11 @@ def dispatch(
     else:
         x, weights = gradients.match((x, topk_weights.astype(jnp.float32)), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
-    tokens, scales, route, weights = gradients.dispatch(config, x, topk_idx, weights)
+    tokens, route, weights = gradients.dispatch(config, x, topk_idx, weights)
     if weights is not None and topk_weights is not None:
         weights = weights.astype(topk_weights.dtype)
     handle = RankHandle(route, axis_name, num_experts)
-    return RankDispatched(tokens, route.local_topk_idx, weights, handle, scales)
+    return RankDispatched(tokens, route.local_topk_idx, weights, handle)
 
 
 def combine(
@@ -133,8 +131,8 @@ def combine(
         )
     if topk_weights is not None:
         raise ValueError(
-            "topk_weights must be None in the rank-major layout, whose y is summed over a token's "
-            "choices already: give them to dispatch, and multiply by RankDispatched.topk_weights."
+            "topk_weights must be None in the rank-major layout, where y is already summed over a "
+            "token's choices: give them to dispatch, and multiply by RankDispatched.topk_weights."
         )
     config = gradients.configure("y", y, **_static(handle), **options)
     (y,) = gradients.match((y,), handle.axis_name)
@@ -154,7 +152,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> jax.Array
 
 
 def check_handle(handle: RankHandle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its axes here."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if len(handle.routes.local_topk_idx.shape) != 3 or handle.shape[0] != num_ranks:
         raise ValueError(

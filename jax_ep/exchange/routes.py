@@ -1,9 +1,8 @@
-"""Computes routes from `topk_idx`: counts, offsets and rows, without moving any payload.
+"""Computes routes from `topk_idx`: counts, offsets and rows of receive buffers.
 
-A route says which row of which rank's receive buffer holds one (token, choice). The row order is
-local expert, then source rank, then source token, then choice; everything here follows from it.
-
-Where a receive buffer is too small, `Overflow` says which rows it keeps.
+A route names the rank and the row of its receive buffer that a (token, choice) is sent to. Rows
+are ordered by local expert, then source rank, then source token, then choice. Where a receive
+buffer is too small, `Overflow` selects the rows that it keeps.
 """
 
 from __future__ import annotations
@@ -19,30 +18,39 @@ from jax_ep.runtime.jax_compat import register_for_export, smaller
 _CHUNK = 128
 
 Overflow = Literal["tail", "fair"]
-"""Which rows are dropped where R rows are too few for all.
+"""Selects the rows to drop where a receive buffer of R rows is too small.
 
-"tail": those past R in row order, so the last local experts lose most. "fair": expert e keeps its
-first min(c_e, q) rows of c_e, in row order, with the largest q at which all blocks fit in R.
+"tail" drops the rows past R in row order, so the last local experts lose most. "fair" keeps the
+first min(c_e, q) of the c_e rows of expert e, with the largest q at which all blocks fit in R.
 """
 
 
 class Routes(NamedTuple):
-    """The routes of one expert-major dispatch, as every exchange needs them.
+    """The routes of one expert-major dispatch.
 
-    `rows[s, t, k]` is the row here of choice k of token t of rank s: -1 if that choice is not of
-    this rank, and the capacity or more if it did not fit.
+    Attributes:
+      topk_idx: [T, K] int32: the choices of this rank's tokens.
+      rows: [N, T, K] int32: the row of this rank's receive buffer for choice k of token t of rank
+        s. It is -1 for an expert of another rank, and the capacity or more if the row is dropped.
+      counts: [N, E] int32: how often each rank chose each expert.
     """
 
-    topk_idx: jax.Array  # [T, K] int32: this rank's choices
-    rows: jax.Array  # [N, T, K] int32
-    counts: jax.Array  # [N, E] int32: how often each rank chose each expert
+    topk_idx: jax.Array
+    rows: jax.Array
+    counts: jax.Array
 
 
 class RankRoutes(NamedTuple):
-    """The routes of one rank-major dispatch: no token's place depends on another token."""
+    """The routes of one rank-major dispatch, in which token t of rank s goes to row (s, t).
 
-    topk_idx: jax.Array  # [T, K] int32: this rank's choices
-    local_topk_idx: jax.Array  # [N, T, K] int32: every rank's choices here; -1: not of this rank
+    Attributes:
+      topk_idx: [T, K] int32: the choices of this rank's tokens.
+      local_topk_idx: [N, T, K] int32: every rank's choices as local expert ids of this rank; -1
+        for an expert of another rank.
+    """
+
+    topk_idx: jax.Array
+    local_topk_idx: jax.Array
 
 
 register_for_export(Routes)
@@ -50,17 +58,25 @@ register_for_export(RankRoutes)
 
 
 class RowGroups(NamedTuple):
-    """The groups of rows in a receive buffer of `capacity` rows, one for each local expert."""
+    """The groups of rows in a receive buffer, one for each local expert, and what was dropped.
 
-    group_sizes: jax.Array  # [L] rows of each group in the buffer, alignment padding included
-    expert_counts: jax.Array  # [L] tokens' rows of each group in the buffer
-    num_dropped: jax.Array  # [] tokens' rows that are not in the buffer
-    rows_needed: jax.Array  # [] the capacity that would have dropped nothing
-    dropped_counts: jax.Array  # [L] tokens' rows of each expert that are not in the buffer
+    Attributes:
+      group_sizes: [L] int32: the rows of each group inside the buffer, padding included.
+      expert_counts: [L] int32: the received rows of each group inside the buffer.
+      num_dropped: [] int32: the rows that did not fit.
+      rows_needed: [] int32: the least capacity that would have dropped nothing.
+      dropped_counts: [L] int32: the rows of each expert that did not fit.
+    """
+
+    group_sizes: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    rows_needed: jax.Array
+    dropped_counts: jax.Array
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
-    """Returns the rows that any routing fits in: all ranks' choices, and the padding of blocks.
+    """Returns a capacity that fits any routing: all ranks' choices, and the padding of blocks.
 
     Args:
       num_choices: N·T·K; may be a symbolic dimension of `jax.export`.
@@ -83,17 +99,18 @@ def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
 
 def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Counts this rank's choices of each expert, and each choice's place among them.
+    """Counts this rank's choices of each expert, and numbers the choices of each expert.
 
-    Works chunk by chunk, so that the cost grows with T·K·(E + 128) and not with (T·K)².
+    Works in chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
 
     Args:
       topk_idx: [T, K] int32; values outside [0, num_experts) choose nothing.
       num_experts: E.
 
     Returns:
-      counts [E] int32, and places [T, K] int32: how many earlier choices, in (token, choice)
-      order, picked the same expert. The place of a choice of nothing is meaningless.
+      The counts, [E] int32, and the place of each choice, [T, K] int32: how many earlier choices,
+      in (token, choice) order, name the same expert. The places of choices outside
+      [0, num_experts) are undefined.
     """
     flat = topk_idx.reshape(-1)
     num_chunks = -(-flat.size // _CHUNK)
@@ -117,13 +134,13 @@ def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
     topk_idx is [T, K] int32; values outside [0, num_experts) choose nothing.
     """
-    # By experts, not by choices: XLA makes one kernel of that.
+    # XLA fuses this order of axes, experts first, into one kernel.
     chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
-    """Returns the rows that each rank sends to each expert of `rank`, [N, L], of counts [N, E]."""
+    """Selects, from counts [N, E], the columns [N, L] of the experts of `rank`."""
     num_local_experts = counts.shape[1] // counts.shape[0]
     return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 
@@ -139,18 +156,19 @@ def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Arr
 
 
 def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
-    """Returns the most rows that an expert keeps under "fair", [] int32.
+    """Returns q, the most rows that an expert keeps with overflow="fair", [] int32.
 
-    That is the largest q at which blocks of min(counts, q) rows, each padded to the alignment, fit
-    in `capacity` rows. Where all rows fit, it is the largest of `counts`, the [L] rows of experts.
+    q is the largest number at which blocks of min(counts, q) rows, each padded to the alignment,
+    fit in `capacity` rows, or max(counts) if all rows fit. `counts` [L] are the rows sent to each
+    expert.
     """
-    # In units of the alignment: min(blocks, m) must add up to at most `room`.
+    # In units of the alignment, sum(min(blocks, m)) must be at most `room`.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
-    whole = used <= room  # with m as large as this block
+    whole = used <= room  # whether all blocks fit if none may be larger than this one
     least = jnp.max(jnp.where(whole, blocks, 0))
     rest = room - jnp.max(jnp.where(whole, used, 0))
-    larger = jnp.sum(~whole, dtype=jnp.int32)  # blocks that share the rest
+    larger = jnp.sum(~whole, dtype=jnp.int32)  # the number of blocks that share the rest
     quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
     return jnp.where(larger == 0, jnp.max(counts), quota)
 
@@ -158,7 +176,7 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
 def kept_counts(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
 ) -> jax.Array:
-    """Returns the rows of each local expert that are kept, [L] int32.
+    """Returns how many rows of each local expert are kept, [L] int32.
 
     recv_counts is [N, L]: rows per (source, local expert).
     """
@@ -181,16 +199,16 @@ def receive_rows(
     """Returns the row of this rank's receive buffer that each (source, token, choice) is sent to.
 
     Args:
-      topk_idx: [N, T, K] int32, of all ranks.
-      places: [N, T, K] int32, of all ranks, from `count_choices`.
-      recv_counts: [N, L] int32: rows that each source sends to each local expert.
-      rank: [] int32, this rank.
+      topk_idx: [N, T, K] int32: the choices of all ranks.
+      places: [N, T, K] int32: the places of all ranks' choices, from `count_choices`.
+      recv_counts: [N, L] int32: the rows that each source sends to each local expert.
+      rank: [] int32: the number of this rank.
       expert_alignment: each block starts at a multiple of this.
       fair_capacity: R, where overflow is "fair"; None where it is "tail".
 
     Returns:
-      [N, T, K] int32; -1 where the choice is not of this rank. A row past the buffer's capacity
-      is one that overflow drops; "fair" gives all of these the row R.
+      [N, T, K] int32: -1 for an expert of another rank, and R or more for a dropped row (exactly R
+      with "fair").
     """
     num_local_experts = recv_counts.shape[1]
     kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
@@ -211,7 +229,7 @@ def receive_rows(
 def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> RowGroups:
-    """Returns the groups of rows of the local experts in a receive buffer of `capacity` rows.
+    """Computes the groups of rows of a receive buffer of `capacity` rows, and what is dropped.
 
     recv_counts is [N, L]: rows per (source, local expert).
     """

@@ -1,36 +1,36 @@
-"""The exchange of ranks on several hosts: over the network once, then inside each host.
+"""Exchanges rows between ranks on several hosts: over the network once, then inside each host.
 
-The N ranks are on M hosts, G neighbours on each. The ranks with the same number in their hosts are
-a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a host once,
-however many of its experts are there; then an exchange among the ranks of that host, by XLA or by
-the kernels, sends it on. Combine goes the other way: the exchange inside a host sums the rows of
-each (token, host), and one row for each returns along the rail. DeepEP
-(github.com/deepseek-ai/DeepEP) forwards rows in this way.
+The N ranks are on M hosts, G consecutive ranks on each. The ranks with the same number in their
+hosts are a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a
+host once, however many of its experts are there; an exchange among the ranks of that host, by XLA
+or by the kernels, then forwards it to the ranks of its experts. Combine reverses this: the exchange
+inside a host sums the rows of each (token, host), and one row per (token, host) returns along the
+rail. DeepEP (github.com/deepseek-ai/DeepEP) forwards rows in this way.
 
 Each rank receives (M - 1)·T rows from other hosts in either direction, and the routes of its rail.
-With a host_capacity of C it receives (M - 1)·C, those of the tokens that chose experts of its
-host. Rows, drops and counts are those of one level, bit for bit, since the exchange inside a host
-follows the routes that it is given.
+With a host_capacity of C it receives (M - 1)·C rows: the tokens that chose experts of its host.
+Rows, drops and counts equal those of the exchange without hosts, bit for bit, since the exchange
+inside a host follows the same routes.
 
-**Rounding of a combine.** The sum over the rows that a token has on one host is taken in float32,
-over those of a rank in the order of the choices, then over ranks in rank order. It is rounded once,
-to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in float32, in the
-order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
-host has only one rank.
+**Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
+of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
+rounded once, to y's dtype or to the format of the wire, and returned. The sums of the hosts are
+added in float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as
+float32 inside a host that has several ranks.
 
-**Order.** Hosts take turns, so that rows of all N ranks are never in memory together, and what
-kernels do inside a host overlaps with the network. A dispatch places this host's own rows while the
-next host's arrive, and those while the rows of the one after arrive. A combine computes the sums
-for one host while those for the one before are sent, and this host's own last. Kernels with few
-tokens instead take those of all hosts in one call, once all have arrived. A rank that is alone on
-its host sums by XLA.
+**Order.** Hosts take turns, so that memory holds the rows of a few hosts only, and the kernels
+inside a host overlap with the network. A dispatch places one host's rows while the next host's rows
+arrive, beginning with this host's own. A combine computes the sums for one host while those for the
+previous host are sent, and ends with this host's own. With few tokens, the kernels instead take the
+tokens of all hosts in one call, once all have arrived. For a host with one rank, XLA computes the
+sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -39,11 +39,14 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.selection import Rows
-from pallas_kernels.exchange.plan import ROW_BYTES
+from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
+from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -53,7 +56,7 @@ class TwoLevel:
     """An `Exchange` among ranks on M hosts.
 
     Attributes:
-      num_hosts: M, which divides the number of ranks along the axes of a `Config`.
+      num_hosts: M, a divisor of the number of ranks.
       kernels: whether the Pallas kernels run among the ranks of a host.
     """
 
@@ -63,7 +66,7 @@ class TwoLevel:
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
-        """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
+        """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
         rail = Rail.of(self.num_hosts, config)
         kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
@@ -84,30 +87,30 @@ class TwoLevel:
         return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
-        words, dtype = _words(x, config.wire_dtype)
+        """Sends x [T, H] along known routes; see `Exchange.dispatch_like`."""
+        words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
-            if not rail.kernels:  # one after the other: XLA holds the rows of G ranks for each
+            if not rail.kernels:  # in order, because XLA holds the rows of G ranks for each host
                 rows, received = lax.optimization_barrier((rows, received))
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
             known = self._routes(rail, routes, source, choices)
             (received,) = exchange.dispatch_like(rows, known, rail.inside, into)
-            return quantization.bits(received, None)
+            return quantization.bits(received)
 
         received = rail.each_host(words, add)
-        return _from_words(received, x, config.wire_dtype)
+        return _from_words(received, x, config.wire)
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums y [R, H] by token and returns the sums to their owners: `Exchange.combine`."""
-        # No rounding before the host's sum is complete.
+        """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
+        # float32 avoids rounding before the host's sum is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
-        sum_dtype = _FLOAT32 if several or config.wire_dtype is not None else None
+        sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
@@ -118,48 +121,47 @@ class TwoLevel:
             known = self._routes(rail, routes, source, choices)
             return _on_the_wire(exchange.combine(y, theirs, known, inside), y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the gradients of a weighted combine, as `Exchange.combine_grad` says.
+        """Computes the gradients of a weighted combine; see `Exchange.combine_grad`.
 
-        Rows received in a wire_dtype are converted to g's dtype before they are sent on inside a
-        host.
+        Quantized rows are converted to g's dtype before a host forwards them.
         """
-        words, _ = _words(g, config.wire_dtype)
+        words, _ = _words(g, config.wire)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = rail.send(topk_weights)
 
         def add(source: Source | None, rows: jax.Array, grads: Any) -> Any:
             dy, dweights_so_far = grads or (None, [])
-            if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
+            if not rail.kernels:  # in order, because XLA holds an array of dy's size for each host
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
-            parts = _from_words(rows, g, config.wire_dtype)
+            parts = _from_words(rows, g, config.wire)
             dy, dweights = exchange.combine_grad(
-                quantization.dequantized(parts, g.dtype),
+                config.wire.decode(parts, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
                 rail.inside,
                 into,
             )
-            return quantization.bits(dy, None), [*dweights_so_far, dweights]
+            return quantization.bits(dy), [*dweights_so_far, dweights]
 
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
-        # At most one host's term is not zero: the sum is exact.
+        # At most one host's term is not zero, so the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-        words, dtype = _words(x, config.wire_dtype)
+        """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
+        words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
@@ -173,7 +175,7 @@ class TwoLevel:
                 theirs,
                 rail.inside,
             )
-            rows = quantization.bits(rows, None)
+            rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.ranks_per_host, rail.num_hosts, -1
@@ -186,12 +188,12 @@ class TwoLevel:
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
-        received = _from_words(tokens, x, config.wire_dtype)
+        received = _from_words(tokens, x, config.wire)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
-        sum_dtype = None if config.wire_dtype is None else _FLOAT32
+        """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
+        sum_dtype = _FLOAT32 if config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx)
@@ -202,7 +204,7 @@ class TwoLevel:
             part = exchange.rank_combine(rail.by_rank(y, source), known, inside)
             return _on_the_wire(part, y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def _of_call(
         self,
@@ -214,16 +216,16 @@ class TwoLevel:
         list_words: int | None = None,
         sums: bool = False,
     ) -> tuple[Rail, ExchangeInParts]:
-        """Returns the rail for tokens of the choices [T, K], and the exchange inside a host.
+        """Makes the rail of a call, and selects the exchange inside a host.
 
         Args:
-          config: that of the exchange among all ranks.
-          rows: rows that the exchange inside a host moves.
-          topk_idx: [T, K] int32.
-          dtype: in which it carries the rows; None: their own.
+          config: the configuration of the exchange among all ranks.
+          rows: the rows that the exchange inside a host moves.
+          topk_idx: [T, K] int32: the choices of this rank's tokens.
+          dtype: the dtype in which the exchange carries the rows; None: that of `rows`.
           list_words: words that describe a token's choices; None: K.
-          sums: whether it only sums rows, which XLA does faster, in one kernel, for a rank alone on
-            its host.
+          sums: whether the call only sums rows; a host with one rank then uses XLA's exchange,
+            which is faster.
         """
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
@@ -243,7 +245,10 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns own choices [T, K] and those sent along the rail, as experts of this host."""
+        """Returns this rank's and the rail's choices, as expert numbers of this host.
+
+        They are [T, K], and [M, T, K] or [M, C, K] as `Rail.send` returns.
+        """
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first = rail.host * rail.inside.num_experts
         sent = rail.send(narrow, fill=-1).astype(jnp.int32) - first
@@ -256,14 +261,14 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes inside this host of the tokens of a source.
+        """Returns the routes of a source's tokens inside this host.
 
-        `choices` are those of `_choices`, which kernels need; None for XLA's exchange.
+        `choices` is the result of `_choices`, which kernels need; None for XLA's exchange.
         """
         rows = rail.by_rank(routes.rows, source)
-        if choices is None:  # XLA's exchange follows the rows alone
+        if choices is None:  # XLA's exchange reads only the rows
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels write zeros where no row is sent, which they know from the sums of counts.
+        # From these sums of counts the kernels know which rows to fill with zeros.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -273,59 +278,167 @@ class TwoLevel:
         return Routes(rail.rows(*choices, source), rows, counts)
 
 
-def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """Adds what each host returned, bits of [T, ...], in float32; returns the sum in y's dtype."""
+def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
+    """Adds the rows [T, ...] that each host returned, in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
-        parts = quantization.parts(bits, y, wire_dtype)
-        rows = quantization.dequantized(parts, jnp.float32).astype(jnp.float32)
+        parts = quantization.parts(bits, y, wire)
+        rows = wire.decode(parts, jnp.float32).astype(jnp.float32)
         total = rows if total is None else total + rows
     return total.astype(y.dtype)
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype or the wire_dtype; returns their bits."""
-    sums = sums.astype(y.dtype) if config.wire_dtype is None else sums
-    return quantization.bits(sums, config.wire_dtype)
+    """Rounds sums [T, H] to y's dtype or the format of the wire; returns their bits."""
+    return quantization.bits(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
 def _place(
     whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
 ) -> jax.Array:
-    """Writes `part` [...] to its place in `whole` [count, ...]; None stands for zeros."""
+    """Writes `part` [...] to entry `index` of `whole` [count, ...]; None stands for zeros."""
     if whole is None:
         whole = jnp.full_like(part, 0, shape=(count, *part.shape))
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
-def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
-    """Returns rows as they are sent, as unsigned words, and the dtype in which kernels carry these.
+def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
+    """Encodes rows as unsigned words to send; returns also the dtype in which kernels move them.
 
-    XLA may convert floats to another dtype, in loops too, and so change the payload of a NaN. It
-    does not convert words.
+    XLA may convert floats to another dtype on the way, which changes the payload of a NaN. It does
+    not convert unsigned words.
     """
-    bits = quantization.bits(x, wire_dtype)
-    if wire_dtype is None:
+    bits = quantization.bits(x, wire)
+    if not wire.quantized:
         return bits, x.dtype
-    # Whole lines, of which kernels need no padded copies.
+    # Kernels would make a padded copy of rows that are no multiple of ROW_BYTES.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
-def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
-    """Unpacks the words that `_words` made of x: `Received`."""
-    if wire_dtype is not None:
+def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
+    """Decodes rows that `_words` encoded from x."""
+    if wire.quantized:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
-        words = words[..., : quantization.row_bytes(x.shape[-1], x.dtype, wire_dtype)]
-    return quantization.parts(words, x, wire_dtype)
+        words = words[..., : wire.row_bytes(x.shape[-1], x.dtype)]
+    return quantization.parts(words, x, wire)
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces choices of no expert by -1."""
+    """Replaces choices outside [0, num_experts) by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers from -1 to `most` to 16 bits if they fit; -1 is then above all others."""
+    """Converts integers from -1 to `most` to uint16 if they fit; -1 becomes 65535."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
+
+
+# ------------------------------------------------------------------------ what a call holds
+
+
+def workspace(
+    operation: str,
+    kernels: bool,
+    sizes: CallSizes,
+    num_hosts: int,
+    rows_to_host: int,
+    inside: Callable[[str, bool, CallSizes], dict[str, int]],
+) -> dict[str, int]:
+    """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
+
+    Args:
+      operation: one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
+      kernels: whether the kernels run inside a host.
+      sizes: those of the exchange among all ranks.
+      num_hosts: M.
+      rows_to_host: the rows that a rank sends to each host.
+      inside: returns what an exchange inside a host holds, for an operation, whether kernels run
+        it, and its sizes.
+    """
+    num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
+    sums = operation in ("combine", "dispatch_grad")
+    kernels = kernels and not (sums and ranks_per_host == 1)  # see `TwoLevel._of_call`
+    at_once = kernels and num_tokens <= FEW_TOKENS
+    tokens_of_call = num_tokens
+    if at_once:
+        tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
+    of_host = dataclasses.replace(
+        sizes,
+        num_tokens=tokens_of_call,
+        num_experts=sizes.num_experts // num_hosts,
+        num_ranks=ranks_per_host,
+        capacity=ranks_per_host * tokens_of_call if sizes.by_rank else sizes.capacity,
+        wire=PLAIN,
+        quantized=False,
+    )
+    # Rank-major kernels use rows in the order of the host's ranks, which XLA copies from or to the
+    # order of all ranks.
+    in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
+    weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
+    held = {
+        "weights of the rail": weights if operation in ("combine", "combine_grad") else 0,
+        "rows inside a host": in_order,
+    }
+    if sums:
+        held |= _sums_workspace(sizes, num_hosts, rows_to_host, at_once)
+        if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
+            of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
+        if kernels and of_host.dtype != sizes.dtype:
+            held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
+        return held | inside(operation, kernels, of_host)
+    # With kernels, two remote hosts' rows are held: those arriving and those being placed.
+    arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
+    sent_bytes = _sent_bytes(sizes)
+    rail = arrivals * rows_to_host * sent_bytes
+    # With a host_capacity, the rows to send are picked into a buffer first.
+    held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail
+    held["quantized rows"] = sizes.quantized_rows(num_tokens)
+    received = {"received rows": sizes.quantized_rows(sizes.capacity)}
+    if operation == "combine_grad" and not sizes.by_rank:  # rows inside a host keep their dtype
+        held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
+    elif sizes.wire.quantized:  # a host forwards quantized rows as 32-bit words
+        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
+        held |= received
+    name = operation if operation == "combine_grad" else "dispatch_like"
+    parts = inside(name, kernels, of_host)
+    if "gathered tokens" in parts:  # XLA holds the tokens of this host and of another one
+        parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
+    if operation == "dispatch" and not sizes.by_rank:
+        held |= _routing_workspace(sizes, num_hosts)
+    if sizes.by_rank or operation == "dispatch":
+        parts["routes"] = sizes.routes()
+    return held | {name: size for name, size in parts.items() if size}
+
+
+def _sent_bytes(sizes: CallSizes) -> int:
+    """Returns the bytes of a row on the rail; quantized rows are padded to whole lines."""
+    sent = sizes.sent_rows(1)
+    return align_up(sent, ROW_BYTES) if sizes.wire.quantized else sent
+
+
+def _sums_workspace(
+    sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
+) -> dict[str, int]:
+    """Returns the sums that cross between hosts: those returned by all, and the outgoing of one."""
+    num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
+    held = 2 * num_hosts if at_once else num_hosts
+    others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
+    return {
+        "sums for and of other hosts": held * rows_to_host * sum_bytes,
+        "sums of this host": 0 if at_once else num_tokens * sum_bytes,
+        "returned sums, by token": others * sum_bytes,
+    }
+
+
+def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
+    """Returns what a dispatch to expert-major rows holds to make the routes."""
+    choices = sizes.num_tokens * sizes.top_k
+    numbers = 2 * choices + sizes.num_experts
+    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD
+    return {
+        "choices of the rail": narrow * num_hosts * numbers,
+        "gathered choices": (narrow + WORD) * sizes.num_ranks * numbers,
+        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+    }

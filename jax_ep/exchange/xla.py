@@ -1,8 +1,8 @@
-"""The portable exchange, on XLA's own collectives: any backend, any number of hosts.
+"""Implements the exchange with XLA's collectives, for any backend and any number of hosts.
 
-Dispatch gathers the tokens of all ranks on every rank, chosen there or not, then gathers locally
-into the experts' blocks. Combine sums per (token, rank) locally, exchanges these sums by an
-all-to-all, and adds them in rank order. So every sum has one fixed order.
+Dispatch gathers the tokens of all ranks on every rank, then gathers the rows of the local experts'
+blocks. Combine sums the rows of each (token, rank) locally, exchanges the sums by an all-to-all,
+and adds them in rank order, so that results are deterministic.
 
 The functions of `jax_ep.exchange.interface.Exchange` come first; shapes are documented there.
 """
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import quantization
+from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import (
     RankRoutes,
@@ -27,20 +28,21 @@ from jax_ep.exchange.routes import (
     receive_rows,
     row_groups,
 )
+from pallas_kernels.fabric.hardware import LANES, align_up
 
 
 def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
-    # The payload and these messages are all that ranks exchange.
+    # Ranks exchange only the payload and these messages.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Packs what every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
+    """Packs this rank's choices, their places and counts into a message, [2 T·K + E] int32."""
     counts, places = count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
 
@@ -71,29 +73,28 @@ def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
-    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config)
+    all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
-    received = quantization.parts(sent, x, config.wire_dtype)
+    received = quantization.parts(sent, x, config.wire)
     return received if into is None else tuple(map(_union, into, received))
 
 
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
+    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
-    if weights is not None:  # no weight of another rank's choice may meet the zero it has here
+    if weights is not None:  # a NaN weight times a zero row would be NaN
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    if config.wire_dtype is None:
-        partial_sum = partial_sum.astype(config.sum_dtype or y.dtype)
-    if config.sum_dtype is not None:  # else XLA keeps all terms and adds them again for each rank
+    partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
+    if config.sum_dtype is not None:  # the barrier keeps XLA from adding all terms again per rank
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
@@ -112,7 +113,7 @@ def combine_grad(
 
     `send` is the `dispatch_like` of the exchange that sends g.
     """
-    g_rows = quantization.dequantized(send(g, routes, config), g.dtype)
+    g_rows = config.wire.decode(send(g, routes, config), g.dtype)
     stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
     row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
@@ -153,16 +154,16 @@ def rows_to_choices(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
+    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
+    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # `local` of a large id may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), config)
+    all_bits = stack_ranks(quantization.bits(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
-    received = quantization.parts(sent, x, config.wire_dtype)
+    received = quantization.parts(sent, x, config.wire)
     weights = None
     if topk_weights is not None:
         weights = jnp.where(here, stack_ranks(topk_weights, config), 0)
@@ -170,31 +171,30 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns sums y [N, T, H] to their owners and adds them, as `Exchange.rank_combine` says."""
+    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
     sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
     return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
+    """Sends the cotangent g [N, T, K] of received weights to the tokens' ranks: [T, K]."""
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
-    """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
-    if config.wire_dtype is None:
+    """Sends sums [N, T, H] to their ranks and adds the received sums: [T, H] float32."""
+    if not config.wire.quantized:  # XLA for CPUs fuses less if sums are sent as bits
         sums = _swap_ranks(sums, config)
     else:
-        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config)
-        rows, scales = quantization.parts(sent, sums, config.wire_dtype)
-        sums = quantization.dequantize(rows, scales, jnp.float32)
+        sent = _swap_ranks(quantization.bits(sums, config.wire), config)
+        sums = config.wire.decode(quantization.parts(sent, sums, config.wire), jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
 
 def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [T, ...] of all ranks: [N * T, ...]. No mesh axes at all are one rank."""
+    """Gathers x [T, ...] from all ranks: [N * T, ...]; without mesh axes there is one rank."""
     if config.ranks_per_host == 1:  # XLA would run a collective of each rank with itself
         return x
     return lax.all_gather(
@@ -223,8 +223,8 @@ def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _union(some: jax.Array, others: jax.Array) -> jax.Array:
-    """Joins two arrays of which at most one is not zero at each place, bit for bit."""
-    bits = quantization.bits(some, None) | quantization.bits(others, None)
+    """Joins two arrays bit for bit; at each place at most one of them may be nonzero."""
+    bits = quantization.bits(some) | quantization.bits(others)
     return lax.bitcast_convert_type(bits, some.dtype)
 
 
@@ -239,3 +239,85 @@ def _places(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the row of each flat (source, token, choice), `capacity` for none."""
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
+
+
+# ------------------------------------------------------------------------ what a call holds
+
+
+def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
+    """Returns the arrays that a call names: name -> bytes.
+
+    `operation` is one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
+    """
+    if operation in ("combine", "dispatch_grad"):
+        return _combine_workspace(sizes, weighted=operation == "combine")
+    of_operation = {
+        "dispatch": _dispatch_workspace,
+        "dispatch_like": _dispatch_like_workspace,
+        "combine_grad": _combine_grad_workspace,
+    }
+    return of_operation[operation](sizes)
+
+
+def _dispatch_workspace(sizes: CallSizes) -> dict[str, int]:
+    choices = sizes.num_tokens * sizes.top_k
+    if sizes.by_rank:
+        return {
+            "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
+            "quantized rows": sizes.quantized_rows(sizes.num_tokens),
+            "gathered choices": sizes.gathered(WORD * sizes.pairs * sizes.top_k),
+            "routes": sizes.routes(),
+        }
+    counts = sizes.num_ranks * (2 * choices + sizes.num_experts)
+    return {
+        "gathered choices": WORD * counts,
+        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+        "routes": sizes.routes(),
+        **_dispatch_like_workspace(sizes),
+    }
+
+
+def _dispatch_like_workspace(sizes: CallSizes) -> dict[str, int]:
+    if sizes.by_rank:
+        return _dispatch_workspace(sizes)
+    return {
+        "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
+        "quantized rows": sizes.quantized_rows(sizes.num_tokens),
+        "received rows": sizes.quantized_rows(sizes.capacity),
+        "choice of each row": WORD * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
+    }
+
+
+def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
+    sums = sizes.pairs * sizes.hidden * WORD
+    rounded = sizes.sent_rows(sizes.pairs)
+    received = {
+        "received sums": sizes.gathered(rounded),
+        "widened sums": sums if sizes.wire.quantized else 0,
+    }
+    if sizes.by_rank:
+        return {"sent sums": rounded, **received}
+    return {
+        "partial sums": sums,
+        "rounded sums": 0 if rounded == sums else sizes.gathered(rounded),
+        **received,
+        "gathered weights": sizes.gathered(WORD * sizes.pairs * sizes.top_k) if weighted else 0,
+    }
+
+
+def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
+    if sizes.by_rank:
+        return _dispatch_like_workspace(sizes)
+    return _dispatch_like_workspace(sizes) | grad_of_rows_workspace(sizes)
+
+
+def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
+    """Returns the buffers in which XLA computes the gradients of y and the weights."""
+    numbers = WORD * sizes.pairs * sizes.top_k
+    return {
+        "g in the rows": sizes.rows(sizes.capacity),
+        "products with y": WORD * sizes.capacity * sizes.hidden,
+        "gathered weights": sizes.gathered(numbers),
+        "weights and their gradient by row": 2 * WORD * sizes.capacity,
+        "weights' gradient by rank": numbers + sizes.gathered(numbers),
+    }

@@ -1,9 +1,9 @@
-"""Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
+"""Multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
-It consists of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
-`grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (the gate of two
-products) and `grouped_matmul_drhs` (the gradients of matrices). The gradients of all three are
-made of `grouped_matmul` and `grouped_matmul_drhs`, so gradients of any order work.
+Three JAX primitives make one jaxpr lower to the right backend on each platform: `grouped_matmul`
+(a product, or the sum of several), `grouped_matmul_gated` (a gating function of two products) and
+`grouped_matmul_drhs` (the gradients of matrices). `grouped_matmul` and `grouped_matmul_drhs`
+compute the gradients of all three, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ def grouped_matmul(
     any order, for both operands), `vmap` (one product after another), `jax.checkpoint`, `scan`,
     and inside `shard_map` with `check_vma` on or off.
 
-    Rows past the last group may hold anything, NaN included: the result is zero there, so is the
-    gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
+    Rows of `lhs` past the last group may hold anything, even NaN. The result and the gradient of
+    `lhs` are zero there, and the gradient of `rhs` does not depend on them; it is zero for an empty
     group. For these rows "pallas" and "loop" only write zeros.
 
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
-      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Groups of
-        more rows end at row R. Which rows a negative size moves is undefined, as it is for a sum
-        that int32 cannot hold.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Rows past
+        R are ignored. The result is undefined for a negative size or a sum above 2^31 - 1.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
@@ -113,7 +112,7 @@ def check_implementation(
 
 
 def default_platform() -> str:
-    """Returns the platform that JAX uses by default here, as lowering names it, such as "cuda"."""
+    """Returns JAX's default platform by the name that lowering uses, such as "cuda"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -130,9 +129,9 @@ def product(
 ) -> jax.Array:
     """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
 
-    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero; without `zero_unused`
-    they hold anything. Operands must have been checked and have one varying-axes type; group_sizes
-    must be int32.
+    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero, or undefined without
+    `zero_unused`. Operands must have been checked and have one varying-axes type; group_sizes must
+    be int32.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
 
@@ -172,7 +171,7 @@ def gated_product(
     implementation: Implementation,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, for lhs [R, K] and two rhs [L, K, N].
 
     The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
     as float32 or wider. "pallas" computes everything in one kernel, with the same bits, if it
@@ -180,8 +179,8 @@ def gated_product(
     type; group_sizes must be int32.
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
-    Rows past the last group are zero in the products; in hidden they are zero or gating of zeros.
-    Without `zero_unused` they hold anything.
+    Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden; without
+    `zero_unused` they are undefined.
     """
     return tuple(
         _bind(
@@ -222,7 +221,7 @@ def drhs_of_each(
 
 
 def _bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive to operands that are replicated over Explicit axes, as its results are."""
+    """Binds a primitive with operands and results replicated over the mesh's Explicit axes."""
     bind = functools.partial(primitive.bind, **params)
     return replicated_over_explicit_axes(bind, *operands)
 
@@ -334,7 +333,7 @@ def _drhs_shapes(lhs, *operands, **_):
 def _primitive(
     name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
 ) -> Primitive:
-    """Makes the primitive of a function; `shape` returns the shape, or shapes, of its results."""
+    """Makes a primitive from a function; `shape` returns the shape or shapes of its results."""
 
     def abstract_eval(lhs, *others, **params):
         shapes = shape(lhs, *others, **params)
@@ -384,9 +383,9 @@ def _primitive(
 
 
 def _without_unused_products(used, params):
-    """Returns the parameters without `keep` where the two products are not used.
+    """Drops `keep` where the two products are not used; a rule of `define_primitive(unused=...)`.
 
-    Returns also the indices of the results that are left; they take all operands.
+    Returns the new parameters, the kept results' indices, and None for all operands.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -394,7 +393,10 @@ def _without_unused_products(used, params):
 
 
 def _without_unused_gradients(used, params):
-    """Returns the parameters, which results are left, and lhs, their grads and group_sizes."""
+    """Drops unused gradients and their operands; a rule of `define_primitive(unused=...)`.
+
+    Returns the parameters, the kept results' indices, and the kept operands' indices.
+    """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 

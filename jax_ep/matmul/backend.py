@@ -1,4 +1,4 @@
-"""The interface of the grouped matmul's backends, and functions that several of them share.
+"""Defines the interface of the grouped matmul's backends, and functions that they share.
 
 All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
 
@@ -32,12 +32,12 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
 
-# Rows of a tile of the kernels for GPUs: with another number of rows an operand is copied first.
+# The GPU kernels' tiles have this many rows; operands with other numbers of rows are copied.
 TILE_ROWS = 8
-Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
+Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs) pairs of equal shapes and dtypes
 # An elementwise function of two arrays, float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# From lhs, the gradients and group_sizes to what `drhs_of_each` returns.
+# A function (lhs, grads, group_sizes) -> the results of `drhs_of_each`.
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
@@ -54,7 +54,7 @@ class SumOfProducts(Protocol):
 
 
 class FusedGate(Protocol):
-    """Returns what `Backend.gated_product` returns, or None."""
+    """Computes `Backend.gated_product`; returns None for an unsupported gating."""
 
     def __call__(
         self,
@@ -70,13 +70,13 @@ class FusedGate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A grouped matmul, as far as its backend depends on it.
+    """The properties of a grouped matmul by which its backend is selected.
 
     Attributes:
       matrix_shape: (H, F), the shape of each group's matrix.
       dtype: the dtype of the operands.
-      platform: the platform to run on ("cpu", "cuda", ...); None while the program is traced, when
-        it is not known.
+      platform: the platform to run on ("cpu", "cuda", ...); None during tracing, when it is not
+        known.
       num_rows: R, which is symbolic in some exported programs; None where it is not known.
     """
 
@@ -95,15 +95,15 @@ def symbolic_rows_reason(problem: Problem) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Implementation):
-    """A way to compute grouped matmuls. Its `Implementation` methods are asked a `Problem`.
+    """A way to compute grouped matmuls; its `Implementation` methods take a `Problem`.
 
     Attributes:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
-      fused_sum: sums products in one accumulator; None: products are computed apart and added.
-      fused_gate: computes a gated product in one kernel, or returns None for a gating that it
-        cannot compute; None: products are computed apart, and XLA gates them.
-      fused_drhs: computes several gradients of matrices in one kernel; None: each on its own.
+      fused_sum: sums products in one accumulator; None: products are computed separately and added.
+      fused_gate: computes a gated product in one kernel, or returns None for an unsupported gating;
+        None: products are computed separately, and XLA computes the gating.
+      fused_drhs: computes several gradients of matrices in one kernel; None: one by one.
     """
 
     product: Product

@@ -1,8 +1,8 @@
-"""The backend "loop": a loop over groups and tiles of their rows; any platform, made for CPUs.
+"""Implements the backend "loop": a loop over groups and tiles of rows, made for CPUs.
 
 On a CPU, `lax.ragged_dot` multiplies every row by every group's matrix. This backend loops over the
-groups, and within a group over tiles of its own rows, so rows meet only their group's matrix. A
-group's last tile is padded, so the tile is the smallest that still keeps the CPU's matmul busy.
+groups, and within a group over tiles of its rows, and multiplies them by the group's matrix only.
+A group's last tile is padded, so tiles are the smallest that still keep the CPU's matmul busy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
     """Returns the first row of tile i of a group, and a mask [tile] of the rows to compute.
 
-    A tile that would extend past R is moved up. The mask leaves out the rows that this adds in
+    A tile that would extend past R is moved up. The mask leaves out the rows that the move adds in
     front, and the rows past the group's end.
     """
     start = ends[group] - group_sizes[group] + i * tile

@@ -1,4 +1,4 @@
-"""The backend "pallas": this library's own kernels, for Hopper GPUs.
+"""Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
 The kernels (`pallas_kernels.matmul`) are imported when the first program with them
 is lowered, so a machine without GPUs does not load them.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-_FEW_ROWS = 64  # of a group: with fewer, reading the matrices takes the time
-HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
+_FEW_ROWS = 64  # groups of fewer rows take the time of reading their matrices
+HOPPER_CORES = 132  # an H100 or H200 SXM has this many multiprocessors
 
 
 def unavailable_reason(problem: Problem) -> str | None:
@@ -213,14 +213,15 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
 def band(num_cols: int, block_n: int, most: int) -> int:
     """Chooses `Tiles.band`: at most `most` columns of tiles, in bands of about the same width.
 
-    The tiles that all blocks compute at a time then form about a square, which reads the least.
+    The tiles that all blocks compute at a time then form about a square, for which the least memory
+    is read.
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))
 
 
 def _core_count() -> int:
-    """Returns the number of multiprocessors of the first GPU, or of a Hopper GPU without one."""
+    """Returns the number of the first GPU's multiprocessors, or a Hopper's if there is no GPU."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

@@ -1,4 +1,4 @@
-"""The backend "xla": `jax.lax.ragged_dot_general`, on any platform."""
+"""Implements the backend "xla" by `jax.lax.ragged_dot_general`, for any platform."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The configuration of an MoE layer, whose fields both Flax layers take.
+"""Defines the configuration of an MoE layer, whose fields both Flax layers take.
 
-A new option is a field of `MoEConfig` here, or of `ExpertOptions` and with the same name here, and
-what computes with it. An option that brings a parameter is declared in `jax_ep.moe.params`.
+To add an option, declare a field of `MoEConfig`; or a field of `RoutingOptions` or `ExpertOptions`,
+and one of the same name here. Then compute with it. Options that add a parameter are declared in
+`jax_ep.moe.params`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from jax_ep.moe.options import (
     same_option,
 )
 from jax_ep.moe.routed_experts import ExpertOptions, WeightsOn
+from jax_ep.moe.routing import RoutingOptions
 
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
@@ -67,7 +69,7 @@ def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
 
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless matmuls can compute in `dtype`; `hint` goes into the message."""
+    """Raises TypeError unless matmuls can compute in `dtype`; appends `hint` to the message."""
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
         raise TypeError(
@@ -76,66 +78,67 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
         )
 
 
-@documented(ExpertOptions)
+@documented(RoutingOptions, ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Everything about a layer but its parameters. Hashable, and can be pickled.
+    """The options of a layer, without its parameters; hashable, and can be pickled.
 
-    Shared experts compute with `activation`, `gating` and `clamp` too.
+    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts compute with
+    `activation`, `gating` and `clamp` too.
 
     Attributes:
         num_experts: E, a multiple of the ranks along `expert_axis`.
         num_experts_per_token: K.
-        score, choose_by, num_groups, groups_kept, group_score, normalize, normalize_epsilon, scale:
-            see `jax_ep.top_k_routing`.
-        router: None, or a router of your own in its place: a function of the tokens [T, H] and
-            their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
-            the logits are None where the layer has no gate. It is a static argument: what it
-            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call,
-            with which it is not called. It is given no selection bias, and reads none of the fields
-            above but by itself.
+        {RoutingOptions}
+        router: None, or your own router: a function of one rank's tokens [T, H] and their logits
+            [T, E] float32 that returns a `jax_ep.Routing` of K choices. The logits are None if the
+            layer has no gate. The function is a static argument, so trained values must reach it
+            through the logits. It is not called if the layer's call gets `topk_idx` and
+            `topk_weights`. It is given no selection bias, and must itself read the fields above if
+            it needs them.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 or 32 bits;
-            None: `dtype`. Scores are float32 always.
-        balance_convention: that of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
-            "deepseek_v3"; see `jax_ep.load_balance_loss`. For "transformers" probabilities and
-            choices are those of the softmax of the logits, whatever the router makes of them. For
-            "deepseek_v3" x is [..., sequence, H], and each sequence is balanced on its own.
-        capacity_factor: None: a receive buffer that any routing fits in, so nothing is dropped.
-            Or a number c above 0: a buffer of c times the rows that a rank receives on average,
+            None: `dtype`. Scores are always float32.
+        balance_convention: the definition of `MoEMetrics.load_balance_loss`: "switch",
+            "transformers" or "deepseek_v3"; see `jax_ep.load_balance_loss`. "transformers" takes
+            the softmax of the logits and its top-k, whatever the router chooses. "deepseek_v3"
+            balances each sequence separately, and needs x of shape [..., sequence, H].
+        capacity_factor: None: a receive buffer that fits any routing, so nothing is dropped.
+            A number c above 0: a buffer of c times the rows that a rank receives on average,
             T * K, plus room for `expert_alignment`, rounded up to a multiple of 8; rows that do not
             fit are dropped and counted.
-        overflow: which rows are dropped. "fair" drops rows of the experts of a rank that have most;
+        overflow: selects the rows to drop. "fair" drops rows of a rank's experts with most rows;
             "tail" drops rows of its last experts first. See `jax_ep.dispatch`.
-        host_capacity_factor: None; or a number c above 0, for an expert axis that spans hosts: of
-            its T tokens a rank sends at most c * T, rounded up, to each other host. Choices past
-            it are dropped, and counted; see `host_capacity` of `jax_ep.dispatch`. On one host it
-            changes nothing. For routers that keep a token to few hosts, such as 0.6 for 4 of 8.
-        num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
-            experts, and each call is given a `placement` that says which. E may then be any number.
-        zero_experts, identity_experts, constant_experts: numbers of experts that cost nothing. The
-            router chooses them like others; they return 0, the token, and a mix of the token and
-            a trained vector (MoE++, LongCat-Flash). In this order their ids follow those of
-            the E experts, and the gate, its biases and `expert_counts` have entries for them too.
-            Nothing is sent for such a choice.
-        free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
-            Below 1, tokens choose them more.
+        host_capacity_factor: None; or a number c above 0: where the expert axis spans hosts, a rank
+            sends at most c * T (rounded up) of its T tokens to each other host. Choices of further
+            tokens are dropped and counted; see `host_capacity` of `jax_ep.dispatch`. It suits
+            routers that limit a token to few hosts, such as 0.6 for 4 of 8 hosts.
+        num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P slots with
+            copies of experts, and each call is given a `placement`, which says which expert each
+            slot holds. E may then be any number.
+        zero_experts, identity_experts, constant_experts: the numbers of free experts, which have
+            almost no cost. They return 0, the token, or a mix of the token and a trained vector
+            (MoE++, LongCat-Flash). The router chooses them like other experts: in this order, their
+            ids follow those of the E experts, and the gate, its biases and `expert_counts` have
+            entries for them. Choices of free experts are not sent.
+        free_expert_factor: the factor, above 0, of the free experts' terms in the load-balance loss
+            (MoE++'s tau). Below 1, tokens choose free experts more.
         expert_alignment: each expert's block of rows starts at a multiple of this.
-        wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
-            experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
-            gradient, stays in `dtype`.
+        wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
+            H must be a multiple of 128; see `jax_ep.dispatch`. Outputs and gradients are sent in
+            `dtype`.
         {ExpertOptions}
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None: the
-            dtype that x and wi_0 promote to; of float64, logits and the sums over a token's experts
-            are float32 still.
+            dtype that x and wi_0 promote to. If that is float64, the logits and the sums over a
+            token's experts are still float32.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
             a tuple defines the order of the ranks and of the experts; in the caller's
             `jax.shard_map` it must be that of the specs: see `axis_name` of `jax_ep.dispatch`.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
             the axes that x varies over, which must run the same layer.
-        tensor_axis: None, or a mesh axis, or tuple of axes, that F is split over, of every expert
-            and of the shared experts. Ranks along it hold the same tokens, or each its own where
-            it is among `batch_axes`; see `jax_ep.moe_layer`. A mesh without it splits nothing.
+        tensor_axis: None, or a mesh axis, or tuple of axes, over which F of every expert and of the
+            shared experts is split. Ranks along it hold the same tokens, or different tokens if
+            `batch_axes` include it; see `jax_ep.moe_layer`. A mesh without it splits nothing.
         mesh: the mesh to run on where no ambient mesh is set.
         implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
             needs a mesh with `expert_axis`.
@@ -144,14 +147,14 @@ class MoEConfig:
 
     num_experts: int = dataclasses.field(metadata={"check": checks.check_integer})
     num_experts_per_token: int = dataclasses.field(metadata={"check": checks.check_integer})
-    score: routing.Score = "softmax"
-    choose_by: routing.ChooseBy = "score"
-    num_groups: int = 1
-    groups_kept: int = 1
-    group_score: routing.GroupScore = "top2"
-    normalize: bool = True
-    normalize_epsilon: float = 0.0
-    scale: float = 1.0
+    score: routing.Score = same_option(RoutingOptions, "score")
+    choose_by: routing.ChooseBy = same_option(RoutingOptions, "choose_by")
+    num_groups: int = same_option(RoutingOptions, "num_groups")
+    groups_kept: int = same_option(RoutingOptions, "groups_kept")
+    group_score: routing.GroupScore = same_option(RoutingOptions, "group_score")
+    normalize: bool = same_option(RoutingOptions, "normalize")
+    normalize_epsilon: float = same_option(RoutingOptions, "normalize_epsilon")
+    scale: float = same_option(RoutingOptions, "scale")
     router: Router | None = function_option(
         None,
         "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing, or None",
@@ -185,22 +188,26 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("expert_axis", "batch_axes", "tensor_axis"):
             if isinstance(axes := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(axes))  # a configuration is hashable
+                object.__setattr__(self, name, tuple(axes))  # a list would not be hashable
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
-        """Makes the configuration from the attributes of these names of a layer."""
+        """Makes the configuration from a layer's attributes of the same names."""
         return options_of(cls, layer)
 
     @property
     def num_free(self) -> int:
-        """The number of experts that cost nothing: zero, identity and constant ones."""
+        """The number of free experts: zero, identity and constant ones."""
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
     def num_choosable(self) -> int:
-        """The number of experts that the router chooses among: E, and those that cost nothing."""
+        """The number of experts that the router chooses among: E, and the free experts."""
         return self.num_experts + self.num_free
+
+    def routing_options(self) -> RoutingOptions:
+        """Returns the options of the router, as `jax_ep.top_k_routing` takes them."""
+        return options_of(RoutingOptions, self)
 
     def expert_options(self) -> ExpertOptions:
         """Returns the options of the experts; called, they are the function between the matmuls."""
@@ -208,13 +215,13 @@ class MoEConfig:
 
     @property
     def num_held(self) -> int:
-        """The number of experts that all ranks hold, copies counted: P, or E without slots."""
+        """The number of experts, copies included, that all ranks hold: P, or E without slots."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def split_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the axes that experts, and their columns, are split over, by the field's name.
+        """Maps "expert_axis" and "tensor_axis" to the mesh axes that they name.
 
-        Raises TypeError or ValueError, naming the field, if they are no names, or are the same.
+        Raises TypeError or ValueError, naming the field, if an axis is not a name, or is in both.
         """
         expert_axes = checks.as_axes(self.expert_axis, "expert_axis")
         tensor_axis = self.tensor_axis
@@ -227,12 +234,12 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Returns the fields that hold a function."""
+        """Returns the fields that hold a function, by name."""
         fields = {name: getattr(self, name) for name in function_names(type(self))}
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle looks a function up by its name, and finds another object there for a jitted one.
+        # pickle looks a function up by its name, where a jitted function is a different object.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 
@@ -244,24 +251,18 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
+    """Raises TypeError or ValueError, naming the field, if a value is never valid."""
     check_options(config)
     config.split_axes()
-    routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
     if config.router is None:
-        routing.check_choosing(
-            config.num_choosable,
-            config.num_experts_per_token,
-            config.choose_by,
-            config.num_groups,
-            config.groups_kept,
-            config.group_score,
-            k_name="num_experts_per_token",
-        )
+        k = config.num_experts_per_token
+        options = config.routing_options()
+        routing.check_choosing(config.num_choosable, k, options, k_name="num_experts_per_token")
     if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
         raise ValueError(
-            'host_capacity_factor is of the exchange between hosts, "two_level" or None, but '
-            f"is {config.host_capacity_factor} and the implementation {config.implementation!r}."
+            'host_capacity_factor needs implementation="two_level" or None, since only the '
+            f"exchange between hosts has it, but is {config.host_capacity_factor} with "
+            f"implementation={config.implementation!r}."
         )
     if config.num_slots is not None and config.num_slots < config.num_experts:
         raise ValueError(
@@ -279,7 +280,7 @@ class _Reference:
 
     @classmethod
     def of(cls, function: Any) -> Any:
-        """Returns a reference that resolves to `function`, or `function` where there is none."""
+        """Returns a reference that resolves to `function`, or `function` itself if none does."""
         name = getattr(function, "__qualname__", "")
         for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
             reference = cls(module or "", name)

@@ -1,4 +1,4 @@
-"""The expert MLP: grouped matmuls with a memory-frugal gradient of their own."""
+"""Computes the expert MLP by grouped matmuls, with a custom gradient that keeps little memory."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The function between the matmuls of an expert: of gate = x wi_0, and of up = x wi_1 if any.
+    """The function between the matmuls of an expert, of gate = x @ wi_0 and up = x @ wi_1.
 
     Attributes:
-        activation: an elementwise function of one array, finite at zero: an MLP computes
-            (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
-        gating: None, or an elementwise function of two arrays in place of activation(gate) * up: of
-            gate = x wi_0 and up = x wi_1, biases included. Like activation it is a static argument:
-            what it reads besides is a constant, which is not trained.
-        clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
-            between minus this and this (GPT-OSS, DeepSeek-V4).
+        activation: an elementwise function of one array, finite at zero. The expert computes
+            (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
+        gating: None, or an elementwise function of gate and up, biases included, that replaces
+            activation(gate) * up. Both functions are static arguments: other values that they read
+            are constants, which are not trained.
+        clamp: None, or a number above 0: before activation or gating, gate is clamped to at most
+            this number, and up to between minus this number and it (GPT-OSS, DeepSeek-V4).
     """
 
     activation: Activation = function_option(
@@ -63,7 +63,7 @@ class HiddenUnit:
 
 
 class Experts(NamedTuple):
-    """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None."""
+    """The weights of L experts, arguments of `expert_mlp`; wi_1 and the biases may be None."""
 
     wi_0: jax.Array
     wi_1: jax.Array | None
@@ -105,8 +105,8 @@ def expert_mlp(
     computes the two products again.
 
     Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
-    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. Operands may
-    not be sharded over Explicit axes of a mesh: call this inside a `shard_map` over these.
+    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. If operands
+    are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
@@ -155,11 +155,11 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] and, with `keep`, what `backward` needs.
+    """Returns the output [R, H] and, with `keep`, the residuals for `backward`.
 
-    Without `zero_unused`, rows of the output past the last group hold anything, as between the
-    matmuls they always do: no product and no gradient of a matrix reads them. The operands must be
-    checked and have one varying-axes type.
+    Without `zero_unused`, rows of the output past the last group are undefined. They always are
+    between the matmuls, where no product and no gradient of a matrix reads them. The operands must
+    have been checked and have one varying-axes type.
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
@@ -197,10 +197,10 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
 
-    Without `zero_unused`, gradients of tokens and weights hold anything past the last group.
+    Without `zero_unused`, gradients of tokens and weights are undefined past the last group.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights
-    multiply the hidden values instead: without its bias the output is linear in these.
+    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights are
+    applied to the hidden values instead, in which the output without its bias is linear.
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, tokens)
@@ -247,7 +247,7 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the unit's function of the pre-activations with biases, times the rows' weights."""
+    """Computes the hidden values from the pre-activations, with biases and the rows' weights."""
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]
@@ -284,10 +284,10 @@ def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Returns the sums of each group's rows [R, F], the gradient of the bias [L, F].
+    """Sums each group's rows [R, F], which gives the gradient of the bias [L, F].
 
-    It is a matmul, since a scatter would add in any order. There a zero times a NaN or an infinity
-    would reach the other groups, so these are counted apart.
+    Uses a matmul, which is deterministic, unlike a scatter-add. In the matmul, zero times a NaN or
+    an infinity would spoil other groups' sums, so NaN and infinities are counted separately.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -297,7 +297,7 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    for value, found in (  # the sum of both is NaN
+    for value, found in (  # a group with both infinities gets NaN
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
     ):
@@ -367,9 +367,10 @@ def check_operands(
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless the unit's function keeps the shape of its arguments, and floats.
+    """Raises ValueError unless the unit's function is elementwise and returns floats.
 
-    It may read no traced array: what it reads is a constant of the program, without a gradient.
+    It may not read a traced array, since other values that it reads are constants of the program,
+    without a gradient.
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
@@ -389,7 +390,7 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 
 
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
-    """Traces a unit as it computes now, of rows in float32 or wider, and of scalars for kernels.
+    """Traces a unit's functions now, for rows in float32 or wider, and for scalars in kernels.
 
     Tokens and experts must have been checked and have one varying-axes type.
     """
@@ -404,10 +405,10 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        with contextlib.suppress(Exception):  # kernels refuse what computes with rows alone
+        with contextlib.suppress(Exception):  # without a scalar trace, kernels refuse the function
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens
 
     run_as_here(tokens)
-    replicated_over_explicit_axes(run_as_here, tokens)  # the types of the primitives' operands
+    replicated_over_explicit_axes(run_as_here, tokens)  # primitives get replicated operands
     return traced

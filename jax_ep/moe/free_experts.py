@@ -1,9 +1,9 @@
-"""Experts that cost nothing: they give back zero, the token, or a constant.
+"""Computes free experts, which have almost no cost: they return zero, the token, or a constant.
 
 MoE++ (arXiv:2410.07348) adds them to the E experts of a layer, for tokens that need fewer experts;
 LongCat-Flash has identity experts. The router chooses among all: ids from E on are the zero
-experts, then the identity experts, then the constant ones. Every rank computes these experts for
-its own tokens, so such a choice crosses no wire and takes no row.
+experts, then the identity experts, then the constant experts. Every rank computes the free experts
+of its own tokens, so a choice of a free expert is not sent and takes no row of a buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
-    """Replaces choices of free experts, which are not sent to ranks, by -1."""
+    """Replaces choices of free experts by -1, so that they are not sent."""
     return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
 
 
@@ -32,9 +32,9 @@ def output(
 ) -> jax.Array:
     """Returns the weighted sum of the free experts' outputs, [T, H] float32.
 
-    A zero expert gives 0, an identity expert x, and a constant expert a x + b v, with its
-    `constant_value` v and with (a, b) = softmax(x `constant_gate`) (MoE++, section 3.1). Whatever
-    `weights_on` says, the weight multiplies this.
+    A zero expert gives 0, an identity expert x, and a constant expert a * x + b * v, where v is its
+    `constant_value` and (a, b) = softmax(x @ constant_gate) (MoE++, section 3.1). The weight always
+    multiplies the expert's output; `MoEConfig.weights_on` does not apply.
 
     Args:
         x: [T, H] floating: this rank's tokens.
@@ -64,7 +64,7 @@ def output(
 
 
 def factors(config: MoEConfig) -> jax.Array | None:
-    """Returns the factor of each expert's term of the load-balance loss, or None if all are 1."""
+    """Returns each expert's factor in the load-balance loss, [E + free]; None if all are 1."""
     if not config.num_free or config.free_expert_factor == 1.0:
         return None
     is_free = jnp.arange(config.num_choosable) >= config.num_experts

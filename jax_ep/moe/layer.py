@@ -1,7 +1,7 @@
-"""The MoE layer as one function of arrays: the math and the sharding of both Flax layers.
+"""Computes the MoE layer, as one function of arrays that both Flax layers call.
 
-`moe_layer` routes every token, dispatches it to its experts, runs them, combines, and adds the
-shared experts, in its own `jax.shard_map` where there is a mesh.
+`moe_layer` routes every token, dispatches it to its experts, runs the experts, combines their
+outputs, and adds the shared experts. On a mesh it does so in its own `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import losses, routing
+from jax_ep.moe import losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_mlp import Experts
 from jax_ep.moe.free_experts import output as free_output
@@ -36,7 +36,6 @@ from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
 from jax_ep.moe.traced import Traced
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS
-from jax_ep.runtime.jax_compat import match_varying
 
 
 def moe_layer(
@@ -50,52 +49,55 @@ def moe_layer(
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs one MoE layer: same parameters, same output up to rounding, whatever the mesh.
+    """Runs one MoE layer; on any mesh the output is the same up to rounding.
 
     Where it runs:
-    - inside a `jax.shard_map` that binds `expert_axis`: right there. x is this rank's tokens; wi_0,
-      wi_1 and wo are this rank's experts, [E / N, ...], or all of them. `batch_axes` must be given
-      there under check_vma=False, if other axes than `expert_axis` are bound;
-    - else on the ambient mesh (`jax.set_mesh`), on `config.mesh`, or on that of a `with mesh:`
-      statement, in its own `shard_map`: experts split over `expert_axis`, tokens over `batch_axes`
-      along x's leading dimension, or along all of them flattened and padded where that one does
-      not divide. A mesh without `expert_axis` gives every rank all experts: data parallelism;
-    - else, with no mesh, unsharded. Experts that are sharded over `expert_axis` of some mesh are an
-      error then, or, where that is not known, as under `jax.jit`, a warning: they would be gathered
-      on each call. So are experts that are sharded over other axes than `expert_axis`, which warns.
+    - Inside a `jax.shard_map` that binds `expert_axis`, it runs in that `shard_map`. x is this
+      rank's tokens; wi_0, wi_1 and wo are this rank's experts, [E / N, ...], or all experts. Give
+      `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
+    - Elsewhere, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
+      or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
+      split over `batch_axes` along x's leading dimension, or if the ranks do not divide that, along
+      all leading dimensions, flattened and padded. On a mesh without `expert_axis` every rank has
+      all experts (data parallelism).
+    - Without a mesh, it runs unsharded.
 
-    With `tensor_axis` each rank along that axis holds F / ranks columns of its experts, for the
-    tokens of all of them. Where tokens are not spread over it, they are dispatched by each, and the
-    partial outputs [T, H] are summed after combine. Where it is among `batch_axes`, tokens are
-    gathered along it before dispatch, and the sums scattered after combine. In the caller's
-    `jax.shard_map` each rank is given its own columns, of wi_0, wi_1, their biases, wo, and the
-    shared experts.
+    If every rank would have to gather all experts on each call, the layer raises an error (experts
+    sharded over `expert_axis`, but no mesh set) or warns (sharded over other axes; or not known,
+    as under `jax.jit`).
+
+    With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
+    computes them for the tokens of all n ranks. If these ranks hold the same tokens, each
+    dispatches them, and the partial outputs [T, H] are summed after combine. If `tensor_axis` is
+    among `batch_axes`, tokens are gathered along it before dispatch, and the sums are scattered
+    after combine. In the caller's `jax.shard_map`, pass each rank its own columns of wi_0, wi_1,
+    their biases, wo, and the shared experts.
 
     Args:
         params: the parameters; their global shapes do not depend on the mesh.
         x: [..., H] floating.
-        config: the rest.
-        mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert and
-            count in no metric. They may hold NaN and infinities, which no gradient of a parameter
-            sees; numbers must be none that the shared experts overflow on.
-        placement: with `config.num_slots`, which expert each slot holds: a
-            `jax_ep.placement.Placement` of this layer. It is an array argument, so another one
-            needs no other program. wi_0, wi_1 and wo are then [P, ...], as
-            `jax_ep.placement.to_slots` makes them, and an expert's copies get the same gradient.
-        router_x: [..., H'] floating, or None for x: what the gate [H', E] multiplies, where the
-            experts see something else (Gemma 4; Nemotron's latent experts).
+        config: the layer's options.
+        mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
+            and the metrics. A masked token may hold NaN or infinities, which reach no gradient of a
+            parameter. Its finite values must not overflow in the shared experts.
+        placement: for `config.num_slots`, a `jax_ep.placement.Placement` of this layer, which says
+            which expert each slot holds. It is an array argument, so another placement needs no
+            other program. wi_0, wi_1 and wo are then [P, ...], as `jax_ep.placement.to_slots` makes
+            them, and all copies of an expert get the same gradient.
+        router_x: [..., H'] floating, or None for x: the input of the gate [H', E], if it differs
+            from the experts' input (Gemma 4; Nemotron's latent experts).
         topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
-            gate only weighs them, as `score`, `normalize` and `scale` say (DeepSeek-V4's hash
-            layers). With a `router` of your own, which weighs only what it chooses, topk_weights
-            must be given too.
-        topk_weights: [..., K] floating, or None: what they weigh. No router runs then, the two
-            losses are 0, and `gate` may be None.
+            gate then only computes their weights, by `score`, `normalize` and `scale` (as in
+            DeepSeek-V4's hash layers). With `config.router`, which gives weights only to its own
+            choices, topk_weights must be given too.
+        topk_weights: [..., K] floating, or None: the weights of `topk_idx`. With it no router runs,
+            the two losses are 0, and `gate` may be None.
 
     Returns:
         The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks.
 
     Raises:
-        ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
+        ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
     """
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
     return run_layer(params, x, config, mask, placement, inputs, axis_rules={})
@@ -111,9 +113,10 @@ def run_layer(
     *,
     axis_rules: Mapping[str, Any],
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Does what `moe_layer` does.
+    """Runs one MoE layer; see `moe_layer`.
 
-    `axis_rules` maps logical axes to those mesh axes that the parameters are likely sharded over.
+    `axis_rules` maps logical axes to the mesh axes over which the parameters are probably sharded;
+    it is used for warnings only.
     """
     for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
         if not isinstance(value, kind):
@@ -132,7 +135,7 @@ def run_layer(
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
     program = _moe_layer
-    if any(function.key is None for function in traced.values()):  # equal to no other
+    if any(function.key is None for function in traced.values()):  # such a function equals no other
         program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
     config = dataclasses.replace(config, **traced)
     return program(params, call, placement, config=config, where=where)
@@ -148,11 +151,11 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
-    if router_dtype.itemsize > 4:  # of x; logits are never wider than float32
+    if router_dtype.itemsize > 4:  # logits are never wider than float32
         router_dtype = jnp.dtype(jnp.float32)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
-        # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
+        # One rank exchanges nothing, and the kernels need a mesh to find their ranks.
         implementation = "xla"
     return dataclasses.replace(
         config,
@@ -165,9 +168,9 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 def _traced_functions(
     config: MoEConfig, params: MoEParams, call: _Call, where: LayerMesh
 ) -> dict[str, Any]:
-    """Returns the configuration's functions as `Traced`, so that equal ones are compiled once.
+    """Returns the configuration's functions as `Traced`, so that equal functions compile once.
 
-    Samples are of a rank's shapes, one row of an MLP.
+    The sample arguments have the shapes of one rank: one row of an MLP, or all tokens of a router.
     """
     wide, dtype = wide_dtype(config.dtype), config.dtype
     split = where.num_tensor_ranks() if where.mesh is not None else 1
@@ -189,9 +192,9 @@ def _traced_functions(
 
 
 class _Call(NamedTuple):
-    """The arrays of one call; those that are not None have the tokens' leading dimensions.
+    """The arrays of one call, each None or with the leading dimensions of x.
 
-    `sequence_ids` [...] int32 is given where the tokens of a sequence may be on several ranks.
+    `sequence_ids` [...] int32 is given if the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
@@ -213,15 +216,15 @@ def _layer(
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
         return on_rank(params, call, placement)
-    # A shard_map over some axes of a mesh whose others are Explicit: along these, every rank does
-    # the same.
+    # In a shard_map over some axes of the mesh, all ranks along the Explicit axes that it leaves
+    # out compute the same.
     spec = jax.typeof(call.x).sharding.spec
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call, placement))
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
 
 
-# Static arguments are hashable, so equal layers are traced once, and eager calls are compiled.
+# Jitted, so that equal layers are traced once and eager calls are compiled.
 _STATIC = ("config", "where")
 _moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
@@ -247,7 +250,7 @@ def _on_mesh(
         padding = -num_tokens % parts
 
         def flattened(array: jax.Array) -> jax.Array:
-            # The new shape need not divide over Explicit axes, so nothing may be sharded over them.
+            # Explicit axes may not divide the new shape, so x is first replicated over them.
             array = reshard(array, mesh, PartitionSpec())
             array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
             return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
@@ -271,7 +274,7 @@ def _on_mesh(
     )(*args)
     if not divides:
         out = reshard(out, mesh, PartitionSpec())[:num_tokens].reshape(shape)
-    # On Explicit axes, what is added to x later must be sharded as x is.
+    # On Explicit axes, the output must be sharded like x, since callers add them.
     return reshard(out, mesh, spec), metrics
 
 
@@ -294,55 +297,33 @@ def _on_rank(
     num_lead = len(shape) - 1
     x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
     sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
-    tokens = x  # for the routed experts; x stays for the shared ones, which run on all tokens
+    tokens = x  # the routed experts' tokens; the shared experts run on all of x
     if mask is not None:
-        # Zero times the NaN of a masked token would be a NaN in the gate's gradient.
+        # The NaN of a masked token times a zero cotangent would be NaN in the gate's gradient.
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.router_x is not None:
             inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
-    own_tokens = tokens  # for the free experts: without those of other tensor ranks
+    own_tokens = tokens  # the free experts take only this rank's own tokens
     router_x = tokens if inputs.router_x is None else inputs.router_x
     routed, logits = route(params, router_x, inputs, mask, config)
     sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
-    tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
+    tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
+        arrays, where, config.implementation
+    )
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _run_routed_experts(
         params, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
-    out = _sum_over_tensor_ranks(out, where)
+    out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
         free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
         out = (out.astype(jnp.float32) + free).astype(out.dtype)
     metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
     return out.reshape(shape), metrics
-
-
-def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tuple[jax.Array, ...]:
-    """Gathers arrays [T, ...] for the tokens that the ranks along the tensor axes compute together.
-
-    All these ranks then compute for equal tokens, and the gradient is a sum over the ranks. The sum
-    is taken here, of a row for each token, and not later, of a row for each choice.
-    """
-    if where.splits_tokens_over_tensor_axes():
-        gather = functools.partial(lax.all_gather, axis_name=where.tensor_axes, tiled=True)
-        return tuple(gather(array) for array in arrays)
-    if not where.tensor_axes:
-        return arrays
-    return tuple(match_varying((array,), where.tensor_axes)[0] for array in arrays)
-
-
-def _sum_over_tensor_ranks(out: jax.Array, where: LayerMesh) -> jax.Array:
-    """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
-
-    Call it after combine, which has summed a token's choices. Before, there is a row for each.
-    """
-    if where.splits_tokens_over_tensor_axes():
-        return lax.psum_scatter(out, where.tensor_axes, scatter_dimension=0, tiled=True)
-    return lax.psum(out, where.tensor_axes) if where.tensor_axes else out
 
 
 def _run_routed_experts(
@@ -366,7 +347,7 @@ def _run_routed_experts(
         axis_name=where.expert_axes,
         capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
         expert_alignment=config.expert_alignment,
-        # Without a factor nothing overflows, and there is nothing to choose.
+        # Without a capacity factor nothing overflows, so both rules give the same result.
         overflow="tail" if config.capacity_factor is None else config.overflow,
         host_capacity=_host_capacity(config, tokens.shape[0], where),
         wire_dtype=config.wire_dtype,
@@ -375,7 +356,7 @@ def _run_routed_experts(
     )
     experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
     experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
-    if where.tensor_axes and experts.wo_bias is not None:  # once, among partial sums
+    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
         is_first = lax.axis_index(where.tensor_axes) == 0
         experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
     out = run_experts(
@@ -397,10 +378,10 @@ def _run_routed_experts(
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
 ) -> int | None:
-    """Returns R, the rows of a receive buffer; None, for any routing, if `num_tokens` is symbolic.
+    """Returns R, the rows of a receive buffer, or None for any routing if `num_tokens` is symbolic.
 
-    Where the choices of a token are `distinct`, a rank receives at most one row for each of its
-    experts from a token.
+    If the choices of a token are `distinct`, a rank receives at most one row per token for each of
+    its experts.
 
     Raises ValueError if a factor is given, and `num_tokens` is symbolic.
     """
@@ -419,7 +400,7 @@ def receive_capacity(
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
     rows = dropless_capacity(rows, num_local_experts, config.expert_alignment)
-    # A matmul kernel copies a receive buffer of other numbers of rows.
+    # A matmul kernel copies a receive buffer whose number of rows is not such a multiple.
     multiple = math.lcm(config.expert_alignment, TILE_ROWS)
     return -(-rows // multiple) * multiple
 
@@ -434,7 +415,7 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
 def _own_experts(
     weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
 ) -> jax.Array:
-    """Returns this rank's experts, matrices in the compute dtype.
+    """Returns this rank's experts, with matrices in the compute dtype.
 
     `weights` has all experts or only this rank's.
     """
@@ -448,7 +429,7 @@ def _own_experts(
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
-    """Places the counts [L] of this rank's experts among zeros for the others: [E] int32."""
+    """Expands the counts [L] of this rank's experts to [E] int32, with zeros for other experts."""
     experts = jnp.arange(counts.shape[0] * where.num_ranks(), dtype=jnp.int32)
     rank_of_expert = experts // counts.shape[0]
     here = rank_of_expert == lax.axis_index(where.expert_axes)
@@ -456,7 +437,7 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
-    """Runs the shared experts, which every token goes to, as one MLP."""
+    """Runs the shared experts, which compute every token, as one MLP."""
     wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
     assert params.shared_wo is not None
     tokens = x.astype(config.dtype)
@@ -497,7 +478,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> No
             f"{where.expert_axes}, but is {config.num_held}."
         )
     allowed = {config.num_held}
-    if where.mesh is None:  # inside the caller's shard_map: they may be this rank's own
+    if where.mesh is None:  # in the caller's shard_map, a rank may hold its own columns
         allowed.add(config.num_held // num_ranks)
     check_num_held(params, config.num_experts, allowed)
     if where.mesh is not None:

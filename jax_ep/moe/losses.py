@@ -1,4 +1,4 @@
-"""Losses that keep routers balanced and small, by the conventions of published models.
+"""Computes the load-balance loss and the router z-loss, as published models define them.
 
 Each loss is computed from sums over tokens. To pool a loss over ranks, layers or microbatches, add
 the sums first and compute the loss from the total. `BalanceSums` holds the sums of one call.
@@ -23,12 +23,14 @@ Convention = Literal["switch", "transformers", "deepseek_v3"]
 
 
 class BalanceSums(NamedTuple):
-    """The sums over tokens that a load-balance loss is made of; sums may be added. A pytree.
+    """The sums over tokens from which a load-balance loss is computed; a pytree.
+
+    Sums of several ranks, layers or microbatches may be added.
 
     Attributes:
-        choices: [..., E] int32: (token, choice) pairs that chose each expert.
+        choices: [..., E] int32: the number of (token, choice) pairs that chose each expert.
         probs: [..., E] float32: each expert's probability, summed over tokens.
-        num_tokens: [...] int32: tokens that chose an expert.
+        num_tokens: [...] int32: the number of tokens that chose an expert.
     """
 
     choices: jax.Array
@@ -49,53 +51,53 @@ def load_balance_loss(
     expert_factors: jax.Array | None = None,
     axis_name: AxisName | None = None,
 ) -> jax.Array:
-    """Returns a loss that is least when choices and probabilities are even.
+    """Returns a loss that is smallest when choices and probabilities are even over experts.
 
-    With c_e the (token, choice) pairs that name expert e, and P_e the mean probability of e over
-    the tokens, a published model's loss is, by `convention`:
+    Let c_e be the number of (token, choice) pairs that name expert e, and P_e the mean probability
+    of e over the tokens. The loss is, by `convention`:
 
     - "switch": E * sum_e (c_e / sum c) P_e, 1 when even, E at worst (Switch Transformer,
       arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668).
     - "transformers": E * sum_e (c_e / tokens) P_e, K when even: `load_balancing_loss_func` of the
-      package transformers, for Mixtral, Qwen, OLMoE and others. There P_e are of the softmax of the
-      logits, choices are its top-k, and the tokens are those of all layers: see
+      package transformers, for Mixtral, Qwen, OLMoE and others. That function takes P_e from the
+      softmax of the logits, its top-k as the choices, and the tokens of all layers: see
       `pooled_load_balance_loss`.
-    - "deepseek_v3": the mean over sequences of each one's "switch" loss, which is DeepSeek-V3's
-      complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), as DeepSeek-V2 computes it
-      too: of the choices that were made.
+    - "deepseek_v3": the mean of the sequences' "switch" losses: DeepSeek-V3's complementary
+      sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), with the choices that the router made,
+      as DeepSeek-V2 computes it.
 
-    A token's probabilities are its row of `probs` divided by the row's sum, however small that is;
-    a row of zeros has none. Softmax rows stay as they are, and sigmoid scores become those of
-    DeepSeek-V3 (eq. 19). With `Routing.probs` the loss is the same however low a token's logits
-    are as a whole; sigmoids that you make yourself are 0 in float32 for logits below -87.
+    A token's probabilities are its row of `probs` divided by the row's sum. This leaves softmax
+    rows as they are, and turns sigmoid scores into DeepSeek-V3's probabilities (eq. 19); a row of
+    zeros stays zero. Pass `Routing.probs`: they are scaled so that sigmoid scores do not underflow,
+    whereas `jax.nn.sigmoid` gives 0 in float32 for logits below -87.
 
-    c and P are summed over the tokens of all ranks, or of a sequence, before they are multiplied:
-    the mean of the ranks' own losses would penalize a rank for the skew of its own tokens. A token
-    that chooses no expert is left out, even if it holds NaN.
+    c and P are summed over the tokens of all ranks, or of a sequence, before they are multiplied.
+    (The mean of the ranks' own losses would penalize a rank for the skew of its own tokens.) A
+    token that chooses no expert is left out, even if it holds NaN.
 
     Args:
         probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
-        topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, is a choice of no
-            expert.
+        topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, chooses no expert.
         convention: "switch", "transformers" or "deepseek_v3".
-        num_sequences: for "deepseek_v3", the number of sequences, B. The T tokens are those of B
-            sequences one after the other, of equal lengths, and each rank has its own.
-        sequence_ids: [T] integer, or None: the sequence in [0, B) that each token is of, where
-            lengths differ or a sequence is on several ranks; B and ids are then those of all ranks.
-        expert_factors: [E] floating, or None: a factor of each expert's term of the sum: MoE++'s
-            (arXiv:2410.07348) is 1, and tau for an expert that costs nothing.
+        num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a
+            rank's T tokens are B sequences of equal length, one after the other, all of them on
+            this rank.
+        sequence_ids: [T] integer, or None: each token's sequence, in [0, B). Give it where lengths
+            differ or a sequence is on several ranks; B and ids then count over all ranks.
+        expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
+            MoE++'s tau (arXiv:2410.07348) for free experts and 1 for others.
         axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
-            for one rank's own loss.
+            for the loss of this rank's tokens.
 
     Returns:
-        [] float32, the same on every rank of `axis_name`. The derivative follows the rule of
-        `lax.psum`: exact for `jax.grad` around the `shard_map`, and inside one with
-        `check_vma=True`; inside one with `check_vma=False`, `jax.grad` gives the derivative of the
-        sum over ranks, for gradients that are then averaged over ranks.
+        [] float32, the same on every rank along `axis_name`. The derivative follows the rule of
+        `lax.psum`: it is exact for `jax.grad` around the `shard_map`, and inside a `shard_map` with
+        `check_vma=True`. Inside one with `check_vma=False`, `jax.grad` gives the derivative of the
+        sum of all ranks' losses, which is right if gradients are averaged over ranks afterwards.
 
     Raises:
-        ValueError: shapes that do not fit, or an axis that is not bound, naming the argument.
-        TypeError: probs not floating, topk_idx or sequence_ids not integer.
+        ValueError: a shape does not fit or an axis is not bound; the message names the argument.
+        TypeError: `probs` is not floating, or `topk_idx` or `sequence_ids` is not integer.
     """
     checks.check_name("convention", convention, get_args(Convention))
     by_sequence = convention == "deepseek_v3"
@@ -125,10 +127,10 @@ def pooled_load_balance_loss(
     convention: Convention = "transformers",
     expert_factors: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the loss of all tokens of several layers, or of several microbatches, together.
+    """Returns one load-balance loss for the tokens of several layers or microbatches.
 
-    `sum(m.load_balance_loss for m in metrics)` is the sum of each layer's own loss. The package
-    transformers instead adds the choices and probabilities of all layers, then multiplies them.
+    Adds the choices and probabilities of all layers before multiplying them, as the package
+    transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
 
     Args:
         sums: `MoEMetrics.balance` of a layer; an iterable of them; or one with leading axes, as
@@ -140,8 +142,8 @@ def pooled_load_balance_loss(
         [] float32.
 
     Raises:
-        ValueError: naming the argument, for a convention that is of sequences or unknown.
-        TypeError: sums are no `BalanceSums`.
+        ValueError: the convention is another one, or the layers differ in their number of experts.
+        TypeError: `sums` holds anything but `BalanceSums`.
     """
     checks.check_name("convention", convention, ("transformers", "switch"))
     one_layer = isinstance(sums, BalanceSums) or not isinstance(sums, Iterable)
@@ -152,7 +154,9 @@ def pooled_load_balance_loss(
             f"layer, but is {checks.described(sums)}."
         )
     if len(sizes := {one.choices.shape[-1] for one in given}) > 1:
-        raise ValueError(f"sums must all be of one number of experts, but are of {sorted(sizes)}.")
+        raise ValueError(
+            f"sums must all have the same number of experts, but have {sorted(sizes)} experts."
+        )
     stacked = jax.tree.map(
         lambda *a: jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in a]),
         *(one._replace(num_tokens=one.num_tokens[..., None]) for one in given),
@@ -169,7 +173,10 @@ def balance_sums(
     num_sequences: int | None = None,
     sequence_ids: jax.Array | None = None,
 ) -> BalanceSums:
-    """Returns this rank's sums over all its tokens, or over each of `num_sequences` sequences."""
+    """Returns this rank's sums over its tokens, or over the tokens of each sequence.
+
+    The arguments are those of `load_balance_loss`.
+    """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
     num_tokens, num_experts = probs.shape
@@ -180,7 +187,7 @@ def balance_sums(
         )
     topk_idx = expert_ids(topk_idx, num_experts)
     routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
-    # Selected before the division: the derivative of what is not selected is zero times its value.
+    # Selects before dividing: the gradient of a masked NaN would be zero times NaN.
     probs = _shares(jnp.where(routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
@@ -206,16 +213,16 @@ def balance_sums(
             f"{sequence_ids.shape}."
         )
     members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
-    exact = lax.Precision.HIGHEST  # counts must not be rounded
+    exact = lax.Precision.HIGHEST  # keeps the counts exact integers
     sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
     return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
 
 
 def _shares(probs: jax.Array) -> jax.Array:
-    """Divides each row [T, E] by its sum; returns float32. A row of zeros, or of subnormals, is 0.
+    """Divides each row [T, E] by its sum; returns float32. A row of zeros or subnormals gives 0.
 
-    Each row is first divided by its largest number. The sum is then 1 or more, however small the
-    numbers are, and neither it nor the derivative of the division overflows.
+    Divides each row by its largest number first. The row's sum is then at least 1, so that neither
+    the division nor its derivative overflows, however small the numbers are.
     """
     if probs.dtype.itemsize < 4:
         probs = probs.astype(jnp.float32)
@@ -231,7 +238,7 @@ def _sum_dtype(array: jax.Array) -> Any:
 
 
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
-    """Returns the loss of sums [..., E], [...] float32; it is 0 where there are no tokens."""
+    """Computes the loss, [...] float32, from sums [..., E]; 0 where there are no tokens."""
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
     share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
@@ -251,22 +258,23 @@ def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) 
 def router_z_loss(
     logits: jax.Array, *, mask: jax.Array | None = None, axis_name: AxisName | None = None
 ) -> jax.Array:
-    """Returns the mean over tokens of logsumexp(logits)^2, a loss that keeps logits small.
+    """Returns the router z-loss, mean_t logsumexp(logits[t])^2, which keeps logits small.
 
-    It is the loss of ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out does not
-    count, even if it holds NaN.
+    The loss is that of ST-MoE (arXiv:2202.08906, eq. 5). Masked tokens do not count, even if they
+    hold NaN.
 
     Args:
         logits: [T, E] floating.
-        mask: [T] bool or integer, or None: the tokens that count, those that are not False or 0.
-        axis_name: as in `load_balance_loss`: the mean is then over the tokens of all ranks.
+        mask: [T] bool or integer, or None: False or 0 leaves a token out.
+        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
+            for the loss of this rank's tokens.
 
     Returns:
-        [] float32.
+        [] float32, the same on every rank along `axis_name`.
 
     Raises:
-        ValueError: shapes that do not fit, naming the argument.
-        TypeError: logits not floating, or a mask that is neither bool nor integer.
+        ValueError: a shape does not fit; the message names the argument.
+        TypeError: `logits` is not floating, or `mask` is neither bool nor integer.
     """
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     if mask is None:
@@ -286,7 +294,7 @@ def router_z_loss(
 
 
 def check_mask(mask: jax.Array, shape: str) -> None:
-    """Raises TypeError unless the mask is an array of bools or integers."""
+    """Raises TypeError unless `mask` is a bool or integer array; `shape` is for the message."""
     wanted = f"mask must be a bool or integer array {shape}"
     if not hasattr(mask, "dtype"):
         raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
@@ -295,7 +303,7 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Sums arrays over the ranks of `axis_name`; None: returns this rank's own."""
+    """Sums arrays over the ranks along `axis_name`; returns them unchanged for None."""
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

@@ -1,4 +1,4 @@
-"""Where one call of the layer runs: its mesh, and which axes hold experts, tokens and columns."""
+"""Finds the mesh of a call of the layer, and the axes over which its arrays are split."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jax_ep.runtime import jax_compat
 
 
 class LayerMesh(NamedTuple):
-    """The mesh and the axes that one call runs over; every axis is bound inside the `shard_map`.
+    """The mesh and the mesh axes of one call of the layer.
 
     Attributes:
-        expert_axes: the axes that experts are spread over; none: every rank holds every expert.
+        expert_axes: the axes that experts are spread over; (): every rank holds every expert.
         batch_axes: the axes that tokens are spread over.
-        mesh: the mesh of the `jax.shard_map` to open, or None to open none.
-        tensor_axes: the axes that F is split over; none: every rank has whole experts.
+        mesh: the mesh for which the call opens a `jax.shard_map`; None if it opens none.
+        tensor_axes: the axes that F is split over; (): every rank holds whole experts.
     """
 
     expert_axes: tuple[str, ...]
@@ -41,7 +41,7 @@ class LayerMesh(NamedTuple):
         return self._size(self.tensor_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:
-        """Returns whether ranks along `tensor_axes` have tokens of their own."""
+        """Returns whether the ranks along `tensor_axes` hold different tokens."""
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def _size(self, axes: tuple[str, ...]) -> int:
@@ -70,8 +70,8 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     if not ambient.empty:
         if mesh is not None and mesh.shape != ambient.shape:
             raise ValueError(
-                f"mesh must be None, or as the one of jax.set_mesh, {dict(ambient.shape)}, but is "
-                f"{dict(mesh.shape)}."
+                f"mesh must be None, or equal to the mesh of jax.set_mesh, {dict(ambient.shape)}, "
+                f"but is {dict(mesh.shape)}."
             )
         mesh = ambient
     elif mesh is None:
@@ -86,16 +86,16 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns `axes` where the caller's shard_map binds them, or none where its mesh has none.
+    """Returns `axes` if the caller's shard_map binds them, or () if its mesh has none of them.
 
-    Raises ValueError if it binds only some of them.
+    Raises ValueError if the shard_map binds only some of them.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()
     if not set(axes) <= set(ambient.manual_axes):
         raise ValueError(
             f"{name} {axes} must be bound by the enclosing jax.shard_map, which is over "
-            f"{ambient.manual_axes}; make it one over the whole mesh {dict(ambient.shape)}."
+            f"{ambient.manual_axes}; open it over all axes of the mesh {dict(ambient.shape)}."
         )
     return axes
 
@@ -103,7 +103,7 @@ def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str
 def _on_mesh(
     name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> tuple[str, ...]:
-    """Returns `axes` where the mesh has them all, or none where an ambient mesh has none of them.
+    """Returns `axes` if the mesh has all of them, or () if an ambient mesh has none of them.
 
     Raises ValueError in all other cases.
     """
@@ -116,12 +116,12 @@ def _on_mesh(
 def check_mesh_of_experts(
     experts: jax.Array, config: MoEConfig, where: LayerMesh, axis_rules: Mapping[str, Any]
 ) -> None:
-    """Raises or warns if the call gathers experts [E, H, F] that are sharded over a mesh.
+    """Raises or warns if every rank would gather all experts [E, H, F] on each call.
 
-    The results would be right, but every rank would gather every expert on each call: the experts
-    are sharded over a mesh that is not set, or over other axes than `config` names. For a traced
-    array on Auto axes only the mesh is known, not whether the array is sharded over it; the axis
-    rules of the caller, or the names of the mesh's axes, say then what is likely.
+    That happens where the experts are sharded over a mesh that is not set, or over other axes than
+    `config` names; the results would still be right. The type of a traced array on Auto axes shows
+    its mesh, but not whether it is sharded. A guess is then made from the caller's axis rules, or
+    from the names of the mesh's axes.
 
     Raises:
         ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.
@@ -150,7 +150,7 @@ def check_mesh_of_experts(
             warnings.warn(
                 f"wi_0 of shape {experts.shape} {how} {held} of the mesh {dict(mesh.shape)}, but "
                 f"{name} is {axes}: every rank gathers it all on each call. Set {name} to the axes "
-                "that it is sharded over, or ignore this if it is gathered on purpose.",
+                "that it is sharded over, or ignore this warning if you gather it on purpose.",
                 stacklevel=4,
             )
 
@@ -177,13 +177,16 @@ def _warns_that_no_mesh_is_set(
 
 
 def _large(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns those axes of one part of a PartitionSpec that have more than one rank."""
+    """Returns the axes of one dimension of a PartitionSpec that have more than one rank."""
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
 
 
 def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns axes of a mesh that has none of `axes` which are named alike, or as the option."""
+    """Guesses which axes of a mesh without any of `axes` the caller means by the option `name`.
+
+    Returns axes with similar names, and an axis named like the option, such as "expert".
+    """
     kind = name.removesuffix("_axis")
     alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
     found = [axis for each in alike for axis in each] + [a for a in mesh.axis_names if a == kind]
@@ -191,13 +194,13 @@ def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    """Returns the axes whose shardings are part of an array's type."""
+    """Returns the Explicit axes of a mesh; an array's type shows its sharding over them."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Reshards an array as `spec` says over the mesh's Explicit axes; XLA decides on others."""
+    """Reshards an array by `spec` over the mesh's Explicit axes; XLA decides about other axes."""
     explicit = explicit_axes(mesh)
     if not explicit:
         return array
@@ -206,12 +209,12 @@ def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) ->
 
 
 def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Shards an array as `spec` says over every axis of the mesh, whatever the axis types are."""
+    """Shards an array by `spec` over all axes of the mesh, Explicit or Auto."""
     array = reshard(array, mesh, spec)
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # None would gather a dimension that an Explicit axis shards.
+    # UNCONSTRAINED keeps a dimension that an Explicit axis shards; None would gather it.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
@@ -233,12 +236,12 @@ def _callers_batch_axes(
     """Returns the axes of the caller's shard_map that its tokens are spread over."""
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    if not jax_compat.varying_axes(lax.axis_index(bound)):  # check_vma=False: nothing is known of x
+    if not jax_compat.varying_axes(lax.axis_index(bound)):  # check_vma=False: types show no axes
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(
-                f"batch_axes must be given in a jax.shard_map over {bound} with check_vma=False: "
-                "the layer cannot see there over which of these axes the tokens are spread, and "
-                f"over which they are replicated. Set batch_axes={bound} if over all of them."
+                f"batch_axes must be given in a jax.shard_map over {bound} with check_vma=False, "
+                "where the layer cannot see over which axes the tokens are spread. Set "
+                f"batch_axes={bound} if they are spread over all of them."
             )
         return _batch_axes(config, expert_axes, tensor_axes, bound)
 
@@ -251,9 +254,9 @@ def _callers_batch_axes(
     if replicated:
         raise ValueError(
             f"x must be spread over batch_axes {batch_axes}, but every rank along {replicated} "
-            "holds the same tokens. Split them in the in_specs of the jax.shard_map, leave those "
-            f"axes out of batch_axes, or pass jax.lax.pcast(x, {replicated}, to='varying') for "
-            "each copy to count as tokens of its own."
+            "holds the same tokens. Split them in the in_specs of the jax.shard_map, leave "
+            f"{replicated} out of batch_axes, or pass jax.lax.pcast(x, {replicated}, to='varying') "
+            "to treat each copy as different tokens."
         )
     return batch_axes
 
@@ -264,18 +267,18 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns the axes that tokens are spread over, of the axes that the mesh has."""
+    """Returns `config.batch_axes`, or by default all of `axes` but the tensor axes."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")
     if not set(expert_axes) <= set(batch_axes) <= set(axes):
         raise ValueError(
-            f"batch_axes must be among the mesh axes {axes} and hold expert_axis {expert_axes}, "
+            f"batch_axes must be among the mesh axes {axes} and include expert_axis {expert_axes}, "
             f"but is {batch_axes}."
         )
     if 0 < len(set(tensor_axes) & set(batch_axes)) < len(tensor_axes):
         raise ValueError(
-            f"batch_axes must hold all of tensor_axis {tensor_axes}, whose ranks then have tokens "
-            f"of their own, or none of it, but is {batch_axes}."
+            f"batch_axes must include all of tensor_axis {tensor_axes} (its ranks then hold "
+            f"different tokens) or none of it, but is {batch_axes}."
         )
     return batch_axes

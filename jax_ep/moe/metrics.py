@@ -1,4 +1,9 @@
-"""The losses and counts of one call of the layer."""
+"""Computes the losses and counts that a call of the layer returns.
+
+`lax.psum` sums them over ranks, and not the library's `all_reduce`. The counts are int32, which no
+kernel sums. XLA sums all counts and losses of a layer, some kilobytes, in one collective, where
+`all_reduce` would be a kernel for each array. And the ranks of a batch are often on several hosts.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,19 @@ from jax_ep.runtime.jax_compat import register_for_export
 
 
 class MoEMetrics(NamedTuple):
-    """The losses and counts of one call of a layer, over all tokens of all ranks. A pytree.
+    """The losses and counts of one call of a layer, over all tokens of all ranks; a pytree.
 
     Attributes:
-        load_balance_loss: [] float32, of `balance_convention`; see `jax_ep.load_balance_loss`.
+        load_balance_loss: [] float32, by the layer's `balance_convention`; see
+            `jax_ep.load_balance_loss`.
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too;
-            after the E experts those that cost nothing, if there are any.
-        num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full or
-            a rank had more for a host than the `host_capacity_factor` lets it send.
-        dropped_counts: [E] int32: `num_dropped`, by expert.
-        balance: the sums that the loss is made of, for `jax_ep.pooled_load_balance_loss` over
-            layers or microbatches; of all tokens, also where the loss is of sequences.
+        expert_counts: int32, [E], or with free experts [E + free experts]: the number of (token,
+            choice) pairs that chose each expert, dropped pairs included.
+        num_dropped: [] int32: the pairs that no expert computed, because a receive buffer was full
+            or a rank had more tokens for a host than `host_capacity_factor` allows.
+        dropped_counts: [E] int32: the dropped pairs of each expert.
+        balance: the sums over all tokens from which the load-balance loss is computed, for
+            `jax_ep.pooled_load_balance_loss` over layers or microbatches.
     """
 
     load_balance_loss: jax.Array
@@ -42,7 +48,12 @@ register_for_export(MoEMetrics)
 
 
 class Sequences(NamedTuple):
-    """The number of sequences of this rank; or of all ranks, with the sequence of each token."""
+    """The sequences of the tokens, for a loss by sequence.
+
+    Attributes:
+        number: the number of sequences of this rank, or of all ranks if `ids` are given.
+        ids: [T] int32, each token's sequence; None for sequences of equal length on one rank each.
+    """
 
     number: int
     ids: jax.Array | None
@@ -57,9 +68,9 @@ def metrics_of(
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
-    """Returns the metrics over all ranks' tokens, from the routing of this rank's tokens [T, ...].
+    """Computes the metrics over all ranks' tokens, from the routing of this rank's T tokens.
 
-    `dropped` [E] int32 are this rank's drops by expert.
+    `dropped` [E] int32 counts this rank's dropped pairs by expert.
     """
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
@@ -67,7 +78,7 @@ def metrics_of(
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
-    if config.balance_convention == "transformers":  # whose choices need not be the router's
+    if config.balance_convention == "transformers":  # its choices are the top-k of the logits
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
@@ -90,7 +101,7 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Returns the load-balance loss by the layer's convention, and its sums over all tokens."""
+    """Computes the load-balance loss by the layer's convention, and its sums over all tokens."""
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:

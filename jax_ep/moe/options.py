@@ -1,8 +1,8 @@
-"""How a layer's options are declared: each one once, as a field of a dataclass.
+"""Declares options of functions and layers: each one once, as a field of a dataclass.
 
-A field states an option's name, type, default and check, and the section `Attributes:` of the
-class's docstring its meaning. The Flax layers, and the functions that take the options by keyword,
-have their signatures and docstrings from there:
+A field states an option's name, type, default and check; the section `Attributes:` of the class's
+docstring states its meaning. The signatures and docstrings of the Flax layers, and of functions
+that take the options by keyword, are made from these classes:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Options:
@@ -43,14 +43,14 @@ Check = Callable[[str, Any], object]
 
 
 def option(default: T, check: Check) -> T:
-    """Declares a field of options; `check` raises for a name and a value that does not fit."""
+    """Declares an option; `check(name, value)` raises an error for a value that does not fit."""
     return dataclasses.field(default=default, metadata={"check": check})
 
 
 def function_option(default: T, wanted: str) -> T:
-    """Declares a field that holds a function, or None where that is the default.
+    """Declares an option that holds a function, or None if that is the default.
 
-    `wanted` says in the error what the function must be, such as "a function of one array".
+    The error for another value quotes `wanted`, such as "a function of one array".
     """
 
     def check(name: str, value: Any) -> None:
@@ -61,7 +61,7 @@ def function_option(default: T, wanted: str) -> T:
 
 
 def same_option(cls: Any, name: str) -> Any:
-    """Declares a field as another class of options does: the same default and check."""
+    """Declares an option with the default and check that another class gives it."""
     field = cls.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
@@ -83,29 +83,34 @@ def function_names(cls: Any) -> tuple[str, ...]:
 
 
 def options_of(cls: type[T], holder: Any) -> T:
-    """Makes options from the attributes of their names of any object, such as a layer."""
+    """Makes options from an object's attributes of the same names, such as a layer's."""
     return cls(**{name: getattr(holder, name) for name in _names(cls)})
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes options from the keyword arguments that name them, and removes them there."""
+    """Makes options from keyword arguments, and removes these arguments from the dictionary."""
     return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 
 def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
-    """Makes options from keyword arguments; raises TypeError for one that the function lacks."""
+    """Makes options from keyword arguments; raises TypeError for an unknown keyword."""
     options = pop_options(cls, keywords)
     if keywords:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(keywords)!r}")
     return options
 
 
-# Checks, besides those of `jax_ep.checks` that take a name and a value.
+# Checks that take a name and a value, in addition to those of `jax_ep.checks`.
 
 
 def integer_or_zero(name: str, value: Any) -> None:
     """Requires a static integer of at least 0."""
     checks.check_integer(name, value, least=0)
+
+
+def number_or_zero(name: str, value: Any) -> None:
+    """Requires a finite Python number of at least 0."""
+    checks.check_number(name, value, may_be_zero=True)
 
 
 def one_of(literal: Any) -> Check:
@@ -124,7 +129,7 @@ def optional(check: Check) -> Check:
 
 
 def number_or_none(otherwise: str = ", or None") -> Check:
-    """Requires None or a finite number above 0; `otherwise` says in the error what None does."""
+    """Requires None or a finite number above 0; the error adds `otherwise`, what None does."""
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 
 
@@ -137,7 +142,7 @@ def takes(cls: Any, *, before: str, others: bool = False) -> Callable[[T], T]:
     Args:
         cls: a class of options.
         before: the argument that follows the fields in the signature.
-        others: whether the function takes other keywords by `**` too, so that the signature keeps
+        others: whether the function also takes other keywords by `**`; the signature then keeps
             that argument.
     """
 
@@ -161,7 +166,7 @@ def _as_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def documented(*classes: Any, **texts: str) -> Callable[[T], T]:
-    """Fills a docstring: a line `{Name}` becomes the attributes of the class Name, or a text."""
+    """Fills a docstring: replaces a line `{Name}` by the attributes of class Name, or by a text."""
     contents = {cls.__name__: _attributes(cls) for cls in classes} | texts
 
     def fill(documented: Any) -> Any:
@@ -178,7 +183,7 @@ def documented(*classes: Any, **texts: str) -> Callable[[T], T]:
 
 
 def _attributes(cls: Any) -> str:
-    """Returns the items of the section `Attributes:` of a class's docstring, not indented."""
+    """Returns the section `Attributes:` of a class's docstring, without indentation."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     section = re.search(r"^Attributes:\n((?:[ ].*\n?|\n(?=[ ]))*)", doc, re.MULTILINE)
     return inspect.cleandoc("\n" + section[1]) if section else ""

@@ -1,7 +1,7 @@
-"""The parameters of an MoE layer: names, shapes, logical axes, initializers and checks.
+"""Defines the parameters of an MoE layer: names, shapes, logical axes, initializers and checks.
 
-A new parameter is a field of `MoEParams`, a row of `PARAMETERS`, and the option in
-`ParameterOptions` that brings it. The Flax layers make it from there, and load and save it.
+To add a parameter, add a field of `MoEParams`, a row of `PARAMETERS`, and the option in
+`ParameterOptions` that enables it. The Flax layers then create, load and save it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ def _check_initializer(name: str, init: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterOptions:
-    """Which parameters a Flax layer has, and how it makes them.
+    """Options that decide which parameters a Flax layer has, and how they are initialized.
 
     Attributes:
-        num_shared_experts: the number of experts of width F that every token goes to.
-        shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
-        use_shared_gate: multiply the shared experts' output by sigmoid(x @ shared_gate)
+        num_shared_experts: the number of experts of width F that compute every token.
+        shared_dim: S, the width of all shared experts together; None: num_shared_experts * F.
+        use_shared_gate: whether to multiply the shared experts' output by sigmoid(x @ shared_gate)
             (Qwen2-MoE).
-        gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
-        use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
-        selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
-        use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
-        use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or
+        gated: whether experts, also shared ones, have a gate; without (Nemotron-H) there is no
+            wi_1.
+        use_mlp_bias: whether the routed experts' matmuls have biases (GPT-OSS).
+        selection_bias: whether there is a DeepSeek-V3 selection bias, which changes only the choice
+            of experts.
+        use_gate_bias: whether to add a trained bias to the logits, for choice and weights
+            (GPT-OSS).
+        use_expert_scale: whether to multiply each choice's weight by a trained factor of its expert
+            (Gemma 4).
+        param_dtype: the dtype of the parameters.
+        kernel_init: the initializer of one expert's matrix, called for each expert with [H, F] or
             [F, H].
-        gate_init: initializer of gate.kernel; None: there is no gate, and each call is given
+        gate_init: the initializer of gate.kernel; None: there is no gate, and each call is given
             `topk_idx` and `topk_weights`, or `router` needs no logits.
     """
 
@@ -68,7 +72,7 @@ class ParameterOptions:
     @classmethod
     def of_params(cls, params: MoEParams) -> ParameterOptions:
         """Returns the options of a layer that has these parameters."""
-        names: dict[str, list[str]] = {}  # of the parameters that an option brings
+        names: dict[str, list[str]] = {}  # the parameters that each option enables
         for name, parameter in PARAMETERS.items():
             for needed in parameter.needs:
                 names.setdefault(needed, []).append(name)
@@ -81,9 +85,9 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """Raises TypeError or ValueError, naming the option, for a value that no layer can have.
+    """Raises TypeError or ValueError, naming the option, if a value is never valid.
 
-    `router_dim` is the size of the router's tokens where a layer is told it, or None.
+    `router_dim` is the size of the router's tokens if a layer has that argument, or None.
     """
     check_options(options)
     shared_dim, number = options.shared_dim, options.num_shared_experts
@@ -114,11 +118,11 @@ class Parameter(NamedTuple):
     """A parameter of the layer.
 
     Attributes:
-        dims: its shape, a letter for each dimension: E experts that ranks hold, R experts that the
-            router chooses among, H hidden, F hidden of one expert, S hidden of the shared experts
-            together, C constant experts; a digit is that size.
+        dims: its shape, one character per dimension: E is the number of experts that all ranks
+            hold, R of experts that the router chooses among, C of constant experts; H is the hidden
+            size, F that of an expert, S that of the shared experts together; a digit is a size.
         logical_axes: the logical axis of each dimension. Map "exp" to the mesh's expert axis.
-        init: its initializer; "kernel" and "gate" are those of the layer.
+        init: its initializer; "kernel" and "gate" name the layer's initializers.
         needs: the options that must be True for a Flax layer to have it. A parameter with a
             dimension of size 0 is absent too.
     """
@@ -129,7 +133,7 @@ class Parameter(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-# The parameters, by their names in `MoEParams`. The Flax layers have the first two in a module.
+# The parameters, by their names in `MoEParams`. The Flax layers keep the first two in `gate`.
 PARAMETERS = {
     "gate": Parameter("HR", ("embed", None), "gate"),
     "bias": Parameter("R", (None,), "zeros", ("selection_bias",)),
@@ -152,39 +156,40 @@ LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.i
 WEIGHTS = tuple(name for name in PARAMETERS if name not in ("gate", "bias"))
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 
-# Parameters that must be None where another one is None.
+# Maps parameters to the parameter without which they must be None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
 class MoEParams(NamedTuple):
-    """The parameters of a layer. A pytree.
+    """The parameters of a layer; a pytree.
 
-    E experts, R experts that the router chooses among (E, and those that cost nothing), H hidden, F
-    expert hidden, S shared hidden, C constant experts.
+    E is the number of experts, R of experts that the router chooses among (E and the free experts),
+    and C of constant experts. H is the hidden size of a token, F that of an expert, and S that of
+    the shared experts together.
 
     Attributes:
-        gate: [H, R] router kernel; None where the caller gives the routing of every call.
+        gate: [H, R] router kernel; None if the caller gives the routing of every call.
         wi_0: [E, H, F], the projection that the activation is applied to.
-        wi_1: [E, H, F], the projection that is multiplied with it; None: experts without a gate.
+        wi_1: [E, H, F], the projection that the activation is multiplied by; None: experts without
+            a gate.
         wo: [E, F, H], the projection back.
-        bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
-            choice of experts and nothing else. The bias of a router that is a linear layer with
-            one, as GPT-OSS's, is `gate_bias`.
-        shared_wi_0: [H, S], or None without shared experts. S is the width of all of these
-            together, and need not be a multiple of F.
-        shared_wi_1: [H, S]; None without shared experts, and where wi_1 is.
+        bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which changes
+            only the choice of experts. (The bias of a router that is a linear layer, such as
+            GPT-OSS's, is `gate_bias`.)
+        shared_wi_0: [H, S], or None without shared experts. S need not be a multiple of F.
+        shared_wi_1: [H, S]; None without shared experts, and if wi_1 is None.
         shared_wo: [S, H], or None without shared experts.
         gate_bias: [R] bias of the logits, or None.
         expert_scale: [R] factor on the weight of each choice of an expert (Gemma 4), or None.
-        wi_0_bias: [E, F] bias of x wi_0, or None.
-        wi_1_bias: [E, F] bias of x wi_1, or None.
-        wo_bias: [E, H] bias of the output of an expert, or None.
+        wi_0_bias: [E, F] bias of x @ wi_0, or None.
+        wi_1_bias: [E, F] bias of x @ wi_1, or None.
+        wo_bias: [E, H] bias of an expert's output, or None.
         shared_gate: [H, 1], or None: the shared experts' output is multiplied by
-            sigmoid(x shared_gate) (Qwen2-MoE, Qwen3-Next).
-        constant_value: [C, H] the vector of each constant expert, or None; see
+            sigmoid(x @ shared_gate) (Qwen2-MoE, Qwen3-Next).
+        constant_value: [C, H], the vector of each constant expert, or None; see
             `MoEConfig.constant_experts`.
-        constant_gate: [C, H, 2] for each constant expert: the mix of token and vector is the
-            softmax of x constant_gate. Or None.
+        constant_gate: [C, H, 2], or None: softmax(x @ constant_gate) gives the shares of token and
+            vector in a constant expert's output.
     """
 
     gate: jax.Array | None
@@ -206,7 +211,7 @@ class MoEParams(NamedTuple):
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
-        """Makes the parameters from the given arrays; the others are None."""
+        """Makes the parameters from the given arrays; all others are None."""
         absent: dict[str, Any] = dict.fromkeys(cls._fields)
         return cls(**(absent | given))
 
@@ -217,10 +222,10 @@ register_for_export(MoEParams)
 def weight_shapes(
     config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes of a layer's parameters but those of its gate, by name.
+    """Returns the global shapes of a layer's parameters by name, without those of its gate.
 
     Raises:
-        ValueError, TypeError: `hidden` or `mlp_dim` is no integer of at least 1.
+        ValueError, TypeError: `hidden` or `mlp_dim` is not an integer of at least 1.
     """
     checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
     sizes = {
@@ -252,7 +257,7 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for name, parameter in PARAMETERS.items():
-        if name == "bias":  # Flax's parameters are trained, and this is not
+        if name == "bias":  # the bias is not trained, so Flax keeps it apart
             continue
         shown = "gate.kernel" if name == "gate" else name
         dims = f"[{', '.join(parameter.dims)}]"
@@ -265,7 +270,7 @@ def _rows() -> Iterator[str]:
 
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
-    """Returns the initializer of a parameter but the gate; `kernel_init` draws matrices."""
+    """Returns the initializer of a parameter other than the gate; `kernel_init` draws matrices."""
     kind = PARAMETERS[name].init
     if kind == "kernel":
         init = per_expert(options.kernel_init)
@@ -277,7 +282,7 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Init
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
-    """Returns an initializer of [P, ...] that draws E experts, placed as `Placement.in_order`."""
+    """Returns an initializer for [P, ...] that draws E experts and repeats them in order."""
 
     def init_slots(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
@@ -289,12 +294,12 @@ def in_order(init: Initializer, num_experts: int) -> Initializer:
 
 
 def per_expert(init: Initializer) -> Initializer:
-    """Returns an initializer of [E, ...] that draws each expert's matrix with its own fans."""
+    """Returns an initializer for [E, ...] that draws each expert's matrix separately."""
 
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
-        options = () if out_sharding is None else (out_sharding,)  # a function of three will do
+        options = () if out_sharding is None else (out_sharding,)  # `init` may lack the argument
         if len(shape) == 2:
             return init(key, shape, dtype, *options)
         keys = jax.random.split(key, shape[0])
@@ -306,8 +311,8 @@ def per_expert(init: Initializer) -> Initializer:
 def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
     """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
 
-    `num_experts` counts those that cost nothing, of which `num_constant` give a constant.
-    How many experts wi_0, wi_1 and wo hold is not checked here: it depends on the mesh.
+    `num_experts` includes free experts, `num_constant` of them constant. The number of experts in
+    wi_0, wi_1 and wo depends on the mesh and is not checked here.
     """
     if params.gate is not None:
         checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
@@ -358,7 +363,7 @@ def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> No
 
 
 def _check_shared(params: MoEParams) -> None:
-    """Raises ValueError unless all matrices of the shared experts are given, or none."""
+    """Raises ValueError if only some of the shared experts' matrices are given."""
     given = {name: w for name in SHARED_WEIGHTS if (w := getattr(params, name)) is not None}
     if not given:
         return
@@ -372,10 +377,10 @@ def _check_shared(params: MoEParams) -> None:
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    """Raises for a parameter whose shape does not follow from its row of `PARAMETERS`.
+    """Raises ValueError for a parameter whose shape does not fit its row of `PARAMETERS`.
 
-    The gate is left out, since it has a row for each column of `router_x`. Routed weights are left
-    out, since the mesh decides how many experts they hold.
+    Skips the gate, which has a row for each column of `router_x`, and the routed weights, whose
+    number of experts depends on the mesh.
     """
     arrays = {
         name: array

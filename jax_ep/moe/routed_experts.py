@@ -1,13 +1,13 @@
-"""The experts and the weighted sum of their outputs as one function, with a gradient of its own.
+"""Computes the experts and the weighted sum of their outputs, with one gradient for both.
 
-The output of a choice is linear in its gated product h: w · (h wo). So is its gradient in g, the
-cotangent at the row of the choice, and with dh = g woᵀ
+The weighted output of a choice is w · (h wo), where h is its gated product. With g the cotangent at
+the row of the choice, and dh = g woᵀ, the gradients are
 
   d(h) = w · dh        d(wo) = (w · h)ᵀ g        d(w) = <dh, h>
 
-Neither the experts' output y nor w · g is needed: where `combine` on its own keeps y [R, H] for
-its gradient and makes w · g [R, H] and <g, y> in a pass over both, here the gradient of the gate,
-which passes over h and dh [R, F] anyway, takes the weights along.
+They need neither the experts' output y nor w · g. A separate `combine` would keep y [R, H] for its
+gradient, and compute w · g [R, H] and <g, y> in an additional pass. Here, the pass of the gate's
+gradient over h and dh [R, F] applies the weights.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import (
     Experts,
@@ -44,11 +45,11 @@ WeightsOn = Literal["output", "input"]
 @documented(HiddenUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertOptions(HiddenUnit):
-    """What routed experts compute, besides their weights.
+    """Options of the routed experts' computation.
 
     Attributes:
         {HiddenUnit}
-        weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
+        weights_on: whether the weight of a choice multiplies the "output" of its expert or the
             "input" (Llama 4).
     """
 
@@ -82,22 +83,21 @@ def routed_experts(
 
     The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
     bit. With weights_on="input" each received row is multiplied by its weight before its expert
-    sees it (Llama 4), and the outputs are summed as they are.
+    runs (Llama 4), and the outputs are summed without weights.
 
-    The gradients differ from those of that composition in their roundings, in the terms of this
-    module: the experts' output y and w · g are not computed, so they are not rounded to the tokens'
-    dtype, and the gated product h is rounded after w multiplies it.
+    The gradients differ from those of that composition by rounding only: the experts' output y and
+    its weighted cotangent are not rounded to the tokens' dtype, because they are not computed, and
+    the hidden values are rounded after the weights multiply them.
 
     **Kept for the backward pass** are the weights and what `expert_mlp` keeps, by the same names.
-    Under a `jax.checkpoint` that keeps none of it, the product by wo is not computed again, since
-    no gradient needs y.
+    Under a `jax.checkpoint` that keeps none of these, the product by wo is not computed again.
 
     Args:
-      received: what this rank's `dispatch` returned, its scales None.
+      received: the result of this rank's `dispatch`, not quantized.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
       {ExpertOptions}
-      implementation: of combine and its gradient, as in `dispatch`.
+      implementation: the implementation of combine and its gradient, as in `dispatch`.
       matmul_implementation: as in `grouped_matmul`.
 
     Returns:
@@ -121,18 +121,19 @@ def run_experts(
     implementation: Implementation,
     matmul_implementation: MatmulImplementation,
 ) -> jax.Array:
-    """Does what `routed_experts` does."""
+    """Computes `routed_experts` for checked arguments."""
     if not isinstance(received, Dispatched):
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
         )
-    if received.scales is not None:
-        raise ValueError(
-            "received.scales must be None, since the experts multiply tokens as they are, but is "
-            f'an array of shape {received.scales.shape}; dispatch with output="dequantized".'
-        )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    if isinstance(tokens, QuantizedArray):
+        raise TypeError(
+            "received.tokens must be an array, since the experts multiply tokens as they are, but "
+            f"is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; dispatch with "
+            'output="dequantized".'
+        )
     check_operands(
         tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
     )
@@ -173,7 +174,7 @@ def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep
 
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
-    # The rows past the last group, which a buffer for any routing has many of, change nothing here.
+    # Unused rows past the last group contribute nothing, so they may be undefined here.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
     grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
     row_weights = None
@@ -189,8 +190,8 @@ def _backward(config, residuals, grad):
     )
     if weights is None:
         return dtokens, dexperts, None, None, None
-    # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
-    # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
+    # The barrier delays the weights' gradient until the tokens' gradient is sent, where the ranks
+    # meet anyway. A collective that waits for peers earlier takes multiprocessors from a matmul.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     dweights = rows_to_choices(drow_weights, handle, config.implementation)
     return dtokens, dexperts, dweights, None, None

@@ -1,4 +1,4 @@
-"""The router of a layer: from one rank's tokens to their experts, as the configuration says."""
+"""Runs the router of a layer, which chooses experts for one rank's tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Routing
 
-# The options of `routing.top_k_routing`: how choices are weighed, given ones too, and how made.
-_WEIGHING = ("score", "normalize", "normalize_epsilon", "scale")
-_CHOOSING = ("choose_by", "num_groups", "groups_kept", "group_score")
-
 
 class RouterInputs(NamedTuple):
-    """The arrays that a call of the layer gives its router, [..., d] or None; a pytree.
+    """Optional inputs of the router in a call of the layer; a pytree.
 
     Attributes:
-        router_x: [..., H'] what the gate multiplies; None: the layer's tokens.
-        topk_idx: [..., K] integer expert ids, -1 for none: choices made by the caller.
-        topk_weights: [..., K] floating: their weights; None: weights computed from the gate.
+        router_x: [..., H'] floating: the router's input; None: the layer's tokens.
+        topk_idx: [..., K] integer: expert ids that the caller has chosen, -1 for none; or None.
+        topk_weights: [..., K] floating: weights of these choices; None: computed from the logits.
     """
 
     router_x: jax.Array | None = None
@@ -36,15 +32,14 @@ class RouterInputs(NamedTuple):
 def route(
     params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Returns the routing of tokens x [T, H], and their logits [T, E]; None where no gate ran.
+    """Routes tokens x [T, H]; returns their routing and logits [T, E], None if no gate ran.
 
-    All arrays have the leading dimension T. Tokens that the mask [T] bool leaves out choose no
-    expert.
+    The arrays of `inputs` lead with T. Tokens that `mask` [T] bool leaves out choose no expert.
     """
     logits = None
     if inputs.topk_weights is None and params.gate is not None:
         logits = routing.router_logits(x, params.gate, params.gate_bias, config.router_dtype)
-    options: dict[str, Any] = {name: getattr(config, name) for name in _WEIGHING}
+    options = config.routing_options()
     if inputs.topk_weights is not None:
         assert inputs.topk_idx is not None
         weights = inputs.topk_weights.astype(jnp.float32)
@@ -53,19 +48,18 @@ def route(
         routed = Routing(expert_ids(inputs.topk_idx, config.num_choosable), weights)
     elif inputs.topk_idx is not None:
         assert logits is not None
-        routed = routing.routing_of_choices(logits, inputs.topk_idx, **options)
+        routed = routing.routing_of_choices(logits, inputs.topk_idx, options)
     elif config.router is not None:
         routed = _checked(config.router(x, logits), x.shape[0], config)
     else:
         assert logits is not None
-        options |= {name: getattr(config, name) for name in _CHOOSING}
         k = config.num_experts_per_token
-        routed = routing.top_k_routing(logits, k, bias=params.bias, **options)
+        routed = routing.choose_experts(logits, k, params.bias, options)
 
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
         scale = params.expert_scale.astype(jnp.float32)
-        # An id of no expert takes no factor, and gives none a gradient.
+        # An id outside the experts gets the factor 0, and gives no expert a gradient.
         topk_weights *= scale.at[topk_idx].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -75,12 +69,12 @@ def route(
 
 
 def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
-    """Returns whether all choices of a token are known to be of different experts."""
+    """Returns whether each token is known to choose K different experts."""
     return inputs.topk_idx is None and config.router is None
 
 
 def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: MoEConfig) -> None:
-    """Raises ValueError or TypeError, naming the argument, for unusable inputs of the router."""
+    """Raises ValueError or TypeError, naming the argument, if a router input does not fit."""
     lead, k = x.shape[:-1], config.num_experts_per_token
     for name, kind, last in (
         ("router_x", jnp.floating, "H'"),
@@ -100,7 +94,7 @@ def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: 
         raise ValueError("topk_weights must be given together with topk_idx, but topk_idx is None.")
     if inputs.topk_weights is not None and inputs.router_x is not None:
         raise ValueError(
-            "router_x must be None where topk_weights is given: no router runs then that could "
+            "router_x must be None where topk_weights is given, since no router runs that could "
             f"read it, but it is an array of shape {inputs.router_x.shape}."
         )
     if config.router is not None:
@@ -124,8 +118,8 @@ def _check_own_router(params: MoEParams, inputs: RouterInputs) -> None:
         )
     if inputs.topk_idx is not None and inputs.topk_weights is None:
         raise ValueError(
-            "topk_weights must be given together with topk_idx where MoEConfig.router is set: that "
-            "router weighs its own choices alone, but topk_weights is None."
+            "topk_weights must be given together with topk_idx where MoEConfig.router is set, "
+            "because that router gives weights only to its own choices, but topk_weights is None."
         )
 
 
@@ -138,12 +132,12 @@ def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConf
     for name in ("gate_bias", "bias"):
         if getattr(params, name) is not None:
             raise ValueError(
-                f"{name} must be None where gate is None: it is of the logits that a gate makes."
+                f"{name} must be None where gate is None: it is added to the logits of a gate."
             )
 
 
 def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
-    """Checks what a caller's own router returned; returns it in the dtypes of a `Routing`."""
+    """Checks the routing of a caller's own router; returns it in the dtypes of `Routing`."""
     if not isinstance(routed, Routing):
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."

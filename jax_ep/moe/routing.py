@@ -1,11 +1,12 @@
-"""Routers: pure functions of one rank's logits, float32 inside."""
+"""Defines routers: pure functions of one rank's logits that compute in float32."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,15 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe.options import (
+    check_options,
+    documented,
+    make_options,
+    number_or_zero,
+    one_of,
+    option,
+    takes,
+)
 from jax_ep.moe.top_k import choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
@@ -21,20 +31,20 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# `Routing.probs` of a token whose logits are all lower are those of logits raised so far.
+# If all logits of a token are lower, `Routing.probs` are computed after raising them to this.
 _LOWEST_LOGIT = -64.0
 
 
 class Routing(NamedTuple):
-    """The experts that each token goes to, and their weights. T tokens, K choices, E experts.
+    """The experts chosen by each token, and their weights, for T tokens, K choices and E experts.
 
     Attributes:
-        topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
-        topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
+        topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
+        topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which needs their ratios. So that these exist, a token whose
-            logits are all below -64 has sigmoids, or roots of softplus, of logits raised as a whole
-            to -64. None, from a router of your own, means that there is no such loss.
+            for `load_balance_loss`, which uses only their ratios. If all sigmoids (or roots of
+            softplus) of a token would underflow, its logits are raised together, so that the
+            largest is -64. Your own router may return None: there is no such loss then.
     """
 
     topk_idx: jax.Array
@@ -48,21 +58,20 @@ register_for_export(Routing)
 def router_logits(
     x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns x @ gate + bias, float32, at the speed of bfloat16 where x is bfloat16.
+    """Returns x @ gate + bias in float32, at the speed of bfloat16 if x is bfloat16.
 
-    A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
-    with float32 sums therefore lose nothing, where one product of float32 operands would first
-    copy x to float32, and on a GPU then round the gate to TF32's 11 bits. The gradients split
-    their float32 operands in two, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other
-    dtypes of x are multiplied as float32, in whatever precision `jax.default_matmul_precision`
-    says.
+    For a bfloat16 x, the float32 gate is split into three bfloat16 parts, which add up to it
+    exactly, and the three products are summed in float32. (One float32 product would copy x, and
+    on a GPU round the gate to TF32's 11 bits.) The gradients split their float32 operands into two
+    parts, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other dtypes of x are
+    multiplied as float32, in the precision of `jax.default_matmul_precision`.
 
     Args:
         x: [T, H] floating.
         gate: [H, E] floating.
-        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS), in choice and weights.
-        dtype: float32; or the narrower dtype of a model that casts x, gate and bias to it, sums in
-            float32, and rounds the logits to it.
+        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS).
+        dtype: float32; or a narrower dtype: x, gate and bias are then cast to it, summed in
+            float32, and the logits are rounded to it.
 
     Returns:
         [T, E] float32.
@@ -147,74 +156,94 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> ja
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """Options of choosing experts by their logits, and of the choices' weights.
+
+    Attributes:
+        score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
+            "sqrt_softplus".
+        choose_by: "score" or "logit": the number to which the selection bias is added, and by which
+            groups are compared.
+        num_groups: number of groups, a divisor of E.
+        groups_kept: groups that a token may choose from.
+        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
+            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
+        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
+            logarithms of the scores are used, so weights are exact even if scores underflow in
+            float32. If all k logits are -inf, the weights are 0.
+        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
+            LFM2 1e-6). If scores are far below it, the weights' sum and gradients are small.
+        scale: a factor on the weights, after normalization; 0 or more.
+    """
+
+    score: Score = option("softmax", one_of(Score))
+    choose_by: ChooseBy = option("score", one_of(ChooseBy))
+    num_groups: int = option(1, checks.check_integer)
+    groups_kept: int = option(1, checks.check_integer)
+    group_score: GroupScore = option("top2", one_of(GroupScore))
+    normalize: bool = option(True, checks.check_bool)
+    normalize_epsilon: float = option(0.0, number_or_zero)
+    scale: float = option(1.0, number_or_zero)
+
+
+@documented(RoutingOptions)
+@takes(RoutingOptions, before="bias")
 def top_k_routing(
     logits: jax.Array,
     k: int,
     *,
-    score: Score = "softmax",
     bias: jax.Array | None = None,
-    choose_by: ChooseBy = "score",
-    num_groups: int = 1,
-    groups_kept: int = 1,
-    group_score: GroupScore = "top2",
-    normalize: bool = True,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
+    **options: Any,
 ) -> Routing:
     """Chooses k experts for every token.
 
-    A token's score for an expert is the softmax of its logits over the experts, or the sigmoid or
-    the square root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest
-    `score + bias` are chosen; their weights are their scores. The sums are compared to about twice
-    float32's digits, and where they are equal the logits are, then the lower id is best. So equal
-    biases change no choice, whatever scores round to. Without a bias experts are compared by their
-    logits, which have the order of the scores. Gradients flow through the weights and `probs`, not
-    through the choice.
+    A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
+    root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest `score + bias`
+    are chosen; their weights are their scores. The sums are compared to about twice the digits of
+    float32; equal sums are ordered by larger logit, then by lower id. (Equal biases therefore never
+    change a choice.) Without a bias, experts are compared by their logits, which have the order of
+    the scores. Gradients flow through the weights and `probs`, not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
     arXiv:2412.19437, section 2.1.2).
 
-    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) is the softmax over all of them
-    with `normalize=True`.
+    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) equals the softmax over all
+    logits with `normalize=True`.
 
     Args:
         logits: [T, E] floating; converted to float32.
         k: choices per token, at most the experts that a token may choose from.
-        score: "softmax", "sigmoid" or "sqrt_softplus".
+        {RoutingOptions}
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
-            not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. A bias that
-            changes all of these is part of the logits.
-        choose_by: what the bias is added to, and groups are compared by: "score" or "logit".
-        num_groups: number of groups, a divisor of E.
-        groups_kept: groups that a token may choose from.
-        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
-            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
-        normalize: divide a token's k weights by their sum plus `normalize_epsilon`. It is computed
-            with logarithms of scores, and is as exact for scores that are 0 in float32. Weights are
-            0 where all k scores are 0 without rounding, those of logits of -inf.
-        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
-            LFM2 1e-6). Where scores are far below it, so are the weights' sum and gradients.
-        scale: factor on the weights, after normalization, 0 or more.
+            not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. Add a trained
+            bias to the logits instead.
 
     Returns:
         A `Routing`.
 
     Raises:
-        ValueError: naming the argument, for a shape, name or number that does not fit.
-        TypeError: logits or bias that are not floating, a number or a bool that is none.
+        ValueError: a shape, name or number does not fit; the message names the argument.
+        TypeError: `logits` or `bias` is not floating, or an option has the wrong type.
     """
-    check_weighing(score, normalize, normalize_epsilon, scale)
+    return choose_experts(logits, k, bias, make_options(RoutingOptions, options, "top_k_routing"))
+
+
+def choose_experts(
+    logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
+) -> Routing:
+    """Computes `top_k_routing` with its options as one object."""
+    check_options(options)
     _check_logits(logits, bias)
-    k, num_groups, groups_kept = check_choosing(
-        logits.shape[1], k, choose_by, num_groups, groups_kept, group_score
-    )
+    k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
+    score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
     scores = score if choose_by == "score" else "logit"
-    best = {"top2": 2, "max": 1}[group_score]
+    best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
-    weighing = _weighing(score, normalize, normalize_epsilon, scale)
-    # Logits alone have the order of scores, but not of sums of scores, with a bias or of two.
+    weighing = _weighing(options)
+    # Logits have the order of the scores, but not of scores plus biases, nor of sums of two scores.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -243,21 +272,18 @@ def top_k_routing(
 def routing_of_choices(
     logits: jax.Array,
     topk_idx: jax.Array,
-    *,
-    score: Score = "softmax",
-    normalize: bool = True,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
+    options: RoutingOptions,
 ) -> Routing:
     """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
 
     The weights are computed as in `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
-    outside [0, E) is a choice of no expert and has weight 0.
+    outside [0, E) chooses no expert and has weight 0.
     """
-    check_weighing(score, normalize, normalize_epsilon, scale)
+    check_options(options)
+    score, normalize = options.score, options.normalize
     num_experts = logits.shape[1]
     logits = logits.astype(jnp.float32)
-    weighing = _weighing(score, normalize, normalize_epsilon, scale)
+    weighing = _weighing(options)
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
     weighed = _weighed(score, logits, weighing)
@@ -267,13 +293,14 @@ def routing_of_choices(
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
 
 
-def _weighing(score: str, normalize: bool, normalize_epsilon: float, scale: float) -> Weighing:
-    is_sigmoid = normalize and score == "sigmoid"
-    return Weighing(normalize, float(normalize_epsilon), float(scale), is_sigmoid)
+def _weighing(options: RoutingOptions) -> Weighing:
+    is_sigmoid = options.normalize and options.score == "sigmoid"
+    epsilon, scale = float(options.normalize_epsilon), float(options.scale)
+    return Weighing(options.normalize, epsilon, scale, is_sigmoid)
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
-    """Returns what `weigh` makes weights of, [T, E]."""
+    """Returns the numbers from which `weigh` computes weights, [T, E]."""
     if not weighing.normalize:
         return _SCORES[score](logits)
     if score == "sqrt_softplus":
@@ -284,22 +311,22 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Raises a token's logits as a whole to `_LOWEST_LOGIT` where all are lower."""
+    """Raises a token's logits together, so that the largest is at least `_LOWEST_LOGIT`."""
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
     return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Where softplus underflows, the derivative of its root would be zero times infinity. So would
-    # that of the branch that is not taken.
+    # Where softplus underflows, the derivative of its root is zero times infinity, also in a branch
+    # of a select that is not taken.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
 
 
 def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
-    is_low = logits < -15.0  # where softplus is exp; as above
+    is_low = logits < -15.0  # softplus equals exp in float32 here
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return 0.5 * jnp.where(is_low, low, jnp.log(jax.nn.softplus(high)))
 
@@ -311,33 +338,16 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def check_weighing(score: Any, normalize: Any, normalize_epsilon: Any, scale: Any) -> None:
-    """Raises TypeError or ValueError for what cannot make weights of logits, naming it."""
-    checks.check_name("score", score, get_args(Score))
-    checks.check_bool("normalize", normalize)
-    checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
-    checks.check_number("scale", scale, may_be_zero=True)
-
-
 def check_choosing(
-    num_experts: int,
-    k: Any,
-    choose_by: Any,
-    num_groups: Any,
-    groups_kept: Any,
-    group_score: Any,
-    *,
-    k_name: str = "k",
+    num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError for what cannot choose k of the experts, naming it.
+    """Raises TypeError or ValueError, naming an option, if k experts cannot be chosen by it.
 
-    Returns k, num_groups and groups_kept as ints; `k_name` is what messages call k.
+    Returns k, num_groups and groups_kept as ints; messages call k `k_name`.
     """
-    checks.check_name("choose_by", choose_by, get_args(ChooseBy))
-    checks.check_name("group_score", group_score, get_args(GroupScore))
     k = checks.check_integer(k_name, k)
-    num_groups = checks.check_integer("num_groups", num_groups)
-    groups_kept = checks.check_integer("groups_kept", groups_kept)
+    num_groups = checks.check_integer("num_groups", options.num_groups)
+    groups_kept = checks.check_integer("groups_kept", options.groups_kept)
     if num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts that tokens choose among, but is "
@@ -373,22 +383,23 @@ def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
-    """Steps the selection bias: up by `rate` where the load is below its mean, down above it.
+    """Updates the selection bias: raises it by `rate` below the mean load, lowers it above.
 
-    Balancing without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it once per
-    training step, outside the gradient, with the counts of that step's tokens on all ranks.
+    This balances loads without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it
+    once per training step, outside the gradient, with the counts of that step on all ranks.
 
     Args:
-        bias: [..., E] floating: one router's, or those of a stack of layers.
-        expert_counts: [..., E] tokens that chose each expert, summed over ranks.
-        rate: the step, a number or an array [] or of bias's shape; DeepSeek-V3 used 0.001.
+        bias: [..., E] floating: the bias of one router or of a stack of layers.
+        expert_counts: [..., E]: the tokens that chose each expert, summed over ranks.
+        rate: the change per step, a number or an array [] or of bias's shape; DeepSeek-V3 used
+            0.001.
 
     Returns:
-        [..., E] bias.dtype.
+        [..., E] of bias's dtype.
 
     Raises:
-        ValueError: shapes that differ, naming the argument.
-        TypeError: bias not floating, or rate not a number.
+        ValueError: the shapes differ; the message names the argument.
+        TypeError: `bias` is not floating, or `rate` is not a number.
     """
     checks.check_array("bias", bias, None, jnp.floating, "[..., E]", may_be_empty=False)
     checks.check_array("expert_counts", expert_counts, None, jnp.number, "[..., E]")
@@ -406,7 +417,7 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # Differences are exact where counts are not, as float32.
+    # Integer differences are exact, while float32 would round large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

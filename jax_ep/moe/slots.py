@@ -1,9 +1,9 @@
-"""A layer whose ranks hold slots: P of them for E experts, some of which have copies.
+"""Supports layers with P slots for E experts, where experts may have several copies.
 
-The layer takes as arrays which slot holds which expert, so that a new placement needs no new
-program. Every choice of an expert becomes a choice of a slot, and dispatch and matmuls use slots.
-In the backward pass the gradients of an expert's copies are added, and each copy gets the sum: an
-optimizer that treats all elements in the same way keeps copies equal, bit for bit.
+The placement, which says which slot holds which expert, is passed as arrays, so a new placement
+needs no new program. Every choice of an expert becomes a choice of a slot, and dispatch and
+matmuls use slots. In the backward pass the gradients of an expert's copies are added, and each copy
+gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax_ep.placement.table import Placement
 
 
 def check_placement(placement: Placement | None, num_experts: int, num_slots: int | None) -> None:
-    """Raises ValueError or TypeError unless a call with slots has a fitting placement.
+    """Raises ValueError or TypeError unless the placement fits a layer of `num_slots` slots.
 
-    A call without slots must have none.
+    A layer without slots (None) must be given no placement.
     """
     if num_slots is None:
         if placement is not None:
@@ -41,19 +41,19 @@ def check_placement(placement: Placement | None, num_experts: int, num_slots: in
     if shapes != ((num_slots,), (num_experts,)):
         raise ValueError(
             f"placement must be of this layer, with {num_slots} slots and {num_experts} experts, "
-            f"but expert_of_slot has shape {shapes[0]} and num_copies {shapes[1]}; of a placement "
-            "of several layers, pass placement[layer]."
+            f"but expert_of_slot has shape {shapes[0]} and num_copies {shapes[1]}. Pass "
+            "placement[layer] if it is the placement of several layers."
         )
 
 
 def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the slot of each choice of an expert: [T, K]."""
+    """Turns choices of experts [T, K] into choices of slots [T, K]."""
     arrays = placement.expert_of_slot, placement.slots_of_expert, placement.num_copies
     return choose_slots(topk_idx, *map(jnp.asarray, arrays), axis_name=axes)
 
 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Adds up counts [slots of this rank] by expert; returns this rank's counts, [E] int32."""
+    """Adds up the counts [P / N] of this rank's slots by expert; returns [E] int32."""
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
     theirs = jnp.where(experts[None] == all_experts[:, None], counts[None], 0)
@@ -62,10 +62,10 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns weights [slots of this rank, ...] unchanged, and sums their gradients by expert.
+    """Returns the weights [P / N, ...] of this rank's slots, and sums their gradients by expert.
 
-    So the gradient of each slot is its expert's. Only experts that have copies are sent: an
-    all-reduce of at most P - E of them, in float32.
+    Each slot thus gets the gradient of its expert. An all-reduce in float32 sums the gradients of
+    the experts with several copies, at most P - E of them.
     """
     return weights
 
@@ -97,7 +97,7 @@ equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)
 
 
 def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the expert of each of this rank's slots, -1 where one is empty."""
+    """Returns the expert of each of this rank's slots, -1 for an empty slot."""
     expert_of_slot = jnp.asarray(placement.expert_of_slot)
     first = lax.axis_index(axes) * num_slots if axes else 0
     return lax.dynamic_slice_in_dim(expert_of_slot, first, num_slots)

@@ -41,7 +41,7 @@ def choose(
     Experts are compared by their logits. With a bias they are compared by the sum of score and bias
     first, and groups by the sum of their two best; see `pallas_kernels.routing.order`.
 
-    Gradients flow through what is weighed, and through the softmax, to the logits or `gathered`.
+    Gradients flow to the logits, or to `gathered`, through the weights and the softmax.
 
     Args:
         logits: [T, E] float32.
@@ -52,8 +52,8 @@ def choose(
             logits nor sigmoids.
         bias: [E] float32, or None.
         groups: the groups to choose within, or None.
-        gathered: [T, E] float32, what is weighed of the chosen; None: the softmax, if it is made
-            and not normalized again, else the logits.
+        gathered: [T, E] float32, the numbers from which the weights of the chosen are computed;
+            None: the softmax if it is returned and not normalized again, else the logits.
         softmax: whether to return the softmax of the logits, [T, E].
     """
     given = {"rounded": rounded, "bias": None if bias is None else bias[None], "gathered": gathered}
@@ -80,8 +80,8 @@ def _weighed(
     return logits if probs is None or weighing.normalize else probs
 
 
-# Each returns a result that the primitive has computed, with the derivatives that it has; and so do
-# their derivatives, for derivatives of these.
+# Each function returns a result that the primitive has computed, with a custom JVP rule; so do the
+# rules, which makes derivatives of higher order work.
 
 
 @jax.custom_jvp
@@ -121,8 +121,8 @@ def _weights_derivative(weighing, primals, tangents):
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
     """Computes the weights [T, k] float32 of the chosen; see `Weighing`.
 
-    The scores and epsilon are divided by the largest of them. Their sum is then 1/2 or more,
-    however small they are, unless all scores are 0: so are the weights then.
+    The scores and epsilon are divided by the largest of them, so that their sum is at least 1/2,
+    however small they are. If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -140,7 +140,7 @@ def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
 
 
 def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (a, f) with sigmoid(logits) = e^a f, f of 1/2 or more: nothing is lost below -87."""
+    """Returns (a, f) with sigmoid(logits) = e^a * f and f >= 1/2, exact for logits below -87."""
     is_low = logits < 0
     exponent = jnp.where(is_low, logits, 0.0)
     return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
@@ -171,7 +171,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _total_order(x: jax.Array) -> jax.Array:
-    """Returns int32 numbers in the order of float32 numbers: -NaN < -inf < -0 < 0 < inf < NaN."""
+    """Maps float32 to int32 in the total order -NaN < -inf < -0 < 0 < inf < NaN."""
     bits = _bits(x)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
@@ -265,10 +265,10 @@ def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
 
 
 def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the indices of elements among which the best k are, and 1 for those to leave out.
+    """Returns indices of candidates that include the best k, and 1 for duplicates to leave out.
 
-    Of each key these are k of its largest among the elements that equal the k-th in the keys before
-    it. `lax.top_k`, which compares by one key, is much faster than a sort of all by several.
+    Each key contributes its k largest among the elements that equal the k-th best in all earlier
+    keys. `lax.top_k` by one key is much faster than a sort of all elements by several keys.
     """
     # The two least NaNs in the total order. Elements that are no ties come after all that are.
     least, next_to_least = (
@@ -284,7 +284,7 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
         order_of_best = _total_order(jnp.take_along_axis(key, best, axis=-1))
         last = order_of_best[..., -1:]
         out = ~is_tie_of_best
-        if len(indices) < len(keys) - 1:  # the next key compares those that equal the last of them
+        if len(indices) < len(keys) - 1:  # the next key compares the elements equal to the k-th
             out |= order_of_best == last
         indices.append(best)
         is_out.append(out)

@@ -1,8 +1,8 @@
-"""Functions that users give a layer, traced when the layer is called.
+"""Traces functions that users give a layer, so that they can be compared by what they compute.
 
-JAX, and the library's primitives, keep programs by what they are given. A function's identity does
-not say what it computes: what it reads besides its arguments, such as an attribute of a bound
-method or an element of a list, may have changed since. `Traced` is compared by the traces instead.
+JAX and the library's primitives cache programs by their arguments. The identity of a function does
+not show what it computes, because a value that it reads besides its arguments, such as an attribute
+of a bound method, may have changed since. `Traced` objects are compared by their traces instead.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-_MOST_BYTES = 1 << 16  # of a constant that is compared
+_MOST_BYTES = 1 << 16  # larger constants are not compared
 
 
 class Traced:
-    """A function as it computes now. It equals another of equal traces, gradients included.
+    """A function traced now; it equals another `Traced` whose traces and gradients are equal.
 
-    A call with arrays of a type that `run_as` traced evaluates that trace, so that what the
-    function reads is read once, however late the call comes. Other calls call the function.
+    A call with arrays of types for which `run_as` was called evaluates the trace made then, so
+    values that the function reads besides its arguments are those of that time. Other calls call
+    the function.
 
     Args:
-        function: the function, of arrays, None, and pytrees of them.
-        samples: lists of arguments' types to trace; functions with equal traces are equal.
+        function: the function; its arguments are arrays, None, and pytrees of them.
+        samples: lists of argument types; the function is traced, and compared, for each.
     """
 
     def __init__(self, function: Callable[..., Any], samples: Iterable[Sequence[Any]]):
@@ -36,11 +37,11 @@ class Traced:
         self.key: Any = None
         try:
             self.key = tuple(_trace_key(_with_gradient(function), types) for types in samples)
-        except Exception:  # it cannot be traced so, and equals no other
+        except Exception:  # without a key, a function that cannot be traced equals only itself
             pass
 
     def run_as(self, *types: Any) -> None:
-        """Traces the function, which returns one array, for calls with arrays of these types."""
+        """Traces the function, which must return one array, for later calls with these types."""
         jaxpr, _ = trace(self._function, types)
         if (run := jax_compat.function_of_jaxpr(jaxpr)) is not None:
             self._traces[_types_key(jaxpr.in_avals)] = lambda *arrays: run(*arrays)[0]
@@ -69,13 +70,13 @@ def _types_key(types: Iterable[Any]) -> Any:
 
 
 def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Returns the closed jaxpr of a function as it computes now, and the type of its result."""
-    # JAX keeps traces by the function that it is given: a new one is traced anew.
+    """Traces a function anew; returns its closed jaxpr and the type of its result."""
+    # JAX caches traces by function, so a new lambda makes it trace again.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of the same arguments whose trace has the rules of custom gradients."""
+    """Returns a function that also computes the gradient, so that its trace shows custom rules."""
 
     def both(*arrays: Any) -> Any:
         out, vjp = jax.vjp(function, *arrays)
@@ -91,13 +92,13 @@ def _cotangent(x: jax.Array) -> Any:
 
 
 def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Returns a hashable key; functions with equal keys compute the same for these types."""
+    """Returns a hashable key of a trace; functions with equal keys compute the same."""
     jaxpr, result = trace(function, types)
     return _jaxpr_key(jaxpr), jax.tree.structure(result)
 
 
 def _jaxpr_key(jaxpr: Any) -> Any:
-    """Returns a hashable key of a jaxpr: its equations, the variables by number, the constants."""
+    """Returns a hashable key of a jaxpr: equations with numbered variables, and constants."""
     consts = tuple(map(_value_key, getattr(jaxpr, "consts", ())))
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     numbers: dict[Any, int] = {}
@@ -109,7 +110,7 @@ def _jaxpr_key(jaxpr: Any) -> Any:
         return kind, numbers.setdefault(a, len(numbers))
 
     def equation(e: Any) -> Any:
-        # What rules of custom gradients compute is in the trace of the gradient.
+        # The trace of the gradient already shows what the rules of custom gradients compute.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))
@@ -129,7 +130,7 @@ def _value_key(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_value_key, value))
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return type(value), repr(value)  # 1, 1.0 and True are equal
+        return type(value), repr(value)  # the type distinguishes 1, 1.0 and True
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if getattr(value, "nbytes", _MOST_BYTES + 1) > _MOST_BYTES:
             raise ValueError("a large constant")

@@ -1,13 +1,15 @@
-"""Where experts live: which slot of which rank holds which expert, and how many copies there are.
+"""Decides which slot of which rank holds which expert, and how many copies an expert has.
 
 A rank has P / N slots, each with the weights of one expert. `balance` copies and places experts by
-their loads; `place_by_affinity` places experts of successive layers that tokens visit one after the
-other on one rank. Both run on the host, in NumPy, and return a `Placement` of small arrays, whose
-shapes depend on the numbers of layers, experts and slots alone: a layer that takes them as
-arguments is not compiled again for another placement. `choose_slots` is the traced part.
+their loads. `place_by_affinity` looks at successive layers, and places experts that the same tokens
+choose on one rank. Both run on the host, in NumPy, and return a `Placement`. Its arrays are small,
+and their shapes depend only on the numbers of layers, experts and slots, so a layer that takes
+them as arguments compiles once for all placements. `choose_slots` runs in the traced program: it
+turns choices of experts into choices of slots.
 
-`to_slots` and `to_experts` turn weights by expert into weights by slot and back, `redistribute`
-moves weights from one placement to another, and `LoadTracker` averages loads over steps.
+`to_slots` and `to_experts` convert weights from one entry per expert to one per slot and back,
+`redistribute` moves weights from one placement to another, and `LoadTracker` averages loads over
+steps.
 """
 
 from jax_ep.placement.by_affinity import place_by_affinity as place_by_affinity

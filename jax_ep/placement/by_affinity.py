@@ -1,4 +1,4 @@
-"""Places experts of successive layers that tokens visit one after the other on one rank."""
+"""Places experts of successive layers so that tokens seldom change rank between layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
 
-# Experts times parts of a layer: of more, an integer program does not end in time.
+# The most variables (a layer's experts times parts) of an integer program that ends in time.
 _LARGEST_PROGRAM = 1024
 
 
@@ -24,30 +24,31 @@ def place_by_affinity(
     max_imbalance: float = 1.05,
     num_experts: int | None = None,
 ) -> Placement:
-    """Places experts of successive layers that the same tokens choose on the same rank.
+    """Places experts so that tokens find their experts of successive layers on one rank.
 
-    The idea is ExFlow's (arXiv:2401.08383): a token that finds its next expert where it is crosses
-    no wire. First hosts are chosen, for the fewest changes of host, then the ranks of each. The
-    first layer's experts are clustered by the experts that their tokens choose next; each other
-    layer is assigned to the clusters of its neighbours, forward and then in sweeps. An assignment
-    that breaks the limit of loads is repaired by exchanges of experts. Small layers are in the end
-    assigned once more by integer programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves
-    within ten seconds together; a layer whose program takes longer stays as it is.
+    The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
+    no communication. Experts are first split among hosts, so that tokens seldom change host, then
+    among the ranks of each host. The first layer's experts are clustered by the experts that their
+    tokens choose in later layers. Each further layer is assigned to these clusters by its affinity
+    to the layer before, and all layers are then reassigned in sweeps. Exchanges of experts repair
+    an assignment that exceeds the load limit. Small layers are finally reassigned by integer
+    programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in total; a
+    layer whose program takes longer keeps its assignment.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts.
-        max_imbalance: the largest load of a rank in a layer, over the mean load; at least 1. Where
-            no placement stays below it, as where one expert exceeds it, loads come as near as
-            exchanges of experts bring them.
+        max_imbalance: the limit of a rank's load in a layer, relative to the mean load; at least
+            1. Where no assignment is found within it (one expert alone may exceed it), exchanges
+            of experts bring the loads as near to it as they can.
         num_experts: E; None: the largest id in the trace + 1.
 
     Returns:
-        A `Placement` of one copy of each expert, in the least P >= E that N divides.
+        A `Placement` with one copy of each expert; P is E rounded up to a multiple of N.
 
     Raises:
-        ValueError, TypeError: naming the argument that does not fit.
+        ValueError, TypeError: an argument does not fit; the message names it.
     """
     trace = np.asarray(trace)
     checks.check_array("trace", trace, 3, jnp.integer, "[layers, tokens, K]", may_be_empty=False)
@@ -64,7 +65,7 @@ def place_by_affinity(
             f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."
         )
     num_slots = -(-num_experts // num_ranks) * num_ranks
-    # Experts from num_experts on stand for empty slots.
+    # Ids from num_experts to num_slots - 1 stand for empty slots.
     visits = [_visits(choices, num_slots) for choices in trace]
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
@@ -80,7 +81,7 @@ def place_by_affinity(
 
 
 def _visits(choices: Array, num_experts: int) -> Any:
-    """Returns a sparse [tokens, num_experts]: how often each token chose each expert."""
+    """Counts how often each token chose each expert; returns sparse [tokens, num_experts]."""
     from scipy import sparse
 
     token, k = np.nonzero(choices >= 0)
@@ -91,15 +92,16 @@ def _visits(choices: Array, num_experts: int) -> Any:
 def _split(
     experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
-    """Splits experts [layers, n] into parts of [layers, n / parts] that tokens seldom leave.
+    """Splits experts [layers, n] into parts [layers, n / parts] that tokens seldom leave.
 
     Args:
-        experts: the ids of each layer's experts.
+        experts: [layers, n], the ids of the experts to split.
         visits: for each layer, sparse [tokens, P]: how often each token chose each expert.
-        together: for each layer but the last, [P, P]: how often a token chose e, then f.
+        together: for each layer i but the last, [P, P]: entry (e, f) counts how often a token chose
+            e in layer i and f in layer i + 1.
         load: [layers, P], the load of each expert.
         parts: the number of parts.
-        limit: [layers]: the most load of a part.
+        limit: [layers], the largest load that a part may have in each layer.
     """
     if parts == 1:
         return [experts]
@@ -126,9 +128,10 @@ def _split(
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Returns the experts of later layers that tokens of each first-layer expert choose: [n, ...].
+    """Describes each first-layer expert by the experts that its tokens choose in the first layers.
 
-    For each of these layers a row is scaled to length 1.
+    Returns [n, m * n] for m = min(5, layers): row e counts how often the tokens of expert e choose
+    each other expert of each layer. A row's entries of one layer are scaled to length 1.
     """
     first = visits[0][:, experts[0]].T
     later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
@@ -138,9 +141,9 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Clusters the rows of `profile` into `parts`; returns [n, parts]: the similarity to each."""
+    """Clusters the rows of `profile`; returns [n, parts], each row's similarity to each cluster."""
     centers = profile[[rng.integers(len(profile))]]
-    while len(centers) < parts:  # each the least like any before it
+    while len(centers) < parts:  # the next center is the row least like all earlier centers
         alike = (profile @ centers.T).max(axis=1)
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
     for _ in range(10):
@@ -152,7 +155,7 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
-    """Sums the columns of each part: [n, m] -> [n, parts]; parts are of one size."""
+    """Sums a matrix's columns by part: [n, m] -> [n, parts]; all parts have the same size."""
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
@@ -160,10 +163,10 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(
     part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
 ) -> float:
-    """Reassigns each layer, given its neighbours, until a sweep keeps no more tokens in place.
+    """Reassigns each layer, given its neighbour layers, until a sweep brings no improvement.
 
-    Changes `part` [layers, n]; returns how many pairs of choices stay in one part. `most` is the
-    most sweeps.
+    Updates `part` [layers, n] in place, in at most `most` sweeps. Returns how many pairs of a
+    token's choices in successive layers are in one part.
     """
 
     def kept(part: Array) -> float:
@@ -187,9 +190,9 @@ def _sweep(
 
 
 def _assign(gain: Array, load: Array, limit: float) -> Array:
-    """Assigns items to parts of equal size for the most gain [n, parts]; returns each item's part.
+    """Assigns n items to parts of equal size so that the total `gain` [n, parts] is largest.
 
-    An assignment in which a part's load exceeds `limit` is repaired.
+    Repairs an assignment in which a part's load exceeds `limit`. Returns each item's part.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -226,10 +229,10 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
     """Exchanges items of the heaviest part with others until no part's load exceeds `limit`.
 
-    Each exchange is the one that loses the least gain for the load that it takes off.
+    Each exchange minimizes the lost gain per unit of load removed.
     """
     parts = gain.shape[1]
-    for _ in range(100 * len(load)):  # each exchange makes the sorted loads smaller: it ends
+    for _ in range(100 * len(load)):  # every exchange lowers the sorted loads, so the loop ends
         totals = np.bincount(part, load, parts)
         heaviest = np.argmax(totals)
         if totals[heaviest] <= limit:

@@ -9,7 +9,7 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.table import Array, Placement, check_ranks, check_slots, checked_load
 
-# An exchange of two experts must lower the load by more than rounding does.
+# The factor by which an exchange must lower the load, so that rounding errors do not count.
 LESS = 1 - 1e-9
 
 
@@ -18,26 +18,26 @@ def balance(
 ) -> Placement:
     """Copies hot experts and places all copies, so that the busiest rank's load is small.
 
-    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to the
-    expert with the most load per copy, and copies go, in falling order of load, to the least
-    loaded rank with a free slot. Then, as long as the busiest rank's load falls, it exchanges two
-    copies, or gives a slot of one expert to an expert of the busiest rank. So the busiest rank's
-    load is at most that of EPLB.
+    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB): each further slot
+    becomes a copy of the expert with the most load per copy, and copies are placed, heaviest first,
+    on the least loaded rank with a free slot. Then exchanges two copies between ranks, or gives a
+    slot of a copied expert to an expert of the busiest rank, as long as the busiest rank's load
+    falls. The busiest rank's load is therefore at most EPLB's.
 
     Args:
         load: [layers, E] numbers, none negative: the load of each expert, in any unit.
         num_slots: P, a multiple of num_ranks, at least E.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts. It has an effect only if num_groups is a multiple of it.
-        num_groups: groups of experts of consecutive ids, among which a token chooses first (see
-            `jax_ep.top_k_routing`). All experts of a group are then placed on one host, and
-            each host has equally many groups.
+        num_groups: the router's number of groups, equal runs of consecutive expert ids (see
+            `jax_ep.top_k_routing`). If num_hosts divides it, all experts of a group are placed on
+            one host, and each host has equally many groups.
 
     Returns:
         A `Placement` with all slots filled.
 
     Raises:
-        ValueError, TypeError: naming the argument that does not fit.
+        ValueError, TypeError: an argument does not fit; the message names it.
     """
     load = checked_load(load)
     num_experts = load.shape[1]
@@ -64,7 +64,7 @@ def _balance_layer(
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Hosts of more even load have, as a rule, ranks of more even load, but not always.
+    # Even loads of hosts usually, but not always, give even loads of ranks: try both.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -112,7 +112,7 @@ def _pack(load: Array, num_packs: int) -> Array:
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
     """Exchanges items between the heaviest pack and others while that makes it lighter."""
     totals = np.bincount(pack, load, num_packs)
-    for _ in range(100 * len(load)):  # each exchange makes the sorted totals smaller: it ends
+    for _ in range(100 * len(load)):  # every exchange lowers the sorted totals, so the loop ends
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
         if not len(others):
@@ -128,9 +128,9 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 
 
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
-    """Gives the slot of a copied expert to an expert of the busiest rank, if that rank gains.
+    """Gives a slot of a copied expert to an expert of the busiest rank, if that lowers the maximum.
 
-    Changes `expert` and `copies`; returns whether it did.
+    Updates `expert` and `copies` in place; returns whether they changed.
     """
     held = np.zeros((len(load), num_ranks))
     np.add.at(held, (expert, rank), 1)
@@ -140,7 +140,7 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     if not len(victims):
         return False
     a, b = expert[victims], wanted
-    less = load[a] / (copies[a] - 1)  # of each copy of the expert that loses one
+    less = load[a] / (copies[a] - 1)  # load per copy once expert a has one copy less
     more = load[b] / (copies[b] + 1)
     of_a = held[a] * (less - load[a] / copies[a])[:, None]
     of_b = held[b] * (more - load[b] / copies[b])[:, None]

@@ -1,4 +1,4 @@
-"""Turns choices of experts into choices of slots: the traced part of a placement."""
+"""Turns choices of experts into choices of slots, in a traced program."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def choose_slots(
 ) -> jax.Array:
     """Turns choices of experts into choices of slots. Call it inside `jax.shard_map`.
 
-    A choice goes to the copy on this rank if there is one; else this rank's choices of an expert
-    go to its copies in turn, starting at another copy on each rank. The same choices give the same
-    slots on every run.
+    A choice takes the expert's copy on this rank if there is one. Otherwise this rank's choices of
+    the expert take its copies in turn, starting on rank r with copy r modulo their number. The
+    result is deterministic.
 
     Args:
         topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as
-            -1, is a choice of no expert.
-        expert_of_slot: [P] int32, of one layer of a `Placement`, as are the next two.
-        slots_of_expert: [E, C] int32.
-        num_copies: [E] int32.
+            -1, chooses no expert.
+        expert_of_slot: [P] int32: `Placement.expert_of_slot` of one layer.
+        slots_of_expert: [E, C] int32: `Placement.slots_of_expert` of the same layer.
+        num_copies: [E] int32: `Placement.num_copies` of the same layer.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
 
     Returns:
-        [T, K] int32: slots, -1 where no expert was chosen; what `dispatch` takes, with
-        num_experts=P.
+        [T, K] int32: slots, -1 where no expert was chosen. Pass it to `dispatch` as `topk_idx`,
+        with num_experts=P.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -63,7 +63,7 @@ def choose_slots(
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
     slots_of_expert = jnp.asarray(slots_of_expert, jnp.int32)
-    if slots_of_expert.shape[1] == 1:  # no expert has copies, so nothing is to be counted
+    if slots_of_expert.shape[1] == 1:  # each expert has one slot, so no turns are counted
         only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only, -1)
     _, turn = count_choices(choices, num_experts)

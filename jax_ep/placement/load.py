@@ -1,4 +1,4 @@
-"""Loads of experts, averaged over training steps."""
+"""Averages the loads of experts over training steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from jax_ep.runtime.jax_compat import register_for_export
 )
 @dataclasses.dataclass(frozen=True)
 class LoadTracker:
-    """An exponential average of expert loads. A pytree, so it may be part of a train state.
+    """An exponential average of expert loads; a pytree, so it may be part of a train state.
 
         tracker = LoadTracker.of((layers, E), decay=0.99)
         tracker = tracker.update(metrics.expert_counts)  # each step, in jax.jit or outside
         new = balance(tracker.load, num_slots=64, num_ranks=8)
 
     Attributes:
-        total: the decayed sum of counts, float32.
+        total: float32, the decayed sum of counts, in the shape of the counts.
         weight: [] float32, the decayed number of updates.
-        decay: the factor of the old sum in an update; 1 - 1 / n averages over about n steps.
+        decay: the factor that an update applies to the old sum; 1 - 1 / n averages over about n
+            steps.
     """
 
     total: Any
@@ -36,7 +37,7 @@ class LoadTracker:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
-        """Makes a tracker of counts of `shape`, [layers, E] or [E], before the first update.
+        """Makes an empty tracker for counts of a shape, [layers, E] or [E].
 
         Raises:
             ValueError: `decay` is not above 0 and below 1.
@@ -47,10 +48,10 @@ class LoadTracker:
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32), float(decay))
 
     def update(self, counts: Any) -> LoadTracker:
-        """Returns the tracker after one more step, of `counts` such as `MoEMetrics.expert_counts`.
+        """Returns the tracker updated by one step's counts, such as `MoEMetrics.expert_counts`.
 
         Raises:
-            ValueError: the counts have another shape.
+            ValueError: the counts have another shape than the tracker's.
         """
         counts = jnp.asarray(counts, jnp.float32)
         if counts.shape != jnp.shape(self.total):
@@ -63,7 +64,7 @@ class LoadTracker:
 
     @property
     def load(self) -> jax.Array:
-        """The average counts of a step; zeros before the first update."""
+        """The average counts per step, float32 in the tracker's shape; 0 before any update."""
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 

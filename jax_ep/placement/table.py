@@ -1,4 +1,4 @@
-"""`Placement`: which slot of which rank holds which expert, as small arrays."""
+"""Defines `Placement`, small arrays that say which slot of which rank holds which expert."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ Array = np.ndarray[Any, Any]
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Which slot holds which expert, layer by layer. A pytree of int32 arrays.
+    """Says which slot holds which expert, layer by layer; a pytree of int32 arrays.
 
-    E experts, P slots; slot s is on rank s // (P / num_ranks). C = P - E + 1 is the most copies
-    that one expert can have. Make one with `Placement.of` or `Placement.in_order`.
+    There are E experts and P slots; slot s is on rank s // (P / num_ranks). C = P - E + 1 is the
+    most copies that one expert can have. Make one with `Placement.of` or `Placement.in_order`.
 
-    `placement[layer]` is the placement of one layer, whose arrays have no axis of layers; it is
-    what a layer's call takes. `jax.lax.scan` over layers gives the body the same.
+    A layer's call takes `placement[layer]`, the placement of one layer, whose arrays lack the
+    leading `layers` axis. `jax.lax.scan` over a placement gives its body the placement of one
+    layer, too.
 
     Attributes:
         expert_of_slot: [layers, P] int32, -1 where a slot is empty.
@@ -48,7 +49,7 @@ class Placement:
     num_ranks: int
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether all slots of two placements, outside of jit, hold the same experts."""
+        """Returns whether all slots of two untraced placements hold the same experts."""
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
@@ -57,11 +58,11 @@ class Placement:
 
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
-        """Makes a placement of `expert_of_slot` [layers, P] integers, -1 where a slot is empty.
+        """Makes a placement from `expert_of_slot`, [layers, P] integers, -1 for an empty slot.
 
         Raises:
-            ValueError: P is no multiple of num_ranks, or an id is not below num_experts, or a layer
-                has an expert without a slot.
+            ValueError: num_ranks does not divide P, an id is not below num_experts, or an expert
+                has no slot in some layer.
         """
         slots = np.asarray(expert_of_slot)
         checks.check_array("expert_of_slot", slots, 2, jnp.integer, "[layers, P]")
@@ -91,9 +92,9 @@ class Placement:
     def in_order(
         cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
     ) -> Placement:
-        """Makes the placement with expert s in slot s; the other slots repeat the experts in order.
+        """Makes the placement with expert s % E in slot s.
 
-        It is the placement of a layer's first parameters.
+        A newly initialized layer has this placement.
         """
         num_slots = checks.check_integer("num_slots", num_slots)
         slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
@@ -104,16 +105,19 @@ class Placement:
     def __getitem__(self, layer: int) -> Placement:
         """Returns the placement of one layer."""
         if np.ndim(self.expert_of_slot) != 2:
-            raise TypeError("this Placement is of one layer and has no layers to choose from.")
+            raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
         return jax.tree.map(lambda array: array[layer], self)
 
     def rank_load(self, load: Any) -> Array:
-        """Returns the load of each rank, [layers, num_ranks]; copies share an expert's evenly.
+        """Returns the load of each rank: float64 [layers, N], or [N] for one layer's placement.
 
-        Of the placement of one layer it is [num_ranks].
+        The copies of an expert share its load evenly.
 
         Args:
             load: [layers, E] numbers, or [E] for one layer: the load of each expert, in any unit.
+
+        Raises:
+            ValueError: `load` has another shape, or is negative or not finite.
         """
         copies = np.asarray(self.num_copies)
         shape = "[layers, E]" if copies.ndim == 2 else "[E]"
@@ -145,7 +149,8 @@ class Placement:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: the file's name ends in neither .json nor .npz, or it holds no placement.
+            ValueError: the file's name ends in neither .json nor .npz, or the file holds no
+                placement.
         """
         path = Path(path)
         is_json = _suffix(path) == ".json"
@@ -168,12 +173,12 @@ register_for_export(Placement)
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """Reads the arrays of an .npz file. Raises ValueError if the file is none."""
+    """Reads the arrays of an .npz file. Raises ValueError if the file is not one."""
     try:
-        with np.load(path) as arrays:  # of an .npy file an array, which is a TypeError here
+        with np.load(path) as arrays:  # np.load gives an array for .npy: `with` raises TypeError
             return dict(arrays)
     except (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError("it is no .npz file of arrays, or is damaged") from error
+        raise ValueError("it is not an .npz file of arrays, or is damaged") from error
 
 
 def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
@@ -183,7 +188,10 @@ def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(load.sum())
     if not is_finite or load.min() < 0:
-        raise ValueError("load must be finite, as must its sum, and not negative, but is not.")
+        raise ValueError(
+            "load must be finite and not negative, and its sum finite, but it ranges from "
+            f"{load.min()} to {load.max()}."
+        )
     return load
 
 

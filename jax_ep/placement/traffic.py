@@ -1,4 +1,4 @@
-"""Counts a routing trace under a placement: rows per rank, rows on the wire, rank changes."""
+"""Counts what a routing trace costs under a placement: rows computed and sent, rank changes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Traffic(NamedTuple):
     """Counts of one step of a trace, by layer.
 
     Attributes:
-        rows: [layers, N]: rows that each rank's experts compute.
-        wire_rows: [layers, N]: rows that each rank receives from others, one for each token.
-        rank_changes: [layers - 1]: the share of pairs of a token's choices, in successive layers,
-            that are on different ranks.
+        rows: [layers, N]: the rows that each rank's experts compute.
+        wire_rows: [layers, N]: the rows that each rank receives from other ranks. A token is sent
+            to a rank once, however many of its experts are there.
+        rank_changes: [layers - 1]: the share of pairs (a choice of a token, a choice of the same
+            token in the next layer) whose experts are on different ranks.
     """
 
     rows: Array
@@ -28,9 +29,9 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
     """Counts what one step sends and computes, with the slots that `choose_slots` chooses.
 
     Args:
-        topk_idx: [layers, tokens, K] integers, -1 for no expert. The tokens are spread over the
-            ranks in order and evenly; tokens that remain at the end are not counted.
-        placement: the placement, of as many layers.
+        topk_idx: [layers, tokens, K] integers, -1 for no expert. Each rank takes an equal run of
+            tokens, in order; tokens that remain at the end are not counted.
+        placement: a placement with the same number of layers.
     """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
@@ -53,7 +54,7 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 
 
 def _slots(topk_idx: Array, placement: Placement) -> Array:
-    """Chooses the slots of all ranks' experts [N, t, K] of one layer, as `choose_slots` does."""
+    """Turns all ranks' choices [N, t, K] of one layer into slots, as `choose_slots` does."""
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
     choices = topk_idx.reshape(num_ranks, -1)

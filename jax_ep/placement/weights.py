@@ -1,13 +1,13 @@
-"""Converts experts' weights and their optimizer state between experts and slots, and moves them.
+"""Converts experts' weights and optimizer state between experts and slots, and moves them.
 
-A layer with slots has arrays of P slots where a layer without slots has arrays of E experts.
-`to_slots` and `to_experts` convert one to the other, for checkpoints. `redistribute` moves the
-weights to the slots of another placement.
+The parameters of a layer with slots lead with P slots, those of a layer without slots with E
+experts. `to_slots` and `to_experts` convert one to the other, for checkpoints. `redistribute`
+moves the weights to the slots of another placement.
 
-All three take any pytree, such as a train state. They change only the leaves whose path has a key
-that names an expert's parameter, such as "wi_0", "wi_1" or "wo": the parameters themselves, and
-what an optimizer keeps for them. A leaf of one element stays as it is, as optax has for moments
-that it does not keep.
+All three take any pytree, such as a train state. They change only leaves of experts: leaves whose
+path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". These are the
+parameters and the optimizer's state for them. Leaves of one element stay as they are: optax has
+them as placeholders for moments that it does not keep.
 """
 
 from __future__ import annotations
@@ -30,33 +30,36 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# The bytes that a rank sends at once, so that it needs little memory besides the weights.
+# The bytes that a rank sends in one dispatch, which bound the memory needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# The bytes, about, of the rows that weights are cut into: an exchange of short rows is slower.
+# Weights are cut into rows of up to this many bytes; shorter rows are exchanged more slowly.
 _ROW_BYTES = 16 * 2**10
 
-# The dtype in which a dispatch carries values of 1, 2, 4 or 8 bytes. Elsewhere they are integers:
-# XLA may convert floats of 16 bits to float32, which changes the bits of a NaN, even to move them.
+# The dtype in which a dispatch carries values of 1, 2, 4 or 8 bytes. Outside of the dispatch the
+# values are integers, because XLA may move 16-bit floats as float32, which changes a NaN's bits.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
-# The weights of a layer that lead with experts, by their names in its parameters.
+# The names of a layer's parameters whose first axis is the experts.
 ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 
 
 def to_slots(tree: Any, placement: Placement) -> Any:
     """Copies the weights of E experts into P slots; an empty slot is zero.
 
+    Leaves of experts are those whose path has a key such as "wi_0", "wi_1" or "wo"; other leaves
+    stay as they are.
+
     Args:
-        tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] if the placement
-            is of several layers. NumPy arrays stay NumPy arrays.
+        tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] for the placement
+            of several layers. NumPy arrays stay NumPy arrays.
         placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
-        The tree with [P, ...] or [layers, P, ...] in these leaves.
+        The tree, in which the leaves of experts are [P, ...] or [layers, P, ...].
 
     Raises:
-        ValueError: a leaf of experts does not lead with E experts, or no leaf is of experts.
+        ValueError: a leaf of experts has another leading shape, or there is no leaf of experts.
     """
     slots = np.asarray(placement.expert_of_slot)
     size = "E", np.shape(placement.num_copies)[-1]
@@ -64,18 +67,18 @@ def to_slots(tree: Any, placement: Placement) -> Any:
 
 
 def to_experts(tree: Any, placement: Placement) -> Any:
-    """Reads the weights of E experts from the first slot of each, the inverse of `to_slots`.
+    """Takes each expert's weights from its first slot: the inverse of `to_slots`.
 
     Args:
-        tree: a pytree; its leaves of experts are [P, ...], or [layers, P, ...] if the placement
-            is of several layers. NumPy arrays stay NumPy arrays.
+        tree: a pytree; its leaves of experts (see `to_slots`) are [P, ...], or [layers, P, ...]
+            for the placement of several layers. NumPy arrays stay NumPy arrays.
         placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
-        The tree with [E, ...] or [layers, E, ...] in these leaves.
+        The tree, in which the leaves of experts are [E, ...] or [layers, E, ...].
 
     Raises:
-        ValueError: a leaf of experts does not lead with P slots, or no leaf is of experts.
+        ValueError: a leaf of experts has another leading shape, or there is no leaf of experts.
     """
     first = np.asarray(placement.slots_of_expert)[..., 0]
     size = "P", np.shape(placement.expert_of_slot)[-1]
@@ -85,14 +88,14 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 
 
 def _take(leaf: Any, index: Array) -> Any:
-    """Takes entries of a leaf along the last axis of `index`; zeros for -1."""
+    """Gathers `leaf` along axis `index.ndim - 1`; an index of -1 gives zeros."""
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
     axis = index.ndim - 1
     if xp is jnp:
         spec = list(jax.typeof(leaf).sharding.spec)
-        if axis < len(spec) and spec[axis] is not None:  # no gather along an Explicit axis
+        if axis < len(spec) and spec[axis] is not None:  # JAX cannot gather along an Explicit axis
             spec[axis] = None
-            mesh = jax.typeof(leaf).sharding.mesh  # there may be no ambient one
+            mesh = jax.typeof(leaf).sharding.mesh  # the caller may have set no ambient mesh
             leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
 
@@ -105,8 +108,8 @@ def _take(leaf: Any, index: Array) -> Any:
     if xp is np or not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
         return gather(leaf)
 
-    # As bits: XLA may gather from other devices by a sum, which has no subnormals. Bits have no
-    # tangent, so that is gathered as it is.
+    # Gathers bits as integers, because XLA may gather between devices by adding, which flushes
+    # subnormal floats to zero. Integers have no tangent, so the rule below gathers the tangent.
     @jax.custom_jvp
     def gather_bits(leaf: jax.Array) -> jax.Array:
         return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
@@ -127,32 +130,32 @@ def redistribute(
 ) -> Any:
     """Moves weights and optimizer state to the slots of another placement.
 
-    Every slot is filled from one that holds its expert: on the same rank if there is one, else the
-    copies of an expert send to equally many slots. Each leaf is donated and replaced, piece by
-    piece, so it needs memory for one piece besides the tree. The bits do not change, so copies that
-    are equal stay equal.
+    Every slot of the new placement receives the bits of a slot that held its expert before, on the
+    same rank if there is one. Otherwise the expert's copies share the sending evenly. Each leaf is
+    donated and replaced piece by piece, so the memory needed besides the tree is that of one piece.
 
-    Call it between steps, outside of `jax.jit`. It compiles a program for each shape of a leaf,
-    and another one whenever the most slots that one slot sends to exceeds the next power of two.
+    Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape and for
+    each power of two up to which one slot's number of destinations is rounded.
 
     Args:
-        tree: a pytree, such as a train state; its leaves of experts are [P, ...], or
-            [layers, P, ...] if the placements are of several layers. They are split over
-            `axis_name` alone where they are not, and may be split over other axes too, in other
-            dimensions. They stay in the kind of memory that they are in.
-        before: the placement that the tree has, of one layer or of several.
-        after: the placement to move to, with as many layers, experts, slots and ranks.
+        tree: a pytree, such as a train state; its leaves of experts (see `to_slots`) are
+            [P, ...], or [layers, P, ...] for placements of several layers. A leaf whose slots are
+            split over `axis_name` keeps its sharding, which may split other dimensions over other
+            axes; any other leaf is first split over `axis_name` alone. Each leaf stays in its
+            kind of memory, such as "pinned_host".
+        before: the present placement of the tree, of one layer or of several.
+        after: the placement to move to, with the same numbers of layers, experts, slots and ranks.
         mesh: the mesh of the weights.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
-        progress: called after each leaf with the bytes moved so far and those of all leaves.
+        progress: called after each leaf as progress(bytes moved so far, bytes of all leaves).
         implementation: the implementation of the exchange; see `jax_ep.dispatch`.
 
     Returns:
-        The tree; leaves of experts are new arrays, and the old ones are deleted.
+        The tree with new arrays as leaves of experts; the old arrays are deleted.
 
     Raises:
-        ValueError: the placements do not fit each other, the mesh or a leaf, no leaf is of experts,
-            or axis_name does not fit the mesh.
+        ValueError: the placements do not fit each other, the mesh or a leaf; there is no leaf of
+            experts; or `axis_name` does not fit the mesh.
     """
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
@@ -162,25 +165,25 @@ def redistribute(
     for name in ("expert_of_slot", "num_copies"):
         if np.shape(getattr(before, name)) != np.shape(getattr(after, name)):
             raise ValueError(
-                "before and after must be placements of as many layers, experts and slots, but "
+                "before and after must have equal numbers of layers, experts and slots, but "
                 f"their {name} have shapes {np.shape(getattr(before, name))} and "
                 f"{np.shape(getattr(after, name))}."
             )
     if not before.num_ranks == after.num_ranks == num_ranks:
         raise ValueError(
-            f"before and after must be of the {num_ranks} ranks along {axes}, but are of "
-            f"{before.num_ranks} and {after.num_ranks}."
+            f"before and after must have the {num_ranks} ranks along {axes}, but have "
+            f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    axis = len(shape) - 1  # of the slots
+    axis = len(shape) - 1  # the axis of the slots
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
 
     def note(leaf: jax.Array) -> None:  # raises before any leaf is donated
         if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
-                "tree must have leaves of experts that are real numbers of whole bytes, but one of "
-                f"shape {np.shape(leaf)} has dtype {leaf.dtype}."
+                "tree must have leaves of experts whose dtype is bool or a real dtype of 8 bits or "
+                f"more, but one of shape {np.shape(leaf)} has dtype {leaf.dtype}."
             )
         leaves.append(leaf)
 
@@ -206,7 +209,7 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            leaf.delete()  # if it was split anew, the copy was donated
+            leaf.delete()  # the program donated a copy if the leaf had to be split first
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
             return moved
@@ -216,7 +219,7 @@ def redistribute(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether a dtype is of bools or real numbers of 8 bits or more."""
+    """Returns whether a dtype is bool, or a real dtype of 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -225,9 +228,10 @@ def _is_of_whole_bytes(dtype: Any) -> bool:
 
 
 def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> PartitionSpec:
-    """Returns how a leaf with slots along `axis` is split while it is moved.
+    """Returns the PartitionSpec with which a leaf with slots along `axis` is moved.
 
-    As it is, if it is on this mesh and its slots are split over `axes`; else over `axes` alone.
+    A leaf on this mesh whose slots are split over `axes` keeps its own; any other leaf is split
+    over `axes` alone.
     """
     if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
         along = sharding.spec[axis]
@@ -239,7 +243,7 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Returns the slots that each slot of `before` sends to: [..., P, K] int32, then -1."""
+    """Lists the slots that each slot of `before` sends to: [..., P, K] int32, padded with -1."""
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
@@ -247,10 +251,11 @@ def _destinations(before: Placement, after: Placement) -> Array:
     sent: list[list[list[int]]] = []
     for held, wanted in zip(old, new, strict=True):
         of_layer: list[list[int]] = [[] for _ in range(num_slots)]
-        for slot in np.argsort(held[:num_slots] != wanted, kind="stable"):  # what stays, first
+        unchanged_first = np.argsort(held[:num_slots] != wanted, kind="stable")
+        for slot in unchanged_first:
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
-                source = slot  # also of an empty slot, so that every slot receives one
+                source = slot  # an empty slot sends to itself, so that every slot receives rows
             else:
                 far = copies // per_rank != slot // per_rank
                 load = [len(of_layer[copy]) for copy in copies]
@@ -258,7 +263,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    width = 1 << (most - 1).bit_length()  # few different ones: each is a program
+    width = 1 << (most - 1).bit_length()  # powers of two, because each width compiles a program
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
 
@@ -273,9 +278,9 @@ def _mover(
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the program (leaf, plan [..., P, K]) -> leaf that moves one leaf of experts.
 
-    `layers` is the number of axes before the slots, 0 or 1.
+    `layers` is the number of axes before the axis of the slots, 0 or 1.
     """
-    of_plan = PartitionSpec(*spec[: layers + 1])  # the leaf's layers may be split, too
+    of_plan = PartitionSpec(*spec[: layers + 1])  # the plan is split as the leaf's first axes are
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: layers + 1]
@@ -294,7 +299,7 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns how many values a row has, where weights of `shape` are cut into rows."""
+    """Returns the length of the rows, in values, that one expert's weights are cut into."""
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
@@ -304,9 +309,10 @@ def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
 def _move_rows(
     rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Sends rows [layers, slots of this rank, M, columns] as `plan` [layers, slots, K] says.
+    """Sends this rank's rows [layers, P / N, M, columns] to the slots in `plan` [layers, P / N, K].
 
-    Each piece is a dispatch whose experts are slots: each receives the rows of one slot, in order.
+    Each piece is one dispatch with the P slots as its experts; a slot receives the rows of exactly
+    one slot, in order.
     """
     layers, num_slots, num_rows, columns = rows.shape
     bytes_of_row = num_slots * columns * rows.dtype.itemsize
@@ -337,15 +343,16 @@ def _move_rows(
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
     """Applies a function to the leaves of experts.
 
-    Raises ValueError for one whose shape does not begin with `lead`, [E], [P] or these after the
-    layers; `size` is ("E", E) or ("P", P), for the message.
+    Raises ValueError for a leaf whose shape does not begin with `lead`: [E], [P], [layers, E] or
+    [layers, P]. The message quotes `size`, ("E", E) or ("P", P).
     """
     name, number = size
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     if paths and not any(map(_of_experts, paths)):
         raise ValueError(
             f"tree must have leaves of experts, with one of {ROUTED_WEIGHTS} in their path, but "
-            f"has {len(paths)} leaves without, such as {jax.tree_util.keystr(paths[0])!r}."
+            f"none of its {len(paths)} leaves has one; the first is "
+            f"{jax.tree_util.keystr(paths[0])!r}."
         )
 
     def visit(path: Any, leaf: Any) -> Any:
@@ -355,19 +362,19 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
         if shape[: len(lead)] == lead:
             return function(leaf)
         if shape in ((), (1,)):
-            return leaf  # what an optimizer has in place of moments that it does not keep
+            return leaf  # an optimizer's placeholder for a moment that it does not keep
         raise ValueError(
-            f"{jax.tree_util.keystr(path)} must lead with {lead}, of {name}={number}, as the "
-            f"placement does, but has shape {shape}."
+            f"{jax.tree_util.keystr(path)} must have a shape that begins with {lead}, where the "
+            f"placement has {name}={number}, but has shape {shape}."
         )
 
     return jax.tree.map_with_path(visit, tree)
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key of a leaf's path names a parameter of experts.
+    """Returns whether a key of a leaf's path names an expert's parameter.
 
-    A key of a flat dictionary is a path itself: a tuple, or names joined by "/" or ".".
+    In a flattened dictionary a key holds a whole path: a tuple, or names joined by "/" or ".".
     """
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))

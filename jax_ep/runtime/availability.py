@@ -1,9 +1,9 @@
 """Decides whether the Pallas kernels can run, whatever their operands are, and says why not.
 
-A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in one that is
-being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns None, or a
-reason that completes "the kernels cannot run: ...". What the kernels of an operation need of its
-operands is said next to them, in the operation's table of `jax_ep.implementations`.
+A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in a program
+that is being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns
+None, or a reason that completes "the kernels cannot run: ...". The table of each operation, in
+`jax_ep.implementations`, checks the operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why kernels that compute with an array do not take its dtype, or None if they do."""
+    """Returns why kernels do not compute with arrays of this dtype, or None if they do."""
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -49,7 +49,7 @@ def mosaic_unavailable_reason() -> str | None:
     """
     try:
         from pallas_kernels.fabric import mosaic
-    except (ImportError, AttributeError) as error:  # Pallas lacks what the module itself needs
+    except (ImportError, AttributeError) as error:  # this Pallas lacks a name the module imports
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
     reason = mosaic.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
@@ -99,7 +99,7 @@ def traced_devices_unavailable_reason() -> str | None:
     """
     platform = jax_compat.platform_of_traced_mesh()
     if platform is not None and platform != "gpu":
-        return f"it needs NVIDIA GPUs, and the mesh here is of {platform} devices"
+        return f"it needs NVIDIA GPUs, and the mesh here has {platform} devices"
     if platform == "gpu" and jax.default_backend() == "gpu":
         return unavailable_reason()
     return None
@@ -113,19 +113,20 @@ def program_unavailable_reason(
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      ranks_per_host: None if all ranks reach each other; else how many neighbours do, each run of
-        them on a host. Then the answer is the same on all hosts.
+      ranks_per_host: None if the kernels communicate between all ranks along the axes; else the
+        number of ranks of each host, among which alone they communicate. The answer is then the
+        same on all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
     if len(program.platforms) > 1:
-        # A program for several platforms branches over them; XLA allows no collective in a branch.
+        # A program for several platforms branches over them, and XLA forbids collectives there.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
-        return "its program holds addresses of this machine, and is to be exported"
+        return "its program holds addresses of this machine, so it cannot be exported"
     if not program.is_of_one_device:
         return (
             "it needs shard_map over all axes of the mesh, and this program is partitioned by XLA"
@@ -137,8 +138,8 @@ def program_unavailable_reason(
         sizes = [mesh.shape[name] for name in axis_name]
         if hosts.parts_of_axes(sizes, ranks_per_host) is None:
             return (
-                f"it needs ranks of a host that are a block of the mesh, and runs of "
-                f"{ranks_per_host} along axes of sizes {sizes} are none"
+                f"it needs the ranks of each host to be a block of the mesh, and {ranks_per_host} "
+                f"consecutive ranks along axes of sizes {sizes} do not form one"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
@@ -163,7 +164,7 @@ def program_unavailable_reason(
             if any(device.process_index == jax.process_index() for device in of_host):
                 if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
-    if ranks_per_host is not None:  # ranks of several hosts, whose programs must communicate alike
+    if ranks_per_host is not None:  # all hosts must choose the same program, so they must agree
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue

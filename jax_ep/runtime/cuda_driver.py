@@ -1,9 +1,9 @@
 """Calls the CUDA driver through ctypes; imports without error where there is no driver.
 
 The driver numbers the GPUs that CUDA_VISIBLE_DEVICES lets it see. This number is the *ordinal*, and
-equals `jax.Device.local_hardware_id`. Functions whose result may be None ask a question, and return
-None where the driver does not answer. The others raise `Error`, with the name of the driver's
-function and its reason.
+equals `jax.Device.local_hardware_id`. Functions whose result may be None return None where the
+driver does not answer. All other functions raise `Error`, with the name of the driver's function
+and its reason.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def uuid(ordinal: int) -> str:
 
 
 def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[int, int]:
-    """Allocates memory of a GPU, which lives until it is released and mapped nowhere.
+    """Allocates memory of a GPU; it is freed once its handle is released and it is unmapped.
 
     Args:
       ordinal: the GPU's ordinal.
@@ -177,7 +177,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Releases a handle of memory; the memory lives on while it is mapped."""
+    """Releases a handle of memory; the memory is kept while it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
@@ -264,7 +264,7 @@ def has_access(address: int, ordinal: int) -> bool:
 
 
 def address_range(ordinal: int, address: int) -> tuple[int, int]:
-    """Returns the start and the bytes of the allocation on a GPU that an address lies in."""
+    """Returns the start and the bytes of the GPU's allocation that contains an address."""
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
@@ -315,7 +315,7 @@ def _context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """Opens a new stream, apart from other work and captures; waits for its work at the end."""
+    """Opens a stream that is independent of other streams, and waits for its work at the end."""
     stream = ctypes.c_void_p()
     with _context(ordinal):
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))

@@ -1,4 +1,4 @@
-"""Makes the fabric that connects a kernel's ranks, for a mesh axis of the program being lowered."""
+"""Makes the fabric, the object through which the ranks of a kernel communicate."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
     Args:
       axis_name: the mesh axes of the ranks.
       like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
-      ranks_per_host: None if all ranks along the axes reach each other; else how many neighbours
-        do, a block of the mesh.
+      ranks_per_host: None if all ranks along the axes communicate; else the number of ranks of a
+        host, which are neighbours and form a block of the mesh: only they communicate.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
@@ -27,7 +27,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    assert parts is not None, (axis_name, ranks_per_host)  # availability has asked
+    assert parts is not None, (axis_name, ranks_per_host)  # `availability` has checked this
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
@@ -35,9 +35,9 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
+    """Returns the address of GPU 0's heap, and the domain's number of each GPU of the mesh."""
     domain = domain_of(num_places)
-    assert not isinstance(domain, str), domain  # availability refuses kernels without a domain
+    assert not isinstance(domain, str), domain  # `runtime.availability` has checked this
     if domain is None:
         return memory_map.BASE, tuple(range(num_places))
     program = jax_compat.current_program()
@@ -45,7 +45,7 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     if devices is None:
         return domain.base, tuple(range(num_places))
     numbers = domain.numbers
-    # A GPU of another host is in another domain, where its own process knows its number.
+    # A GPU of another host is not in this domain, and kernels never address it from here.
     return domain.base, tuple(
         numbers.get(device.id, device.local_hardware_id or 0) for device in devices.flat
     )
@@ -66,10 +66,10 @@ def num_gpus(fabric: Gpus) -> int:
 
 
 def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
-    """Returns this machine's domain, or why it has none, or None.
+    """Returns this machine's domain, or why it has none; None for another machine's program.
 
-    None is of a program for another machine: one without GPUs lowers it, or its mesh has more
-    places than there are devices here.
+    A program is for another machine if this machine has no GPUs, or fewer devices than the mesh of
+    the program has places.
     """
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None

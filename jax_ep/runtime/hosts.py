@@ -1,7 +1,7 @@
 """Finds out which ranks share a host, in the program that is being lowered.
 
-The devices of a host reach each other without the network between hosts: they are the GPUs of one
-NVLink domain, the devices of one process of CPUs, or the chips of a TPU slice.
+The devices of a *host* communicate without the network between hosts: a host is the GPUs of one
+NVLink domain, the CPU devices of one process, or the chips of one TPU slice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jax_ep.runtime import jax_compat, settings
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
     """Returns M, the number of hosts of the N ranks along some mesh axes, or why there is none.
 
-    The ranks must be M runs of N / M neighbours, each run on one host of its own, and M must be the
-    same wherever ranks lie along these axes. Where that does not hold, or is not known, the
-    result is a reason, which completes "the ranks cannot exchange between hosts: ...".
+    Each host must have N / M consecutive ranks, and M must be the same at every position along the
+    other mesh axes. Where that does not hold, or is not known, the result is a reason, which
+    completes "the ranks cannot exchange between hosts: ...".
 
     Args:
       program: the program that is being lowered.
@@ -48,17 +48,18 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
     if reasons:
         return reasons[0]
     if len(found) > 1:
+        counts = sorted(each for each in found if not isinstance(each, str))
         return (
-            f"ranks along {tuple(axis_name)} span {sorted(found)} hosts, "  # type: ignore[type-var]
-            "and must span equally many wherever they lie on the mesh's other axes"
+            f"ranks along {tuple(axis_name)} span {counts} hosts, and must span equally many "
+            "wherever they lie on the mesh's other axes"
         )
     return found.pop()
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """Returns a value for each device, equal for those of one host; None where JAX does not say.
+    """Returns the host of each device, as any value; None where JAX does not say.
 
-    A device that is not known is given as its place in the mesh, an integer.
+    Where the devices are not known, `devices` holds their places in the mesh, integers.
     """
     per_host = settings.devices_per_host()
     if per_host is not None:
@@ -70,9 +71,9 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns the number of hosts of the ranks of one exchange, or the reason of `num_hosts`.
+    """Returns the number of hosts that communicating ranks span, or a reason as `num_hosts` does.
 
-    `host_of_rank` is what `hosts_of` returns for the ranks' devices.
+    `host_of_rank` is the result of `hosts_of` for the devices of these ranks, in rank order.
     """
     if None in host_of_rank:
         return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
@@ -85,21 +86,23 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
             return count
     names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
     numbers = [names[host] for host in host_of_rank]
-    reason = f"the ranks, in order, are on hosts {numbers}, and each host must have an equal number"
+    reason = f"the ranks, in order, are on hosts {numbers}, and each host must have equally many"
     if numbers == sorted(numbers):
-        return f"{reason} of them"
-    return f"{reason} of them, next to each other: order the devices of the mesh by host"
+        return f"{reason} ranks"
+    return f"{reason} consecutive ranks: order the devices of the mesh by host"
 
 
 def ranks_along(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
-    """Returns the devices that exchange along some axes of a mesh: lists in rank order.
+    """Splits a mesh's devices into lists of ranks that communicate, each in rank order.
+
+    The ranks of one list differ only in their position along the axes `axis_name`.
 
     Args:
       devices: the mesh's devices, in its shape.
       axis_names: the names of all axes of the mesh.
-      axis_name: the axes of the ranks.
+      axis_name: the mesh axes of the ranks.
     """
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
@@ -108,15 +111,15 @@ def ranks_along(
 
 
 def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:
-    """Returns the shape, along each mesh axis, of the block that a run of neighbouring ranks forms.
+    """Returns the sizes, along each mesh axis, of the block that consecutive ranks form.
 
     Args:
-      sizes: the sizes of the axes of the ranks; the last axis counts fastest.
-      ranks_per_host: how many ranks a run has; None: all of them.
+      sizes: the sizes of the ranks' mesh axes; ranks are numbered in row-major order.
+      ranks_per_host: how many consecutive ranks form a block; None: all of them.
 
     Returns:
-      The block's size along each axis, whose product is `ranks_per_host`; None where a run is no
-      block of the mesh.
+      The block's size along each axis, whose product is `ranks_per_host`; None where that many
+      consecutive ranks do not form a rectangular block.
     """
     if ranks_per_host is None:
         return list(sizes)
@@ -131,7 +134,7 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
 
 
 def _host_of(device: jax.Device) -> Any:
-    """Returns what names the host of a device: its process on CPUs, elsewhere XLA's slice index."""
+    """Returns a device's host: its process on CPUs or in a single process, else XLA's slice."""
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index
     return getattr(device, "slice_index", None)

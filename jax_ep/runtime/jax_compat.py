@@ -1,10 +1,9 @@
-"""The one door to JAX's internals: everything private or unstable of JAX that jax_ep touches.
+"""Wraps every private or unstable part of JAX that jax_ep uses.
 
-JAX keeps few of these names stable. A use of one that JAX may lack next says what happens then, and
-the package can be imported without it. Names that JAX publishes and every supported version has are
-used as they are. Where JAX lacks what primitives need, `define_primitive`
-returns a stand-in that XLA computes inline. `primitives_unavailable_reason` then says what is
-missing, and kernels, which need primitives, are refused with that reason.
+The package can be imported where JAX lacks one of these names; each function says what it does
+then. Public names that every supported JAX has are used directly. Where JAX lacks what primitives
+need, `define_primitive` returns a stand-in that computes inline. `primitives_unavailable_reason`
+then names what is missing, and kernels, which need primitives, are refused with that reason.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _find(path: str) -> Any:
         return None
 
 
-# What primitives need of JAX. Where JAX lacks one of these names, primitives compute inline.
+# The names in JAX that primitives need. Where JAX lacks one of them, primitives compute inline.
 _REQUIRED = {
     path: _find(path)
     for path in (
@@ -52,18 +51,41 @@ _shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowerin
 
 
 def primitives_unavailable_reason() -> str | None:
-    """Returns why this JAX cannot have the library's primitives, or None if it can."""
+    """Returns why the library cannot define primitives in this JAX, or None if it can."""
     missing = [path for path, found in _REQUIRED.items() if found is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
+
+
+# The other names that this module looks for, and what the library does where JAX lacks one of them.
+_OPTIONAL = {
+    "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
+    "jax.interpreters.partial_eval.dce_rules": "unused results of primitives are computed",
+    "jax._src.dispatch.prim_requires_devices_during_lowering": "kernels are refused",
+    "jax.extend.core.jaxpr_as_fun": "a layer runs its functions, not their traces",
+    "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
+    "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
+    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter": "no multimem",
+    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather": "no multimem",
+}
+
+
+def optional_names_missing() -> list[str]:
+    """Returns each name that this JAX lacks, with what follows, of those the library can lack.
+
+    This loads Mosaic.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
 
 
 def devices() -> list[jax.Device]:
     """Returns `jax.devices()`. Raises RuntimeError, with the reason, if JAX finds no backend."""
     try:
         return jax.devices()
-    except AssertionError as error:  # of JAX_PLATFORMS=cuda without a GPU; it has no text
+    except AssertionError as error:  # JAX raises it, without a text, for cuda without a GPU
         raise RuntimeError(
-            f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform that is here"
+            f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform of this machine"
         ) from error
 
 
@@ -71,20 +93,20 @@ def devices() -> list[jax.Device]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the mesh axes that an array, or its type, is typed as varying over.
+    """Returns the mesh axes that an array or an array's type varies over (vma).
 
-    Where JAX lacks varying-axes types, these are none.
+    Returns no axes where JAX lacks varying-axes types.
     """
     kind = x if hasattr(x, "mat") else jax.typeof(x)
     return getattr(getattr(kind, "mat", None), "varying", frozenset())
 
 
 def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> list[jax.Array]:
-    """Casts operands to vary over `axis_name` and over every axis that one of them varies over.
+    """Casts operands to vary over `axis_name` and over every axis that any operand varies over.
 
     A collective's result differs from rank to rank, so its operands must be typed as varying. The
-    transpose of the cast is the sum over ranks that the gradient of a replicated operand needs.
-    Where JAX lacks varying-axes types, the operands are returned as they are.
+    transpose of the cast sums the gradient of a replicated operand over the ranks. Where JAX lacks
+    varying-axes types, the operands are returned unchanged.
     """
     if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
         return list(operands)
@@ -108,7 +130,7 @@ def result_type(
     """Returns the type of a primitive's result, for its `abstract_eval`.
 
     Args:
-      operand: the type of an operand, from which all else is taken.
+      operand: the type of an operand; the result has its sharding and other properties.
       shape: the result's shape.
       dtype: the result's dtype; None: the operand's.
       varying: the mesh axes that the result varies over; None: the operand's.
@@ -128,10 +150,10 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Calls a function with the mesh's Explicit axes as Auto; replicates its results over them.
+    """Calls a function with the mesh's Explicit axes made Auto; replicates its results over them.
 
-    Inside `shard_map`, these are axes that it is not over. Where there are none, this is a plain
-    call.
+    Inside `shard_map`, the Explicit axes are those that it leaves out. Without Explicit axes, this
+    is a plain call.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -171,7 +193,7 @@ class Program:
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether the arrays of this program are one device's; else XLA partitions them.
+        """Whether each array of this program is on one device; else XLA partitions arrays.
 
         False where JAX does not say.
         """
@@ -188,10 +210,10 @@ class Program:
 
     @property
     def mesh_devices(self) -> np.ndarray | None:
-        """The devices of the program's mesh, in its shape; None where they are not known.
+        """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        An abstract mesh stands for the mesh of `jax.set_mesh`, if the two have equal axes and this
-        JAX has the means to tell. Without a mesh, these are all devices of the program.
+        For an abstract mesh, takes the devices of the mesh of `jax.set_mesh`, if the two have equal
+        axes and this JAX gives access to it. Without a mesh, returns all devices of the program.
         """
         mesh = self.mesh
         if mesh is None:
@@ -239,7 +261,7 @@ class Primitive(Protocol):
 
 
 class _Inline:
-    """Stand-in for a primitive where JAX lacks what primitives need: `bind` computes inline."""
+    """Stands in for a primitive where JAX lacks what primitives need: `bind` computes inline."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -262,8 +284,8 @@ def define_primitive(
 ) -> Primitive:
     """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
 
-    Outside of any trace, as under `jax.disable_jit`, it runs compiled by itself. Its params must be
-    hashable.
+    Outside of any trace, as under `jax.disable_jit`, a call compiles and runs the primitive alone.
+    Its params must be hashable.
 
     Args:
       name: the primitive's name, as a jaxpr shows it.
@@ -278,9 +300,10 @@ def define_primitive(
       platforms: the platforms that get a lowering of their own; None is every other platform. A
         program for several platforms branches over their lowerings, and a branch may hold no
         collective.
-      unused: (which results are used, params) -> params that compute no more than these, and the
-        indices of the results that they leave, and of the operands that these take, None for all.
-        None, and where JAX lacks what it takes: all results are computed if one is used.
+      unused: the rule by which JAX drops unused results: (for each result whether it is used,
+        params) -> (reduced params, the kept results' indices, the kept operands' indices or None
+        for all). Without a rule, and where JAX has no such rules, all results are computed if one
+        is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -309,17 +332,17 @@ def define_primitive(
 
 
 def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # what is not jitted comes here again, without end
+    with jax.disable_jit(False):  # without jit, `bind` would call this function again, forever
         return _jitted(primitive, **params)(*operands)
 
 
-@functools.lru_cache(maxsize=1024)  # a function that equals no other is a parameter of one call
+@functools.lru_cache(maxsize=1024)  # bounded, since params may hold a new function in each call
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
     """Returns a primitive as a jitted function.
 
-    Under `jax.debug_nans`, JAX runs a jitted function that gives NaN again, op by op. It must not
-    run this one so, whose only op would be jitted here again, without end. So this one is marked as
-    JAX marks the functions of its own primitives: JAX raises the error that names it.
+    Under `jax.debug_nans`, JAX runs a jitted function that returned NaN again, op by op. The only
+    op of this function would be jitted here again, forever. The function is therefore marked as JAX
+    marks the functions of its own primitives, and JAX raises the error for it at once.
     """
 
     def function(*operands: Any) -> Any:
@@ -331,10 +354,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
 
 
 def _type_of_linear(operand: Any) -> Any:
-    """Returns the type of an operand that a transpose rule is given: it has no value there.
-
-    Where JAX names that type otherwise, it is that of an array.
-    """
+    """Returns the type of a transpose rule's operand, which is an array or JAX's placeholder."""
     kind = getattr(operand, "aval", None)
     return jax.typeof(operand) if kind is None else kind
 
@@ -345,9 +365,9 @@ _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
 def _without_unused_results(
     unused: Callable[..., Any], used: Sequence[bool], *live_and_equation: Any
 ) -> tuple[list[bool], Any]:
-    """Removes from an equation of a jaxpr what computes results that nothing uses.
+    """Removes unused results from an equation of a jaxpr, by the rule `unused`.
 
-    From jax 0.12 on a rule is also told, before the equation, which operands are live.
+    JAX calls it as (used, equation), and from jax 0.12 on as (used, live operands, equation).
     """
     equation = live_and_equation[-1]
     if not any(used):
@@ -367,7 +387,7 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # Not `lax.axis_index`, which XLA computes in a kernel of its own; XLA just stores this word.
+    # XLA stores this word directly; it would launch a separate kernel for `lax.axis_index`.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -380,21 +400,21 @@ _place_p = define_primitive(
     "ep_place",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_place,
-    inline=_lacks("what primitives need"),  # kernels are refused before
+    inline=_lacks("what primitives need"),  # unreachable: kernels are refused without primitives
     multiple_results=False,
 )
 
 
 def place() -> jax.Array:
-    """Returns the place of this device among those of its mesh, in row-major order: [1] int32.
+    """Returns this device's place in its mesh, in row-major order, as [1] int32.
 
     Only kernels use it. Lowering it raises ImportError where JAX lacks the dialect `stablehlo`.
     """
     return _place_p.bind()
 
 
-# JAX caches lowered programs and may run them on other devices, unless a program has a primitive of
-# this set. None where JAX lacks the set.
+# JAX caches lowered programs and may run them on other devices, unless the program contains a
+# primitive of this set. None where JAX lacks the set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
 _devices_p: Primitive = define_primitive(
@@ -423,8 +443,7 @@ def devices_unavailable_reason() -> str | None:
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     """Returns x, and makes JAX lower the program anew for each set of GPUs of this machine.
 
-    Where JAX lacks the means, `devices_unavailable_reason` says so. On other machines than one with
-    GPUs this does nothing.
+    Where JAX cannot do so, `devices_unavailable_reason` says why. Without GPUs, only returns x.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
@@ -436,7 +455,7 @@ _jaxpr_as_fun = _find("jax.extend.core.jaxpr_as_fun")
 
 
 def function_of_jaxpr(jaxpr: Any) -> Callable[..., Sequence[Any]] | None:
-    """Returns a function that evaluates a closed jaxpr; None where JAX lacks the means."""
+    """Returns a function that evaluates a closed jaxpr; None where JAX lacks `jaxpr_as_fun`."""
     return None if _jaxpr_as_fun is None else _jaxpr_as_fun(jaxpr)
 
 
@@ -446,7 +465,7 @@ def type_of_atom(atom: Any) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether an array has no value yet."""
+    """Returns whether an array is a tracer, without a value."""
     return isinstance(x, jax.core.Tracer)
 
 
@@ -482,7 +501,7 @@ def register_for_export(
                 serialize_auxdata=lambda fields: _static_to_bytes(name, to_names(fields)),
                 deserialize_auxdata=lambda data: of_names(_tuples(json.loads(data))),
             )
-    except ValueError:  # the module was reloaded: its earlier class has registered the name
+    except ValueError:  # the module was reloaded, and its earlier class has registered the name
         pass
 
 
@@ -511,7 +530,7 @@ def smaller(size: Any, other: Any) -> Any:
 def mesh_of_with_statement() -> Mesh | None:
     """Returns the mesh of an enclosing `with mesh:`, a form that JAX deprecates.
 
-    None where there is none, and where JAX no longer keeps it.
+    Returns None outside of such a statement, and where JAX no longer keeps its mesh.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -521,7 +540,7 @@ def mesh_of_with_statement() -> Mesh | None:
 
 
 def platform_of_traced_mesh() -> str | None:
-    """Returns the platform of the devices of the traced mesh; None where JAX does not say."""
+    """Returns the platform of the traced mesh's devices; None where JAX does not say."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
 
@@ -529,8 +548,8 @@ def platform_of_traced_mesh() -> str | None:
 def distributed_client() -> Any:
     """Returns the client of the key-value service of `jax.distributed`.
 
-    None before `jax.distributed.initialize`, and where this JAX keeps the client elsewhere. Then
-    several processes cannot share memory; their error names both causes.
+    Returns None before `jax.distributed.initialize`, and where this JAX keeps the client elsewhere.
+    Several processes then cannot share memory, and the error that says so names both causes.
     """
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
 
@@ -541,15 +560,15 @@ def is_rocm(device: jax.Device) -> bool:
 
 
 def looks_for_nans() -> bool:
-    """Returns whether JAX is told to look for NaN or infinities in the results of functions."""
+    """Returns whether `jax_debug_nans` or `jax_debug_infs` is set."""
     config = jax.config
     return bool(config.jax_debug_nans or config.jax_debug_infs)  # type: ignore[attr-defined]
 
 
 def address_of(array: jax.Array) -> int:
-    """Returns the address of an array on its first device.
+    """Returns the address of an array's shard on its first device of this process.
 
-    Raises NotImplementedError where JAX does not give it.
+    Raises NotImplementedError where JAX does not give addresses.
     """
     of_device = array.addressable_shards[0].data
     get_address = getattr(of_device, "unsafe_buffer_pointer", None)
@@ -560,7 +579,7 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# JAX's collectives by the NVLink switch. Looking for them loads Mosaic.
+# JAX's collective kernels that use the NVLink switch. Importing them loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
@@ -568,9 +587,9 @@ _MULTIMEM = (
 
 
 def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
-    """Returns JAX's reduce_scatter and all_gather by the NVLink switch.
+    """Returns JAX's kernels for the NVLink switch, reduce_scatter and all_gather.
 
-    One that JAX lacks is None; `multimem_unavailable_reason` then says so.
+    A kernel that JAX lacks is None, and `multimem_unavailable_reason` says so.
     """
     return [_find(path) for path in _MULTIMEM]
 

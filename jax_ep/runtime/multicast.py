@@ -15,8 +15,8 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
     """Returns why GPUs have no multicast memory, or None if they may have it.
 
     The driver's answer describes the hardware. Where an administrator, a container or the fabric
-    manager forbids multicast, the driver may still offer it, and kernels that use it fail when they
-    run. This function allocates nothing, so it does not notice that.
+    manager forbids multicast, the driver may still report it, and kernels that use it fail when
+    they run. Only an allocation would show that, and this function makes none.
 
     Args:
       devices: the GPUs to ask about; None: all.

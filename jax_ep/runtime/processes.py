@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Store(Protocol):
-    """The methods of the key-value service that are used, as jaxlib's client has them."""
+    """The methods of jaxlib's key-value client that this library calls."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -54,14 +54,14 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Tells the processes of all hosts why this one's GPUs do not share memory; None: they do."""
+    """Publishes why this process's GPUs do not share memory (None if they do) to all hosts."""
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
 def reported(store: Store, process: int, timeout_s: float) -> str | None:
-    """Returns what a process has told by `report`; waits for it.
+    """Waits for a process's `report`, and returns its reason, or None.
 
-    Raises RuntimeError if it takes longer than `timeout_s` seconds.
+    Raises RuntimeError if that takes longer than `timeout_s` seconds.
     """
     key = _OUTCOME_KEY.format(process=process)
     try:
@@ -109,12 +109,14 @@ class Alone:
 
 
 class Meeting:
-    """One process's part in a meeting of several processes.
+    """Lets one process exchange messages with other processes of its host.
+
+    Call `introduce`, `exchange` and `agree` once each, in this order.
 
     Args:
       store: the key-value service by which the processes find each other.
       process: the number of this process.
-      timeout_s: seconds from now within which all must have exchanged, and from there agreed.
+      timeout_s: seconds from now within which `exchange` must end; `agree` gets as many again.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -192,12 +194,12 @@ class Meeting:
         return messages
 
     def agree(self, message: Message) -> dict[int, Message]:
-        """Sends a message to the others, and returns those of all processes, by process.
+        """Sends a message to the other processes; returns the messages of all, by process.
 
         Raises `Refused` if a message has a "failure", or a process ended or took too long.
         """
         messages = {self._process: message}
-        # Others may have begun as late as this process's deadline, and count on it once told.
+        # A process that began just before this one's deadline has its own, later deadline.
         self._deadline = max(self._deadline, time.monotonic() + self._timeout_s)
         try:
             self._tell(message)
@@ -229,7 +231,7 @@ class Meeting:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _ended(self, process: int) -> Refused:
-        """Returns the error that a process has ended; removes the socket it may have left."""
+        """Makes the error for a process that has ended, and removes the socket it may have left."""
         _remove(self._paths[process])
         return Refused(f"process {process} ended, or had given up, while memory was being shared")
 
@@ -290,7 +292,7 @@ class Meeting:
                     self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
-        """Accepts a connection; keeps it if it is of a missing process of this user."""
+        """Accepts a connection, and closes it unless a missing process of this user opened it."""
         connection, _ = self._listener.accept()
         self._cleanup.enter_context(connection)
         connection.settimeout(self._left())

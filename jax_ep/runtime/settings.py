@@ -7,11 +7,11 @@ import os
 from pallas_kernels.fabric import memory_map
 
 _TIMEOUT_SECONDS = 100.0
-_LONGEST_TIMEOUT_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
+_LONGEST_TIMEOUT_SECONDS = 1e9  # kernels hold the timeout as 64 bits of nanoseconds
 
 
 def timeout_seconds() -> float:
-    """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer until it traps.
+    """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer before it traps.
 
     The default is 100. Raises ValueError unless it is a positive number of seconds up to 1e9.
     """
@@ -31,9 +31,9 @@ def timeout_seconds() -> float:
 def num_blocks() -> int | None:
     """Returns JAX_EP_NUM_BLOCKS, the most thread blocks of an exchange kernel; None if not set.
 
-    If it is not set, kernels take the number that was measured to be fastest. A smaller number
-    leaves part of the GPU to a kernel that runs at the same time. Raises ValueError unless it is a
-    positive integer, at most `memory_map.MAX_BLOCKS`.
+    If it is not set, each kernel uses its fastest measured number. A smaller number leaves part of
+    the GPU to other kernels that run at the same time. Raises ValueError unless it is a positive
+    integer, at most `pallas_kernels.fabric.memory_map.MAX_BLOCKS`.
     """
     return _positive_int("JAX_EP_NUM_BLOCKS", most=memory_map.MAX_BLOCKS)
 
@@ -41,7 +41,7 @@ def num_blocks() -> int | None:
 def devices_per_host() -> int | None:
     """Returns JAX_EP_DEVICES_PER_HOST, or None if it is not set.
 
-    Each run of so many devices in `jax.devices()` then counts as one host. If it is not set, JAX
+    If it is set, each run of that many devices in `jax.devices()` counts as one host; else JAX
     tells which devices share a host. Raises ValueError unless it is a positive integer.
     """
     return _positive_int("JAX_EP_DEVICES_PER_HOST")

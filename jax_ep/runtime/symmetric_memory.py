@@ -1,9 +1,9 @@
-"""Sets up symmetric memory: memory on every GPU of a host that all its GPUs can address.
+"""Sets up symmetric memory: a heap on every GPU of a host that all GPUs of the host can address.
 
-`pallas_kernels.fabric.memory_map` says where it is and what its header holds. This module allocates
-it through the CUDA driver, once, when a program that needs it is first lowered, and keeps it as
-long as the process lives. Processes of one host also map each other's memory pools, in which XLA's
-arrays lie.
+`pallas_kernels.fabric.memory_map` states the addresses of the heaps and the contents of their
+headers. This module allocates the heaps through the CUDA driver, once, when a program that needs
+them is first lowered, and keeps them as long as the process lives. Processes of one host also map
+each other's memory pools, in which XLA's arrays lie.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gpu:
       process: the `jax.process_index()` of its process.
       bus_id: its place on the host's PCI bus.
       pool_start: the address, in its own process, of the memory pool that XLA's arrays lie in.
-      pool_bytes: the size of that pool; 0 if it is not of the driver's virtual-memory API.
+      pool_bytes: the size of that pool; 0 if the driver's virtual-memory API did not allocate it.
     """
 
     number: int
@@ -60,15 +60,15 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The GPUs of this host that share memory, with the same numbers in each of its processes.
+    """The GPUs of this host that share memory, numbered alike in all processes of the host.
 
     Attributes:
       base: the address of GPU 0's heap. With several processes it is always `memory_map.BASE`.
-      stride: bytes from one GPU's heap to the next one's.
+      stride: bytes from one GPU's heap to the next GPU's.
       heap_bytes: bytes of each GPU's heap, the header included.
       gpus: the GPUs, by number.
-      no_access: triples (one, other, reason) of numbers where GPU `one` cannot address the memory
-        of GPU `other`.
+      no_access: a triple (one, other, reason) for each pair of GPUs, by number, where GPU `one`
+        cannot address the memory of GPU `other`.
     """
 
     base: int
@@ -90,9 +90,9 @@ class Domain:
 def domain() -> Domain | str:
     """Returns the domain of this process, or why there is none; the first call sets it up.
 
-    Where the host has several processes, each must make the first call, by lowering a program that
-    needs symmetric memory, within JAX_EP_TIMEOUT_SECONDS of the others: the call waits for them,
-    and all get the same answer. Later calls return what the first one did.
+    Where the host has several processes, the first call waits until each process has made it, by
+    lowering a program that needs symmetric memory, for at most JAX_EP_TIMEOUT_SECONDS. All
+    processes get the same answer, and later calls repeat it.
     """
     with _lock:
         return _domain()
@@ -119,11 +119,11 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 
 
 def unavailable_reason_of(process: int) -> str | None:
-    """Returns why the GPUs of a process, on another host, do not all share memory; None: they do.
+    """Returns why a process's GPUs on another host do not all share memory, or None if they do.
 
-    Waits until that process has made the first call of `domain`, and raises RuntimeError if that
-    takes longer than JAX_EP_TIMEOUT_SECONDS: it may yet find that they do, and then run a program
-    that communicates otherwise.
+    Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
+    JAX_EP_TIMEOUT_SECONDS: any other answer might differ from what that process finds later, and
+    the two would run programs that communicate differently.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
@@ -143,7 +143,7 @@ def describe() -> list[str]:
         pool = f"pool of {gpu.pool_bytes} bytes at {gpu.pool_start:#x}"
         lines.append(
             f"GPU {gpu.number}: device {gpu.device_id} of process {gpu.process}, {gpu.bus_id}, "
-            + (pool if gpu.pool_bytes else "pool not of the virtual-memory API")
+            + (pool if gpu.pool_bytes else "pool not allocated by the virtual-memory API")
         )
     lines += [f"GPU {one} cannot address GPU {other}: {why}" for one, other, why in found.no_access]
     return lines
@@ -158,13 +158,13 @@ class Participant:
 
     Attributes:
       process: its `jax.process_index()`.
-      devices: its GPUs, as JAX has them.
+      devices: its GPUs, `jax.Device` objects.
       others: the other processes that may be on this host.
       store: the key-value service by which processes find each other; None: there is none.
       timeout_s: seconds within which the whole set-up must end.
       array_address: returns the address at which XLA has put an array on a device.
-      jax_version: its version of JAX, which must be that of all processes.
-      jax_ep_version: its version of this library, which must be that of all processes.
+      jax_version: its version of JAX; all processes must have the same.
+      jax_ep_version: its version of this library; all processes must have the same.
     """
 
     process: int
@@ -179,7 +179,7 @@ class Participant:
 
 @functools.cache
 def _domain() -> Domain | str:
-    """Sets up the domain of this process's host, and tells the processes of other hosts."""
+    """Sets up the domain of this process's host, and reports the outcome to all processes."""
     found = _set_up_here()
     if (store := processes.store()) is not None:
         reason = (
@@ -188,15 +188,18 @@ def _domain() -> Domain | str:
         try:
             processes.report(store, jax.process_index(), reason)
         except Exception as error:
-            return f"process {jax.process_index()} cannot tell of its GPUs: {error}"
+            return (
+                f"process {jax.process_index()} cannot report whether its GPUs share memory: "
+                f"{error}"
+            )
     return found
 
 
 def _set_up_here() -> Domain | str:
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
-            "symmetric memory needs kernels to run one at a time, and XLA_FLAGS let those of a "
-            "program overlap"
+            "symmetric memory needs the kernels of a program to run one at a time, and XLA_FLAGS "
+            "let them overlap"
         )
     devices = jax.local_devices()
     if not devices or any(device.platform != "gpu" for device in devices):
@@ -250,7 +253,7 @@ def set_up(me: Participant) -> Domain | str:
 
 
 def _card(me: Participant) -> Message:
-    """Returns what other processes must know of this one before they share memory: its card."""
+    """Returns this process's card: what other processes must know before they share memory."""
     card: Message = {
         "memory_map": memory_map.VERSION,
         "jax_ep": me.jax_ep_version,
@@ -270,7 +273,7 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Returns the cards of the processes on this host; raises `Refused` if they may not share."""
+    """Selects the cards of the processes on this host; raises `Refused` if they may not share."""
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
@@ -302,11 +305,11 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
 
 
 class _Sharing:
-    """One process's share of the work of setting up symmetric memory.
+    """Sets up symmetric memory on behalf of one process.
 
     Attributes:
       places: for each GPU, by number, its process and its entry in that process's card.
-      local: the driver's ordinal of each GPU of this process, by number.
+      local: maps the number of each GPU of this process to the driver's ordinal.
     """
 
     def __init__(
@@ -348,7 +351,7 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps the heaps and pools that other processes offer; returns a message on how it went."""
+        """Maps the heaps and pools that other processes offer; returns the outcome as a message."""
         try:
             for process, (message, descriptors) in messages.items():
                 for i, offer in enumerate(message["offers"]):
@@ -416,11 +419,11 @@ class _Sharing:
         return length
 
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
-        """Returns the start and the bytes of the pool of a GPU of this process.
+        """Returns the start and the bytes of XLA's memory pool on a GPU of this process.
 
-        Where the pool is not of the driver's virtual-memory API, a single process gets (0, 0): XLA
-        lets its GPUs address each other's memory anyway. With several processes that raises
-        `Refused`.
+        A pool that the driver's virtual-memory API did not allocate cannot be shared. A single
+        process then gets (0, 0), since XLA lets its GPUs address each other's memory anyway; with
+        several processes this raises `Refused`.
         """
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
@@ -429,8 +432,9 @@ class _Sharing:
             if self._alone:
                 return 0, 0
             raise Refused(
-                f"the memory pool of GPU {g} is not of the virtual-memory API, as XLA's own "
-                f"allocator is (XLA_PYTHON_CLIENT_ALLOCATOR, or a jaxlib before 0.11?): {error}"
+                f"the memory pool of GPU {g} was not allocated by the virtual-memory API, which "
+                "XLA's own allocator uses (XLA_PYTHON_CLIENT_ALLOCATOR, or a jaxlib before 0.11?): "
+                f"{error}"
             ) from error
         try:
             start, num_bytes = cuda_driver.address_range(ordinal, address)
@@ -515,10 +519,8 @@ class _Sharing:
 def _array_address(device: jax.Device) -> int:
     """Returns the address at which XLA puts a new array on a device.
 
-    Raises `Refused` where JAX does not give addresses.
-
-    Another thread makes the array: this one may be tracing, or within a mesh, where a new array
-    would be traced and have no address.
+    Raises `Refused` where JAX does not give addresses. Makes the array in another thread, because
+    this thread may be tracing, where a new array would have no address.
     """
 
     def make() -> int:

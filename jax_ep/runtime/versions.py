@@ -1,4 +1,4 @@
-"""The versions of the software that a program runs on."""
+"""Finds the versions of the software that a program runs on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, packages, CUDA plugin and driver; None: not installed."""
+    """Returns the versions of Python, packages, CUDA plugin and driver; None if not installed."""
     found: dict[str, str | None] = {
         "jax_ep": __version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",

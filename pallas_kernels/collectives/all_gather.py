@@ -1,4 +1,7 @@
-"""All-gather: every rank writes its part straight into all ranks' outputs."""
+"""All-gather: every rank writes its part straight into all ranks' outputs.
+
+x of rank r --> registers ==== link ====> out[r] of every rank
+"""
 
 from __future__ import annotations
 

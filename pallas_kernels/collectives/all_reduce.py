@@ -5,6 +5,9 @@
   two_shot  every rank sums its own shard of all inputs and writes the sum into all ranks' outputs;
             2 (N - 1) / N times the input crosses its link, half of it reads.
 
+    one_shot   x of every rank ==== link ====> registers --> sum in rank order --> out
+    two_shot   x[r] of every rank == link ===> registers of rank r --> sum == link ==> out[r] of all
+
 One-shot and two-shot are the names that vLLM and TensorRT-LLM use for these.
 """
 

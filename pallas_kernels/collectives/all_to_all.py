@@ -1,4 +1,7 @@
-"""All-to-all: every rank writes each of its shards straight into the output of its rank."""
+"""All-to-all: every rank writes each of its shards straight into the output of its rank.
+
+x[d] of rank s --> registers ==== link ====> out[s] of rank d
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reduce-scatter: every rank reads its shard of all ranks' inputs and sums them."""
+"""Reduce-scatter: every rank reads its shard of all ranks' inputs and sums them.
+
+x[r] of every rank ==== link ====> registers of rank r --> sum in rank order --> out of rank r
+"""
 
 from __future__ import annotations
 

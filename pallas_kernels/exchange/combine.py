@@ -12,6 +12,12 @@ tokens of every owner, a step of a few tokens at a time, with these warpgroups:
            this rank's tokens of the step before: they wait until every rank has put its sums, add
            these in rank order, and write the result.
 
+    rank d, workers                                 rank s, owner of token t, workers
+    y[row of expert a] --> registers                receive buffer
+    y[row of expert b] --> sum in float32 = link => [step, from rank d, t] --> registers
+                                                    [step, from rank e, t] --> sum in rank order
+    signal: a step's sums are there ==============> scout waits for it     --> out[t]
+
 So all threads have loads of several rows under way, and nothing passes through shared memory. The
 receive buffer is a ring of steps: step i may be put into a peer's receive buffer once the peer has
 read step i - plan.receive_steps. A rank ends only after the last sums sent to it have arrived, and
@@ -21,7 +27,8 @@ peers send nothing that is not waited for.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +45,11 @@ from pallas_kernels.exchange.plan import (
     combine_receive_buffer,
     combine_tile,
 )
-from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
 
@@ -57,7 +64,7 @@ def combine(
     plan: Plan,
     num_experts: int,
     by_rank: bool = False,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> jax.Array:
     """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
 
@@ -73,8 +80,7 @@ def combine(
       plan: number of blocks and workers, tokens of a step, and depth of the receive buffer.
       num_experts: E.
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
-      wire_dtype: None; or float8_e4m3fn, in which sums are sent, with a scale for every 128
-        values; then H is a multiple of 512.
+      wire: the format in which sums are sent. H is a multiple of 512 if it is quantized.
 
     Returns:
       The sum of each of this rank's tokens, [T, H] of y's dtype.
@@ -84,7 +90,7 @@ def combine(
     window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
     call = _Combine(
         num_tokens=num_tokens,
-        row=Row(y.shape[-1], y.dtype, wire_dtype),
+        row=Row(y.shape[-1], y.dtype, wire),
         top_k=top_k,
         num_local_experts=num_experts // num_ranks,
         capacity=y.shape[-2],
@@ -108,15 +114,52 @@ def combine(
         num_blocks=plan.num_blocks,
         num_warpgroups=1 + plan.num_workers,
         out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.receive_types],
-        scratch_types=call.scratch_types(),
+        scratch_types=dict(scratch=call.scratch()),
         shared=call.shared,
     )(*operands)
     return out
 
 
+class _Refs(NamedTuple):
+    """The arrays in global memory."""
+
+    y: Any  # [R, H]
+    topk_idx: Any  # [T·K] int32
+    rows: Any  # [N, T·K] int32
+    weights: Any  # [T·K] float32 at every rank; None without weights
+    out: Any  # [T, H]
+    received: Sequence[Any]  # the parts of the receive buffer of every rank
+
+
+class _Scratch(NamedTuple):
+    """The shared memory. The lists are those of two steps, in turn; sums are [token, owner]."""
+
+    window_rows: Any  # [N, window] int32: rows of a step's tokens, by owner
+    window_weights: Any  # [N, window] float32: their weights
+    list_counts: Any  # [2, sums] int32: rows of each sum; NOWHERE if none is sent
+    list_rows: Any  # [2, sums, listed_rows] int32: the rows of each sum
+    list_weights: Any  # [2, sums, listed_rows] float32: their weights
+    listed: Any  # [2] barriers: the scout has listed a step
+    put: Any  # [2] barriers: the workers have put the sums of a step
+    read: Any  # [2] barriers: the workers have read the sums that have arrived
+
+
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`: its static arguments, and the warpgroups' code."""
+    """The kernel of `combine`.
+
+    Attributes:
+      num_tokens: T.
+      row: the size of a row of y, and of the form in which sums are sent.
+      top_k: K.
+      num_local_experts: L.
+      capacity: the rows of y.
+      weighted: whether rows are weighted.
+      by_rank: whether y is rank-major, with one row for each token and owner.
+      fabric: how ranks reach each other.
+      plan: number of blocks and workers, and tokens of a step.
+      window: the routes of a step's tokens.
+    """
 
     num_tokens: int
     row: Row
@@ -180,13 +223,13 @@ class _Combine:
     def receive_types(self) -> list[jax.ShapeDtypeStruct]:
         return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.fabric.num_ranks)
 
-    def scratch_types(self) -> dict[str, Any]:
-        sums = self.step_tokens * self.fabric.num_ranks
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
+        ranks, sums = self.fabric.num_ranks, self.step_tokens * self.fabric.num_ranks
         workers = plgpu.Barrier(num_arrivals=self.plan.num_workers, num_barriers=2)
-        return dict(
-            window_rows=plgpu.SMEM((self.fabric.num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((self.fabric.num_ranks, self.window.width), jnp.float32),
-            # Of the sums of two steps: how many rows, which ones, and their weights.
+        return _Scratch(
+            window_rows=plgpu.SMEM((ranks, self.window.width), jnp.int32),
+            window_weights=plgpu.SMEM((ranks, self.window.width), jnp.float32),
             list_counts=plgpu.SMEM((2, sums), jnp.int32),
             list_rows=plgpu.SMEM((2, sums, self.listed_rows), jnp.int32),
             list_weights=plgpu.SMEM((2, sums, self.listed_rows), jnp.float32),
@@ -195,126 +238,132 @@ class _Combine:
             read=workers,
         )
 
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
-        y, topk_idx, rows, *rest = refs
+    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+        y, topk_idx, rows, *rest = arrays
         weights = rest.pop(0) if self.weighted else None
         out, *received = rest
+        refs = _Refs(y, topk_idx, rows, weights, out, received)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
-        def _scout():
+        def scout() -> None:
             self.fabric.delay_point(0)
             if self.weighted:
                 self.fabric.connect()
-            self._scout(rows, weights, **scratch)
+            self._scout(refs, scratch)
 
         @pl.when(warpgroup > 0)
-        def _worker():
+        def work() -> None:
             self.fabric.connect()
-            self._work(warpgroup - 1, y, topk_idx, received, out, **scratch)
+            self._work(warpgroup - 1, refs, scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this block's first token, the number of its tokens, and that of its steps."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def _scout(self, rows, weights, *, listed, put, read, **scratch):
+    def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
+        """Lists the sums of each step for the workers, and exchanges signals with peers."""
         fabric, num_steps = self.fabric, self._range()[2]
 
-        def begin(step):
+        def begin(step: jax.Array) -> None:
+            """Lists a step, once peers have read what lies in its place of their buffers."""
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
-            self._list(step, rows, weights, **scratch)
-            plgpu.barrier_arrive(listed.at[lax.rem(step, 2)])
+            self._list(step, refs, scratch)
+            plgpu.barrier_arrive(scratch.listed.at[lax.rem(step, 2)])
 
-        def run_step(step, _):
+        def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            @pl.when(step + 1 < num_steps)
-            def _():  # every worker has ended the step before, which this one's list replaces
-                begin(step + 1)
-
-            plgpu.barrier_wait(put.at[half])
+            # Every worker has ended the step before, whose list that of the next one replaces.
+            pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
+            plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
             # Signal only if peers will wait for it: they put step `step - 1 + receive_steps`.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
-            def _():
-                plgpu.barrier_wait(read.at[lax.rem(step - 1, 2)])
+            def signal_read() -> None:
+                plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
                 fabric.signal(_READ, step, release=False)
 
-        @pl.when(num_steps > 0)
-        def _():
-            begin(jnp.int32(0))
-
+        pl.when(num_steps > 0)(lambda: begin(jnp.int32(0)))
         lax.fori_loop(0, num_steps, run_step, None)
 
-    def _list(
-        self, step, rows, weights, *, window_rows, window_weights,
-        list_counts, list_rows, list_weights, **_,
-    ):  # fmt: skip
+    def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
         """Lists, for every sum of a step, the rows to add and their weights."""
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
         token = first_token + step * self.step_tokens
         held: list[Any] = [
-            (window_rows, [(owner, fabric.mine(rows), owner) for owner in range(num_ranks)])
+            (
+                scratch.window_rows,
+                [(owner, fabric.mine(refs.rows), owner) for owner in range(num_ranks)],
+            )
         ]
         if self.weighted:
-            theirs = [(owner, fabric.peer(weights, owner)) for owner in range(num_ranks)]
-            held.append((window_weights, theirs))
+            theirs = [(owner, fabric.peer(refs.weights, owner)) for owner in range(num_ranks)]
+            held.append((scratch.window_weights, theirs))
         start = open_window(fabric, self.window, token * top_k, *held)
         half = lax.rem(step, 2)
 
-        def list_sum(i, _):
+        def list_sum(i: jax.Array, _: None) -> None:
             step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
             entry = (token + step_token) * top_k - start
-            places = [window_rows[owner, entry + choice] for choice in range(top_k)]
+            places = [scratch.window_rows[owner, entry + choice] for choice in range(top_k)]
             sent = fb.any_row(places)
             factors = [jnp.float32(1)] * top_k
             if self.weighted:
-                factors = [window_weights[owner, entry + choice] for choice in range(top_k)]
+                factors = [scratch.window_weights[owner, entry + choice] for choice in range(top_k)]
             if self.by_rank:
                 place = owner * self.num_tokens + token + step_token
                 places, factors = [jnp.where(sent, place, fb.NOWHERE)], [jnp.float32(1)]
             kept = [(place >= 0) & (place < self.capacity) for place in places]
             count, order = places_in_list(kept)
             for choice, at in enumerate(order):
-                list_rows[half, i, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
-                list_weights[half, i, at] = jnp.where(kept[choice], factors[choice], 1)
+                scratch.list_rows[half, i, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
+                scratch.list_weights[half, i, at] = jnp.where(kept[choice], factors[choice], 1)
             for end in range(len(places), self.listed_rows):
-                list_rows[half, i, end] = jnp.int32(fb.NOWHERE)
-                list_weights[half, i, end] = jnp.float32(1)
-            list_counts[half, i] = jnp.where(sent, count, fb.NOWHERE)
+                scratch.list_rows[half, i, end] = jnp.int32(fb.NOWHERE)
+                scratch.list_weights[half, i, end] = jnp.float32(1)
+            scratch.list_counts[half, i] = jnp.where(sent, count, fb.NOWHERE)
 
         tokens = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
-    def _work(self, worker, y, topk_idx, received, out, *, listed, put, read, **lists):
+    def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+        """Sums and puts rows of each step, and adds what has arrived for the step before."""
         num_steps = self._range()[2]
 
-        def run_step(step, _):
-            @pl.when(step < num_steps)
-            def _():
-                half = lax.rem(step, 2)
-                plgpu.barrier_wait(listed.at[half])
-                self._sum_and_put(step, worker, y, received, **lists)
-                plgpu.barrier_arrive(put.at[half])
+        def put_step(step: jax.Array) -> None:
+            half = lax.rem(step, 2)
+            plgpu.barrier_wait(scratch.listed.at[half])
+            self._sum_and_put(step, worker, refs, scratch)
+            plgpu.barrier_arrive(scratch.put.at[half])
 
-            @pl.when(step > 0)
-            def _():
-                self._receive(step - 1, worker, topk_idx, received, out)
+        def receive_step(step: jax.Array) -> None:
+            self._receive(step, worker, refs)
 
-                @pl.when(step - 1 + self.receive_steps < num_steps)
-                def _():
-                    plgpu.barrier_arrive(read.at[lax.rem(step - 1, 2)])
+            @pl.when(step + self.receive_steps < num_steps)
+            def read() -> None:
+                plgpu.barrier_arrive(scratch.read.at[lax.rem(step, 2)])
+
+        def run_step(step: jax.Array, _: None) -> None:
+            pl.when(step < num_steps)(lambda: put_step(step))
+            pl.when(step > 0)(lambda: receive_step(step - 1))
 
         @pl.when(num_steps > 0)
-        def _():
+        def run_steps() -> None:
             lax.fori_loop(0, num_steps + 1, run_step, None)
 
-    def _each(self, step, worker, per_token, body):
+    def _each(
+        self,
+        step: jax.Array,
+        worker: jax.Array,
+        per_token: int,
+        body: Callable[[jax.Array, jax.Array], None],
+    ) -> None:
         """Calls `body` for each of this worker's items of a step, which all workers share.
 
         A token has `per_token` items. Body is given the token of the step and the token's item.
@@ -327,32 +376,35 @@ class _Combine:
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 
-        def item(i, _):
+        def item(i: jax.Array, _: None) -> None:
             index = first + i * workers
             body(lax.div(index, jnp.int32(per_token)), lax.rem(index, jnp.int32(per_token)))
 
         count = lax.div(tokens * per_token - first + workers - 1, workers)
         lax.fori_loop(0, count, item, None)
 
-    def _sum_and_put(self, step, worker, y, received, *, list_counts, list_rows, list_weights, **_):
+    def _sum_and_put(
+        self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: _Scratch
+    ) -> None:
+        """Sums the rows of a step's tokens, and puts the sums into the owners' receive buffers."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         place = lax.rem(step, self.receive_steps)
         offset = fb.first_peer(fabric)
 
-        def put(token, item):
+        def put(token: jax.Array, item: jax.Array) -> None:
             peer, tile = lax.div(item, self.num_tiles), lax.rem(item, self.num_tiles)
             owner = lax.rem(peer + offset, jnp.int32(self.fabric.num_ranks))
             index = token * self.fabric.num_ranks + owner
             columns = pl.ds(tile * self.tile, self.tile)
-            count = list_counts[half, index]
+            count = scratch.list_counts[half, index]
 
-            def add_rows(part, total):
+            def add_rows(part: jax.Array, total: jax.Array) -> jax.Array:
                 choices = [part * at_once + i for i in range(self.rows_at_once)]
-                rows = [list_rows[half, index, choice] for choice in choices]
+                rows = [scratch.list_rows[half, index, choice] for choice in choices]
                 loaded = vectors.load_each(
                     fabric,
-                    [fabric.mine(y).at[jnp.maximum(row, 0), columns] for row in rows],
+                    [fabric.mine(refs.y).at[jnp.maximum(row, 0), columns] for row in rows],
                     [row >= 0 for row in rows],
                     self.vector,
                     fill=-0.0,
@@ -361,50 +413,52 @@ class _Combine:
                 for choice, row in zip(choices, loaded, strict=True):
                     row = row.astype(jnp.float32)
                     if self.weighted:
-                        weight = list_weights[half, index, choice]
+                        weight = scratch.list_weights[half, index, choice]
                         row = vectors.times(fabric, row, weight, self.vector)
                     total = total + row
                 return total
 
             @pl.when(count >= 0)
-            def _():
+            def put_sum() -> None:
                 # x + -0.0 is x for every x, so what is not a row changes no bits.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
                 there = [
                     fabric.peer(ref, owner).at[block, place, rank, token, part]
-                    for ref, part in zip(received, self._columns(tile), strict=True)
+                    for ref, part in zip(refs.received, self._columns(tile), strict=True)
                 ]
-                if self.row.wire_dtype is None:
+                if not self.row.wire.quantized:
                     vectors.store_part(fabric, there[0], total.astype(self.row.dtype), self.vector)
                 else:
-                    values, scales = there
-                    quantized_rows.put_row(fabric, total, values, scales, self.vector)
+                    quantized_rows.put_row(fabric, self.row.wire, total, there, self.vector)
 
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns where a tile lies in each part of a sum."""
-        parts = [self.tile] if self.row.wire_dtype is None else [self.tile, self.tile // BLOCK]
-        return [pl.ds(tile * size, size) for size in parts]
+        parts = self.row.wire.row_parts(self.tile, self.row.dtype)
+        return [pl.ds(tile * size, size) for size, _ in parts]
 
     @property
     def held(self) -> int:
         """The elements of a tile in registers."""
         return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
 
-    def _receive(self, step, worker, topk_idx, received, out):
+    def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
+        """Adds the sums that have arrived for a step's tokens of this rank, in rank order."""
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)
         first_token = self._range()[0] + step * self.step_tokens
         fabric.wait(_PUT, step + 1, "combine")
         fabric.delay_point(2)
 
-        def add_sums(step_token, tile):
+        def add_sums(step_token: jax.Array, tile: jax.Array) -> None:
             token = first_token + step_token
             columns = pl.ds(tile * self.tile, self.tile)
-            experts = [fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)]
+            experts = [
+                fabric.mine(refs.topk_idx)[token * top_k + choice] for choice in range(top_k)
+            ]
             sent = [
                 fb.any_of([(e >= low) & (e < low + per_rank) for e in experts])
                 for low in range(0, self.fabric.num_ranks * per_rank, per_rank)
@@ -414,17 +468,17 @@ class _Combine:
                     fabric.mine(ref).at[block, place, source, step_token, part]
                     for source in range(self.fabric.num_ranks)
                 ]
-                for ref, part in zip(received, self._columns(tile), strict=True)
+                for ref, part in zip(refs.received, self._columns(tile), strict=True)
             ]
-            if self.row.wire_dtype is None:
+            if not self.row.wire.quantized:
                 total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector
             else:
-                values, scales = sums
-                total = quantized_rows.add_rows(fabric, values, scales, sent, self.row.dtype)
+                wire, dtype = self.row.wire, self.row.dtype
+                total = quantized_rows.add_rows(fabric, wire, sums, sent, dtype)
                 elements = quantized_rows.elements_of_sum(self.tile)
-            vectors.store_part(fabric, fabric.mine(out).at[token, columns], total, elements)
+            vectors.store_part(fabric, fabric.mine(refs.out).at[token, columns], total, elements)
 
         self._each(step, worker, self.num_tiles, add_sums)

@@ -28,7 +28,8 @@ memory and written its part of their results, and waits for the same signal of e
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, Plan, Window, pad_last
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
@@ -113,7 +114,7 @@ def combine_grad(
         num_blocks=plan.num_blocks,
         num_warpgroups=kernel.num_warpgroups,
         out_type=out_type if into is None else out_type[1:],
-        scratch_types=kernel.scratch_types(),
+        scratch_types=dict(scratch=kernel.scratch()),
         shared=(0, 1, 7),
     )
     operands = (
@@ -131,9 +132,53 @@ def combine_grad(
     return dy, dweights.reshape(*lead, num_tokens, top_k)
 
 
+class _Refs(NamedTuple):
+    """The arrays in global memory."""
+
+    g: Any  # [T, H] at every rank
+    weights: Any  # [T·K] float32 at every rank
+    y: Any  # [R, H]
+    topk_idx: Any  # [T·K] int32
+    rows: Any  # [N, T·K] int32
+    counts: Any  # [N, E] int32
+    dy: Any  # [R, H]
+    dweights: Any  # [T·K] float32 at every rank
+
+
+class _Scratch(NamedTuple):
+    """The shared memory. The ring has S stages, each with a cotangent and the list of its rows."""
+
+    experts: ExpertScratch
+    window_rows: Any  # [N, window] int32: a window of rows, by owner
+    window_weights: Any  # [N, window] float32: their weights
+    stages: Any  # [S, columns]: cotangents
+    notes: Any  # [S, 2] int32: the number of a stage's rows, or _END; the owner
+    list_rows: Any  # [S, listed_rows] int32: a stage's rows
+    list_choices: Any  # [S, listed_rows] int32: which choices of the owner they are
+    list_weights: Any  # [S, listed_rows] float32: their weights
+    sums: Any  # [workers, rows at a time, warps] float32: partial sums of dweights
+    full: Any  # [S] barriers: a cotangent has arrived
+    empty: Any  # [S] barriers: a worker has used a cotangent
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(self.stages, self.full, self.empty, self.notes)
+
+
 @dataclasses.dataclass(frozen=True)
 class _CombineGrad:
-    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+    """The kernel of `combine_grad`.
+
+    Attributes:
+      num_tokens: T.
+      hidden: H.
+      top_k: K.
+      dtype: of rows.
+      fabric: how ranks reach each other.
+      plan: number of blocks, of workers, and of stages.
+      window: the routes that the scout holds at a time.
+      experts: where each expert's rows are.
+    """
 
     num_tokens: int
     hidden: int
@@ -142,7 +187,7 @@ class _CombineGrad:
     fabric: fb.Fabric
     plan: Plan
     window: Window
-    expert_rows: ExpertRows
+    experts: ExpertRows
 
     @property
     def num_warpgroups(self) -> int:
@@ -153,17 +198,17 @@ class _CombineGrad:
         """Entries of the list of a cotangent's rows: K, in whole parts."""
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
-    def scratch_types(self) -> dict[str, Any]:
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
         columns = padded_columns(self.hidden, self.dtype)
         stages, workers, listed = self.plan.num_stages, self.plan.num_workers, self.listed_rows
-        window = (self.fabric.num_ranks, self.window.width)  # of all owners' rows, and weights
-        return dict(
-            **self.expert_rows.scratch_types(),
+        window = (self.fabric.num_ranks, self.window.width)
+        return _Scratch(
+            experts=self.experts.scratch(),
             window_rows=plgpu.SMEM(window, jnp.int32),
             window_weights=plgpu.SMEM(window, jnp.float32),
             stages=plgpu.SMEM((stages, columns), self.dtype),
-            notes=plgpu.SMEM((stages, 2), jnp.int32),  # the number of rows, or _END; the owner
-            # The rows of a stage, which choices of the owner they are, and their weights.
+            notes=plgpu.SMEM((stages, 2), jnp.int32),
             list_rows=plgpu.SMEM((stages, listed), jnp.int32),
             list_choices=plgpu.SMEM((stages, listed), jnp.int32),
             list_weights=plgpu.SMEM((stages, listed), jnp.float32),
@@ -172,82 +217,56 @@ class _CombineGrad:
             empty=plgpu.Barrier(num_barriers=stages),
         )
 
-    def __call__(
-        self, *refs: Any, stages: Any, notes: Any, full: Any, empty: Any, **scratch: Any
-    ) -> None:
-        g, weights, y, topk_idx, rows, counts, dy, dweights = refs
-        ring = Ring(stages, full, empty, notes)
-        warpgroup = lax.axis_index("warpgroup")
+    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+        refs, warpgroup = _Refs(*arrays), lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
-        def _scout():
+        def scout() -> None:
             self.fabric.delay_point(0)
             self.fabric.connect()
-            self._scout(g, weights, rows, dweights, ring, **scratch)
+            self._scout(refs, scratch)
 
         @pl.when(warpgroup == 1)
-        def _filler():
+        def fill() -> None:
             self.fabric.delay_point(3)
-            self.fill(topk_idx, counts, dy, dweights, **scratch)
+            self._fill(refs, scratch)
 
         @pl.when(warpgroup > 1)
-        def _worker():
+        def work() -> None:
             self.fabric.connect()
-            self._weigh(warpgroup - 2, y, dy, dweights, ring, **scratch)
+            self._weigh(warpgroup - 2, refs, scratch)
 
-    def _scout(
-        self, g, weights, rows, dweights, ring, *, window_rows, window_weights,
-        list_rows, list_choices, list_weights, **_,
-    ):  # fmt: skip
-        fabric, window, top_k = self.fabric, self.window, self.top_k
-        num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
+    def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
+        """Lists the rows of each (token, owner), and fetches its cotangent, for the workers."""
+        fabric, window, ring = self.fabric, self.window, scratch.ring
+        num_ranks = fabric.num_ranks
         first_token, end_token = self.token_range()
 
-        def scout_window(index, turn):
+        def scout_window(index: jax.Array, turn: jax.Array) -> jax.Array:
+            """Handles a window of tokens; returns the next turn of the ring."""
             window_token = first_token + index * window.tokens
             owners = [self.owner(i) for i in range(num_ranks)]
             start = open_window(
                 fabric,
                 window,
-                window_token * top_k,
-                (window_rows, [(owner, fabric.mine(rows), owner) for owner in owners]),
-                (window_weights, [(owner, fabric.peer(weights, owner)) for owner in owners]),
+                window_token * self.top_k,
+                (scratch.window_rows, [(owner, fabric.mine(refs.rows), owner) for owner in owners]),
+                (
+                    scratch.window_weights,
+                    [(owner, fabric.peer(refs.weights, owner)) for owner in owners],
+                ),
             )
 
-            def scout_pair(i, turn):
+            def scout_pair(i: jax.Array, turn: jax.Array) -> jax.Array:
                 token, owner = window_token + lax.div(i, num_ranks), self.owner(i)
-                entry = token * top_k
-                entries = [entry - start + choice for choice in range(top_k)]
-                places = [window_rows[owner, e] for e in entries]
-                kept = [(place >= 0) & (place < capacity) for place in places]
-                count, order = places_in_list(kept)
-
-                @pl.when(count > 0)
-                def _():
-                    stage = ring.open(turn, count, owner)
-                    for choice, at in enumerate(order):
-                        row = jnp.where(kept[choice], places[choice], fb.NOWHERE)
-                        list_rows[stage, at] = row
-                        list_choices[stage, at] = entry + choice
-                        list_weights[stage, at] = window_weights[owner, entries[choice]]
-                    for end in range(top_k, self.listed_rows):
-                        list_rows[stage, end] = jnp.int32(fb.NOWHERE)
-                    ring.fetch(stage, fabric.peer(g, owner).at[token])
-
-                for choice, place in enumerate(places):
-
-                    @pl.when(place >= capacity)
-                    def _(choice=choice):
-                        fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
-
-                return turn + (count > 0).astype(jnp.int32)
+                return self._scout_pair(token, owner, start, turn, refs, scratch)
 
             num_tokens = jnp.minimum(end_token - window_token, window.tokens)
             return lax.fori_loop(0, num_tokens * num_ranks, scout_pair, turn)
 
         turns = lax.fori_loop(0, self.num_windows(), scout_window, jnp.int32(0))
 
-        def end(i, _):
+        def end(i: jax.Array, _: None) -> None:
             stage = ring.open(turns + i, _END, 0)
             plgpu.barrier_arrive(ring.full.at[stage])
 
@@ -256,16 +275,59 @@ class _CombineGrad:
         # The workers have read all cotangents of peers, and written all that is theirs.
         self.finish()
 
-    def _weigh(self, worker, y, dy, dweights, ring, **lists):
-        def take_stage(state):
+    def _scout_pair(
+        self,
+        token: jax.Array,
+        owner: jax.Array,
+        start: jax.Array,
+        turn: jax.Array,
+        refs: _Refs,
+        scratch: _Scratch,
+    ) -> jax.Array:
+        """Lists the rows of an owner's token; returns the next turn of the ring.
+
+        `start` is the entry that the window begins with. A token without rows takes no turn.
+        """
+        fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
+        entry = token * top_k
+        entries = [entry - start + choice for choice in range(top_k)]
+        places = [scratch.window_rows[owner, e] for e in entries]
+        kept = [(place >= 0) & (place < self.experts.capacity) for place in places]
+        count, order = places_in_list(kept)
+
+        @pl.when(count > 0)
+        def list_rows() -> None:
+            stage = ring.open(turn, count, owner)
+            for choice, at in enumerate(order):
+                row = jnp.where(kept[choice], places[choice], fb.NOWHERE)
+                scratch.list_rows[stage, at] = row
+                scratch.list_choices[stage, at] = entry + choice
+                scratch.list_weights[stage, at] = scratch.window_weights[owner, entries[choice]]
+            for end in range(top_k, self.listed_rows):
+                scratch.list_rows[stage, end] = jnp.int32(fb.NOWHERE)
+            ring.fetch(stage, fabric.peer(refs.g, owner).at[token])
+
+        for choice, place in enumerate(places):
+
+            @pl.when(place >= self.experts.capacity)
+            def write_zero_of_dropped(choice: int = choice) -> None:
+                fabric.peer(refs.dweights, owner)[entry + choice] = jnp.float32(0)
+
+        return turn + (count > 0).astype(jnp.int32)
+
+    def _weigh(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+        """Multiplies every cotangent of this worker's turns with its rows."""
+        ring = scratch.ring
+
+        def take_stage(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             turn, _ = state
             stage = ring.stage(turn)
             plgpu.barrier_wait(ring.full.at[stage])
             count, owner = ring.notes[stage, 0], ring.notes[stage, 1]
 
-            def weigh_rows(part, _):
+            def weigh_rows(part: jax.Array, _: None) -> None:
                 first = part * ROWS_OF_COTANGENT
-                self._multiply(worker, y, dy, dweights, ring, stage, owner, first, **lists)
+                self._multiply(worker, stage, owner, first, refs, scratch)
 
             parts = lax.div(
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
@@ -278,24 +340,32 @@ class _CombineGrad:
         lax.while_loop(lambda state: state[1], take_stage, (worker, jnp.bool_(True)))
 
     def _multiply(
-        self, worker, y, dy, dweights, ring, stage, owner, first, *,
-        list_rows, list_choices, list_weights, sums, **_,
-    ):  # fmt: skip
-        """Multiplies a stage's cotangent with some of its rows of y, and with their weights."""
+        self,
+        worker: jax.Array,
+        stage: jax.Array,
+        owner: jax.Array,
+        first: jax.Array,
+        refs: _Refs,
+        scratch: _Scratch,
+    ) -> None:
+        """Multiplies a stage's cotangent with some of its rows of y, and with their weights.
+
+        `first` is the first of these rows in the stage's list.
+        """
         fabric, vector = self.fabric, vector_length(self.dtype)
         at_once = range(ROWS_OF_COTANGENT)
-        rows = [list_rows[stage, first + i] for i in at_once]
+        rows = [scratch.list_rows[stage, first + i] for i in at_once]
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
-        weights = [list_weights[stage, first + i] for i in at_once]
+        weights = [scratch.list_weights[stage, first + i] for i in at_once]
         block = LANES * vector  # columns of which each thread holds one vector
 
-        def multiply(start, sizes, totals):
+        def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
             """Multiplies neighbouring blocks of columns; adds the products with rows to totals."""
             parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
             loaded = [
                 vectors.load_each(
-                    fabric, [fabric.mine(y).at[row, part] for row in rows], held, vector,
+                    fabric, [fabric.mine(refs.y).at[row, part] for row in rows], held, vector,
                     read_only=True,
                 )
                 for part in parts
@@ -303,7 +373,7 @@ class _CombineGrad:
             totals = list(totals)
             for part, of_part in zip(parts, loaded, strict=True):
                 columns = pl.ds(part.start, part.size if fabric.interpret else block)
-                cotangent = fb.load(fabric, ring.rows.at[stage, columns], vector)
+                cotangent = fb.load(fabric, scratch.stages.at[stage, columns], vector)
                 cotangent = cotangent.astype(jnp.float32)
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
@@ -314,7 +384,7 @@ class _CombineGrad:
                         product = jnp.pad(product, (0, block - part.size))
                     totals[i] = totals[i] + product
                     weighted = (cotangent * weights[i]).astype(self.dtype)
-                    there = fabric.mine(dy).at[rows[i], part]
+                    there = fabric.mine(refs.dy).at[rows[i], part]
                     vectors.store_part(fabric, there, weighted, vector, held=held[i])
             return tuple(totals)
 
@@ -328,15 +398,15 @@ class _CombineGrad:
             sizes = [min(block, rest - at) for at in range(0, rest, block)]
             totals = multiply(loops * wide, sizes, totals)
         for i in at_once:
-            vectors.partial_sums(fabric, totals[i], sums.at[worker, i], vector)
+            vectors.partial_sums(fabric, totals[i], scratch.sums.at[worker, i], vector)
         fabric.barrier()
         for i in at_once:
 
             @pl.when(held[i])
-            def _(i=i):
-                of_owner = fabric.peer(dweights, owner)
-                choice = list_choices[stage, first + i]
-                vectors.store_total(fabric, sums.at[worker, i], of_owner, choice)
+            def store_dweight(i: int = i) -> None:
+                of_owner = fabric.peer(refs.dweights, owner)
+                choice = scratch.list_choices[stage, first + i]
+                vectors.store_total(fabric, scratch.sums.at[worker, i], of_owner, choice)
 
         fabric.barrier()  # before the next partial sums
 
@@ -367,20 +437,20 @@ class _CombineGrad:
         fabric.delay_point(2)
         fabric.wait(_DONE, 1, "the gradient of combine")
 
-    def fill(self, topk_idx: Any, counts: Any, dy: Any, dweights: Any, **scratch: Any) -> None:
+    def _fill(self, refs: _Refs, scratch: _Scratch) -> None:
         """Writes zeros to dy, as `ExpertRows.fill`, and to dweights of choices of no expert."""
-        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
-        of_experts.fetch_counts(counts, **scratch)
+        fabric, top_k, num_experts = self.fabric, self.top_k, self.experts.num_experts
+        self.experts.fetch_counts(refs.counts, scratch.experts)
 
         def clear_token(token: jax.Array, _: None) -> None:
             entries = [token * top_k + choice for choice in range(top_k)]
-            experts = [fabric.mine(topk_idx)[entry] for entry in entries]
+            experts = [fabric.mine(refs.topk_idx)[entry] for entry in entries]
             for entry, expert in zip(entries, experts, strict=True):
 
-                @pl.when((expert < 0) | (expert >= of_experts.num_experts))
-                def _(entry: jax.Array = entry) -> None:
-                    fabric.mine(dweights)[entry] = jnp.float32(0)
+                @pl.when((expert < 0) | (expert >= num_experts))
+                def write_zero(entry: jax.Array = entry) -> None:
+                    fabric.mine(refs.dweights)[entry] = jnp.float32(0)
 
         lax.fori_loop(*self.token_range(), clear_token, None)
-        of_experts.lay_out(**scratch)
-        of_experts.fill([dy], **scratch)
+        self.experts.find_groups(scratch.experts)
+        self.experts.fill([refs.dy], scratch.experts)

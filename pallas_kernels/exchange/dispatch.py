@@ -9,17 +9,23 @@ Block b of every rank handles the same range of tokens, with three warpgroups:
             from its first row to its other rows;
   filler    writes zeros to the rows of this rank's output that receive no token.
 
+    rank s, sender                     rank d                                     rank d, receiver
+    x[t] --> ring -------- link -----> tokens[first row of t] --> ring ---------> tokens[other rows]
+    rows of t at d ------- link -----> rows[s, t]             --> which rows ---^
+    signal: a step is there ---------> block b
+
 So a row crosses the link once per (token, rank) and is fanned out in local memory, with no staging
 buffer. A rank ends only after the last rows sent to it have arrived. What a peer reads of this
 rank's inputs, it reads before its own last signal, so that memory is free when the kernel ends.
+
+`dispatch` computes routes; `dispatch_like` sends other rows along the routes of an earlier call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +34,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import short_copies
-from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.plan import Plan, Row, pad_last
-from pallas_kernels.exchange.sender import PUT, Sender
+from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
 
@@ -49,7 +56,7 @@ def dispatch(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
@@ -66,11 +73,11 @@ def dispatch(
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
       zero_unused: whether rows past the last expert's are zero, or what is in memory.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
 
     Returns:
-      A tuple of seven: tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]);
+      A tuple of seven: tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
       rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
       the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
       int32, rows of each local expert's group with padding; expert_counts [L] int32, without
@@ -78,16 +85,41 @@ def dispatch(
       that would hold all.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
-    lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    kernel = _Dispatch.of(
-        x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
-    )  # fmt: skip
-    flat = (*lead, num_tokens * top_k)
-    results = kernel.call(x, kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE))
-    parts, (rows, all_counts, *layout) = kernel.split(results)
+    lead, num_ranks, per_rank = x.shape[:-2], fabric.num_ranks, num_experts // fabric.num_ranks
+    row = Row(x.shape[-1], x.dtype, wire)
+    kernel = _Dispatch(
+        Sender(fabric, plan, num_tokens, row, num_words=top_k),
+        ExpertRows(
+            fabric,
+            plan.num_blocks,
+            num_experts,
+            capacity,
+            expert_alignment,
+            row.parts,
+            fair=fair,
+            zero_unused=zero_unused,
+            count_arrivals=1,
+        ),
+    )
+    words, width, num_parts = kernel.sender.window, kernel.experts.count_width, len(row.parts)
+    results = fb.kernel(
+        fabric,
+        kernel,
+        name="ep_dispatch",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=3,
+        out_type=[
+            *(jax.ShapeDtypeStruct((capacity, columns), t) for columns, t in row.parts),
+            jax.ShapeDtypeStruct((num_ranks, words.total), jnp.int32),
+            jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),
+            *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
+        ],
+        scratch_types=dict(scratch=kernel.scratch()),
+        shared=tuple(range(2, 2 + num_parts + 1)),  # the received rows, and the lists
+    )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
+    parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return tuple(parts), rows, all_counts[..., :num_experts], *layout
+    return tuple(parts), rows, all_counts[..., :num_experts], *groups
 
 
 def dispatch_like(
@@ -101,7 +133,7 @@ def dispatch_like(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
@@ -118,356 +150,138 @@ def dispatch_like(
       expert_alignment: that of `dispatch`.
       fair: that of `dispatch`.
       zero_unused: that of `dispatch`.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
       into: the rows of an earlier call with the same counts. The rows of this call's tokens are
         written into them; all others are kept, and none is filled with zeros.
 
     Returns:
-      tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
+      tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
     """
-    kernel = _Dispatch.of(
-        x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
-        adds=into is not None,
-    )  # fmt: skip
+    num_ranks, num_tokens, top_k = rows.shape[-3:]
+    row = Row(x.shape[-1], x.dtype, wire)
+    kernel = _DispatchLike(
+        Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=num_ranks),
+        ExpertRows(
+            fabric,
+            plan.num_blocks,
+            counts.shape[-1],
+            capacity,
+            expert_alignment,
+            row.parts,
+            fair=fair,
+            zero_unused=zero_unused,
+            adds=into is not None,
+        ),
+    )
+    tokens = [jax.ShapeDtypeStruct((capacity, columns), t) for columns, t in row.parts]
+    call = fb.kernel(
+        fabric,
+        kernel,
+        name="ep_dispatch_like",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=3,
+        out_type=tokens if into is None else [],
+        scratch_types=dict(scratch=kernel.scratch()),
+        shared=(1, *range(3, 3 + len(row.parts))),  # the known rows, and the received ones
+    )
     operands = (
         x,
         kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
-        pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
+        pad_last(counts, kernel.experts.count_width - counts.shape[-1]),
     )
     if into is None:
-        return tuple(kernel.call(*operands))
-    return fb.update_in_place(into, lambda refs: kernel.call(*operands, *refs))[0]
+        return tuple(call(*operands))
+    return fb.update_in_place(into, lambda refs: call(*operands, *refs))[0]
+
+
+class _Scratch(NamedTuple):
+    """The shared memory of both kernels; C stages hold rows that the receiver copies."""
+
+    sender: SenderScratch
+    experts: ExpertScratch
+    step_rows: Any  # [N, window] int32: the lists of a step, by source rank
+    step_copies: Any  # [tokens of a step · N, K] int32: rows of each token to copy, first to others
+    copies: Sequence[Any]  # for each part of a row, [C, columns]
+    copy_full: Any  # [C] barriers: a row has arrived in its stage
+    groups_known: Any  # barrier: the sender has found the groups of the experts' rows
+    next_rows: Any = None  # [E and spare] int32: the next row of each expert, in `dispatch`
+    connected: Any = None  # barrier: the receiver has connected, in `dispatch`
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dispatch:
-    """The kernel of `dispatch` and `dispatch_like`: static arguments, and the warpgroups' code."""
+class _Kernel:
+    """What the kernels of `dispatch` and `dispatch_like` share: receiver, filler and memory."""
 
-    top_k: int
-    routes_known: bool
     sender: Sender
-    expert_rows: ExpertRows
-
-    @classmethod
-    def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
-        routes_known, fair, zero_unused, wire_dtype, adds=False,
-    ):  # fmt: skip
-        num_ranks, num_tokens, top_k = rows_shape
-        row = Row(x.shape[-1], x.dtype, wire_dtype)
-        sources = num_ranks if routes_known else 1  # of rows, or of experts
-        return cls(
-            top_k,
-            routes_known,
-            Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=sources),
-            ExpertRows(
-                fabric,
-                plan.num_blocks,
-                num_experts,
-                capacity,
-                alignment,
-                row.parts,
-                fair=fair,
-                zero_unused=zero_unused,
-                adds=adds,
-                count_arrivals=None if routes_known else 1,
-            ),
-        )
+    experts: ExpertRows
 
     @property
     def fabric(self) -> fb.Fabric:
         return self.sender.fabric
 
     @property
-    def plan(self) -> Plan:
-        return self.sender.plan
+    def top_k(self) -> int:
+        return self.sender.num_words
 
-    @property
-    def shared(self) -> tuple[int, ...]:
-        first = 3 if self.routes_known else 2  # after the operands
-        tokens = range(first, first + len(self.sender.row.parts))
-        return (1, *tokens) if self.routes_known else (*tokens, tokens.stop)
-
-    @property
-    def quantized(self) -> bool:
-        return self.sender.row.wire_dtype is not None
-
-    def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Splits the kernel's results into the parts of received rows, and all others."""
-        num_parts = len(self.sender.row.parts)
-        return results[:num_parts], results[num_parts:]
-
-    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
-        capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
-        parts = [] if of_experts.adds else self.sender.row.parts
-        out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in parts]
-        if not self.routes_known:
-            out_type += [
-                jax.ShapeDtypeStruct((num_ranks, self.sender.window.total), jnp.int32),
-                jax.ShapeDtypeStruct((num_ranks, of_experts.count_width), jnp.int32),
-                *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
-            ]
-        return fb.kernel(
-            self.fabric,
-            self,
-            name="ep_dispatch_like" if self.routes_known else "ep_dispatch",
-            num_blocks=self.plan.num_blocks,
-            num_warpgroups=3,
-            out_type=out_type,
-            scratch_types=self._scratch_types(),
-            shared=self.shared,
-        )(*operands)
-
-    def _scratch_types(self) -> dict[str, Any]:
-        copies, ranks, sender = self.plan.num_copy_stages, self.fabric.num_ranks, self.sender
-        types: dict[str, Any] = {}
-        if not self.routes_known:
-            # The next row of each expert. Entries after the last expert take choices of none.
-            types["next_rows"] = plgpu.SMEM((self.expert_rows.count_width + LANES,), jnp.int32)
-        return dict(
-            **types,
-            **sender.scratch_types(),
-            **self.expert_rows.scratch_types(),
-            step_rows=plgpu.SMEM((ranks, sender.step_window.width), jnp.int32),
-            step_copies=plgpu.SMEM((sender.step_tokens * ranks, self.top_k), jnp.int32),
-            copies=[plgpu.SMEM((copies, width), t) for width, t in sender.row.parts],
-            laid_out=plgpu.Barrier(),
-            connected=plgpu.Barrier(),
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
+        ranks, copies = self.fabric.num_ranks, self.sender.plan.num_copy_stages
+        step_rows = self.sender.step_tokens * ranks
+        return _Scratch(
+            sender=self.sender.scratch(),
+            experts=self.experts.scratch(),
+            step_rows=plgpu.SMEM((ranks, self.sender.step_window.width), jnp.int32),
+            step_copies=plgpu.SMEM((step_rows, self.top_k), jnp.int32),
+            copies=[plgpu.SMEM((copies, columns), t) for columns, t in self.sender.row.parts],
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
+            groups_known=plgpu.Barrier(),
         )
 
-    def __call__(self, *refs: Any, laid_out: Any, connected: Any, **scratch: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        fabric, sender = self.fabric, self.sender
-        tokens: Any  # the parts of the received rows
-        layout: Any = ()
-        if self.routes_known:
-            x, rows, counts, *tokens = refs
-            choices, all_counts_ref = rows, None
-        else:
-            x, choices, *results = refs
-            tokens, (rows, all_counts_ref, *layout) = self.split(results)
+    def kept(self, row: jax.Array) -> jax.Array:
+        """Returns whether `row` is a row of the receive buffer, and not dropped or NOWHERE."""
+        return (row >= 0) & (row < self.experts.capacity)
 
-        @pl.when(warpgroup == 0)
-        def _sender():
-            fabric.delay_point(0)
-            if self.routes_known:
-                self.expert_rows.fetch_counts(counts, **scratch)
-            else:
-                self._send_counts(choices, **scratch)
-            sender.fetch_first(x, **scratch)
-            sources = functools.partial(self._sources, choices)
-            if self.routes_known:
-                fabric.connect()
-            sender.open_window(sources, 0, **scratch)
-            if not self.routes_known:
-                self._count_earlier(choices, **scratch)
-                self.expert_rows.receive_counts(**scratch)
-            sender.make_ready(x, 0, **scratch)
-            self.expert_rows.lay_out(all_counts_ref, **scratch)
-            plgpu.barrier_arrive(laid_out)
-            if not self.routes_known:
-                plgpu.barrier_wait(connected)
-            find = self._known_rows if self.routes_known else self._new_rows
-            sender.send(
-                x,
-                sources,
-                tokens,
-                None if self.routes_known else rows,
-                lists_for=functools.partial(find, **scratch),
-                place_of=self._first_place,
-                further_of=self._further_places,
-                **scratch,
-            )
+    def receive(self, rows: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
+        """Copies the tokens of peers that have several rows here to their further rows.
 
-        @pl.when(warpgroup == 2)
-        def _filler():
-            plgpu.barrier_wait(laid_out)
-            fabric.delay_point(3)
-            if not self.routes_known:
-                self.expert_rows.describe(*layout, **scratch)
-            self.expert_rows.fill(tokens, **scratch)
-
-        @pl.when(warpgroup == 1)
-        def _receiver():
-            if not self.routes_known:  # connects here, to leave the sender less to do
-                fabric.connect()
-                plgpu.barrier_arrive(connected)
-            self._receive(rows, tokens, **scratch)
-
-    def _send_counts(self, choices, /, *, next_rows, **_):
-        """Counts this rank's choices of each expert, and sends the counts to every rank.
-
-        Block 0 does, which every GPU starts first.
+        Args:
+          rows: [N, T·K] int32, the lists that arrive.
+          tokens: the parts of received rows.
+          scratch: of the kernel.
         """
-        fabric, width = self.fabric, self.expert_rows.count_width
-
-        @pl.when(lax.axis_index("block") == 0)
-        def _():
-            fb.clear(next_rows, width)
-            fabric.barrier()
-            self._count(choices, self.sender.num_tokens * self.top_k, next_rows)
-            fabric.barrier()
-            fabric.send_values(next_rows.at[pl.ds(0, width)], 0)
-            fabric.barrier()
-
-    def _sources(self, choices):
-        """Returns what the sender reads routes from.
-
-        With known routes these are each peer's rows of this rank's tokens, else this rank's choices
-        of experts.
-        """
-        fabric = self.fabric
-        if not self.routes_known:
-            return [fabric.mine(choices)]
-        return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
-
-    def _count_earlier(self, choices, /, *, next_rows, **_):
-        """Counts in `next_rows` how often the tokens of earlier blocks choose each expert."""
-        fb.clear(next_rows, self.expert_rows.count_width)
-        self.fabric.barrier()
-        end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
-        self._count(choices, end, next_rows)
-        self.fabric.barrier()
-
-    def _count(self, choices, end, bins):
-        """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
-        fabric, num_choices = self.fabric, self.sender.window.total
-        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
-
-        def count(i, _):
-            start = jnp.minimum(i * width, num_choices - width)
-            entries = start + fb.iota(fabric, width)
-            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
-            new = (entries >= i * width) & (entries < end)
-            experts = jnp.where(new, experts, fb.NOWHERE)
-            fb.count(fabric, bins, experts, self.expert_rows.num_experts)
-
-        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
-
-    def _known_rows(self, entry, peers, *, choices, **_):
-        """Reads, from known routes, the row of each choice of a token at each peer: [N][K]."""
-        entries = [entry + choice for choice in range(self.top_k)]
-        return [[choices[peer, e] for e in entries] for peer in peers]
-
-    def _new_rows(self, entry, peers, *, choices, next_rows, block_ends, **_):
-        """Computes the row of each choice of a token at each peer, [N][K]; advances `next_rows`."""
-        of_experts = self.expert_rows
-        experts = [choices[0, entry + choice] for choice in range(self.top_k)]
-        valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
-        experts = [
-            jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
-        ]
-        found = of_experts.take_rows(experts, next_rows, block_ends)
-        owners = [
-            jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
-            for e, v in zip(experts, valid, strict=True)
-        ]
-        return [
-            [
-                jnp.where(owner == peer, row, fb.NOWHERE)
-                for owner, row in zip(owners, found, strict=True)
-            ]
-            for peer in peers
-        ]
-
-    def _first_place(self, rows, i):
-        """Returns the first of a token's rows at a peer that is not dropped, or NOWHERE."""
-        del i
-        place = jnp.int32(fb.NOWHERE)
-        for row in reversed(rows):
-            kept = (row >= 0) & (row < self.expert_rows.capacity)
-            place = jnp.where(kept, row, place)
-        return place
-
-    def _further_places(self, rows):
-        """Returns a token's rows that are kept, but for the first; NOWHERE for the others."""
-        found, places = jnp.bool_(False), []
-        for row in rows:
-            kept = (row >= 0) & (row < self.expert_rows.capacity)
-            places.append(jnp.where(kept & found, row, fb.NOWHERE))
-            found = found | kept
-        return places[1:]
-
-    def _receive(self, rows, tokens, *, step_rows, step_copies, copies, copy_full, **_):
-        fabric, num_copies = self.fabric, self.plan.num_copy_stages
         first_token, num_tokens = self.sender.range()
 
-        def begin(i, begun):
-            first = jnp.int32(fb.NOWHERE)
-            for choice in reversed(range(self.top_k)):
-                place = step_copies[i, choice]
-                first = jnp.where(place >= 0, place, first)
-            stage = lax.rem(begun + i, jnp.int32(num_copies))
-            plgpu.copy_gmem_to_smem(
-                fabric.mine(tokens[0]).at[first],
-                copies[0].at[stage],
-                copy_full.at[stage],
-                oob_mode=fb.IN_BOUNDS,
-            )
-            if self.quantized:
-                scales, ring = tokens[1], copies[1]
-                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[stage])
-                short_copies.commit_group(fabric)
-
-        def finish(i, begun, count):
-            stage = lax.rem(begun + i, jnp.int32(num_copies))
-            plgpu.barrier_wait(copy_full.at[stage])
-            if self.quantized:
-                lax.cond(
-                    i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
-                    lambda: short_copies.wait(fabric, num_copies - 1),
-                    lambda: short_copies.wait(fabric, 0),
-                )
-            self._put_copies(i, stage, tokens, step_copies, copies)
-
-        def receive_step(step, begun):
-            """Copies a step's rows to their further places; returns how many have been copied.
-
-            `begun` rows were copied in earlier steps; the next stage is `begun` modulo the stages.
-            """
-            fabric.wait(PUT, step + 1, "dispatch")
-            fabric.delay_point(2)
-            fabric.async_fence()
-            count = self._list_copies(step, first_token, num_tokens, rows, step_rows, step_copies)
-
-            def begin_next(i, carry):
-                begin(i, begun)
-                return carry
-
-            def copy_row(i, carry):
-                finish(i, begun, count)
-
-                @pl.when(i + num_copies < count)
-                def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    begin(i + num_copies, begun)
-
-                return carry
-
-            lax.fori_loop(0, jnp.minimum(count, num_copies), begin_next, None)
-            lax.fori_loop(0, count, copy_row, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
+            """Receives a step after `begun` rows were copied; returns how many then have been."""
+            self.fabric.wait(PUT, step + 1, "dispatch")
+            self.fabric.delay_point(2)
+            self.fabric.async_fence()
+            count = self._list_copies(step, first_token, num_tokens, rows, scratch)
+            self._copy_listed(begun, count, tokens, scratch)
             return begun + count
 
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def _():  # no token is received, but peers may still read this rank's rows, if known
-            fabric.wait(PUT, 1, "dispatch")
+        def wait_for_peers() -> None:  # which may still read this rank's rows, if these are known
+            self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _list_copies(self, step, first_token, num_tokens, rows, step_rows, step_copies):
+    def _list_copies(
+        self,
+        step: jax.Array,
+        first_token: jax.Array,
+        num_tokens: jax.Array,
+        rows: Any,
+        scratch: _Scratch,
+    ) -> jax.Array:
         """Lists the tokens of peers that have several rows on this rank; returns their count.
 
         step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
         of them has already been received. This rank's own tokens are put to all their rows by the
-        sender. The block handles `num_tokens` tokens of every source
-        rank, from `first_token` on.
+        sender. The block handles `num_tokens` tokens of every source rank, from `first_token` on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
@@ -477,18 +291,19 @@ class _Dispatch:
             return jnp.int32(0)
         sources = [(source, fabric.mine(rows), source) for source in others]
         window = self.sender.step_window
-        start = open_window(fabric, window, step_token * top_k, (step_rows, sources))
+        start = open_window(fabric, window, step_token * top_k, (scratch.step_rows, sources))
 
-        def list_token(i, count):
+        def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
             for source in others:
                 places, held = [], jnp.int32(0)
                 for choice in range(top_k):
-                    row = step_rows[source, (step_token + i) * top_k - start + choice]
-                    here = (row >= 0) & (row < self.expert_rows.capacity)
-                    places.append(jnp.where(here, row, fb.NOWHERE))
-                    held = held + here.astype(jnp.int32)
+                    row = scratch.step_rows[source, (step_token + i) * top_k - start + choice]
+                    kept = self.kept(row)
+                    places.append(jnp.where(kept, row, fb.NOWHERE))
+                    held = held + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    step_copies[count, choice] = place  # overwritten unless `count` is raised below
+                    # The next token overwrites these unless `count` is raised below.
+                    scratch.step_copies[count, choice] = place
                 count = count + (held > 1).astype(jnp.int32)
             return count
 
@@ -497,15 +312,262 @@ class _Dispatch:
         fabric.barrier()
         return count
 
-    def _put_copies(self, i, stage, tokens, step_copies, copies):
-        """Copies the i-th listed token, which is in `stage`, to all of its rows but the first."""
-        fabric = self.fabric
-        copied_from = step_copies[i, 0] >= 0
+    def _copy_listed(
+        self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: _Scratch
+    ) -> None:
+        """Copies the `count` listed tokens from their first rows to their others.
+
+        `begun` rows were copied in earlier steps; the first takes stage `begun` modulo C.
+        """
+        num_copies = self.sender.plan.num_copy_stages
+
+        def begin_copy(i: jax.Array, _: None) -> None:
+            self._begin_copy(i, begun, tokens, scratch)
+
+        def copy_row(i: jax.Array, _: None) -> None:
+            self._finish_copy(i, begun, count, tokens, scratch)
+
+            @pl.when(i + num_copies < count)
+            def begin_next() -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._begin_copy(i + num_copies, begun, tokens, scratch)
+
+        lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
+        lax.fori_loop(0, count, copy_row, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _begin_copy(
+        self, i: jax.Array, begun: jax.Array, tokens: Sequence[Any], scratch: _Scratch
+    ) -> None:
+        """Starts to copy the first row of the i-th listed token to its stage."""
+        fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
+        first = jnp.int32(fb.NOWHERE)
+        for choice in reversed(range(self.top_k)):
+            place = scratch.step_copies[i, choice]
+            first = jnp.where(place >= 0, place, first)
+        stage = lax.rem(begun + i, jnp.int32(num_copies))
+        plgpu.copy_gmem_to_smem(
+            fabric.mine(tokens[0]).at[first],
+            scratch.copies[0].at[stage],
+            scratch.copy_full.at[stage],
+            oob_mode=fb.IN_BOUNDS,
+        )
+        for scales, ring in zip(tokens[1:], scratch.copies[1:], strict=True):
+            short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[stage])
+            short_copies.commit_group(fabric)
+
+    def _finish_copy(
+        self,
+        i: jax.Array,
+        begun: jax.Array,
+        count: jax.Array,
+        tokens: Sequence[Any],
+        scratch: _Scratch,
+    ) -> None:
+        """Puts the i-th of `count` listed tokens from its stage to all its rows but the first."""
+        fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
+        stage = lax.rem(begun + i, jnp.int32(num_copies))
+        plgpu.barrier_wait(scratch.copy_full.at[stage])
+        if len(tokens) > 1:
+            lax.cond(
+                i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
+                lambda: short_copies.wait(fabric, num_copies - 1),
+                lambda: short_copies.wait(fabric, 0),
+            )
+        copied_from = scratch.step_copies[i, 0] >= 0
         for choice in range(1, self.top_k):
-            place = step_copies[i, choice]
-            for part, ref in zip(copies, tokens, strict=True):
-                fb.put_if(
-                    fabric, copied_from & (place >= 0), part.at[stage], fabric.mine(ref).at[place]
-                )
+            place = scratch.step_copies[i, choice]
+            further = copied_from & (place >= 0)
+            for part, ref in zip(scratch.copies, tokens, strict=True):
+                fb.put_if(fabric, further, part.at[stage], fabric.mine(ref).at[place])
             copied_from = copied_from | (place >= 0)
         plgpu.commit_smem_to_gmem_group()
+
+
+class _DispatchLike(_Kernel):
+    """The kernel of `dispatch_like`."""
+
+    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+        x, rows, counts, *tokens = refs
+        fabric, warpgroup = self.fabric, lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def send() -> None:
+            routes = _KnownRoutes(self, scratch, rows)
+            fabric.delay_point(0)
+            self.experts.fetch_counts(counts, scratch.experts)
+            self.sender.fetch_first(x, scratch.sender)
+            fabric.connect()
+            self.sender.open_window(routes, 0, scratch.sender)
+            self.sender.make_ready(x, 0, scratch.sender)
+            self.experts.find_groups(scratch.experts)
+            plgpu.barrier_arrive(scratch.groups_known)
+            self.sender.send(SenderRefs(x, tokens, lists=None), routes, scratch.sender)
+
+        @pl.when(warpgroup == 2)
+        def fill() -> None:
+            plgpu.barrier_wait(scratch.groups_known)
+            fabric.delay_point(3)
+            self.experts.fill(tokens, scratch.experts)
+
+        @pl.when(warpgroup == 1)
+        def receive() -> None:
+            self.receive(rows, tokens, scratch)
+
+
+class _Dispatch(_Kernel):
+    """The kernel of `dispatch`."""
+
+    def scratch(self) -> _Scratch:
+        # Entries after the last expert take choices of none.
+        next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
+        return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
+
+    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+        x, choices, *results = refs
+        num_parts = len(self.sender.row.parts)
+        tokens, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
+        fabric, warpgroup = self.fabric, lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def send() -> None:
+            routes = _NewRoutes(self, scratch, choices)
+            fabric.delay_point(0)
+            self._send_counts(choices, scratch)
+            self.sender.fetch_first(x, scratch.sender)
+            self.sender.open_window(routes, 0, scratch.sender)
+            self._count_earlier(choices, scratch)
+            self.experts.receive_counts(scratch.experts)
+            self.sender.make_ready(x, 0, scratch.sender)
+            self.experts.find_groups(
+                scratch.experts, next_rows=scratch.next_rows, all_counts_ref=all_counts
+            )
+            plgpu.barrier_arrive(scratch.groups_known)
+            plgpu.barrier_wait(scratch.connected)
+            self.sender.send(SenderRefs(x, tokens, rows), routes, scratch.sender)
+
+        @pl.when(warpgroup == 2)
+        def fill() -> None:
+            plgpu.barrier_wait(scratch.groups_known)
+            fabric.delay_point(3)
+            self.experts.describe(scratch.experts, *groups)
+            self.experts.fill(tokens, scratch.experts)
+
+        @pl.when(warpgroup == 1)
+        def receive() -> None:  # connects here, to leave the sender less to do
+            fabric.connect()
+            plgpu.barrier_arrive(scratch.connected)
+            self.receive(rows, tokens, scratch)
+
+    def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
+        """Counts this rank's choices of each expert, and sends the counts to every rank.
+
+        Block 0 does, which every GPU starts first.
+        """
+        fabric, width = self.fabric, self.experts.count_width
+
+        @pl.when(lax.axis_index("block") == 0)
+        def count_and_send() -> None:
+            fb.clear(scratch.next_rows, width)
+            fabric.barrier()
+            self._count(choices, self.sender.num_tokens * self.top_k, scratch.next_rows)
+            fabric.barrier()
+            fabric.send_values(scratch.next_rows.at[pl.ds(0, width)], 0)
+            fabric.barrier()
+
+    def _count_earlier(self, choices: Any, scratch: _Scratch) -> None:
+        """Counts in `next_rows` how often the tokens of earlier blocks choose each expert."""
+        fb.clear(scratch.next_rows, self.experts.count_width)
+        self.fabric.barrier()
+        end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
+        self._count(choices, end, scratch.next_rows)
+        self.fabric.barrier()
+
+    def _count(self, choices: Any, end: Any, bins: Any) -> None:
+        """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
+        fabric, num_choices = self.fabric, self.sender.window.total
+        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
+
+        def count(i: jax.Array, _: None) -> None:
+            start = jnp.minimum(i * width, num_choices - width)
+            entries = start + fb.iota(fabric, width)
+            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
+            new = (entries >= i * width) & (entries < end)
+            experts = jnp.where(new, experts, fb.NOWHERE)
+            fb.count(fabric, bins, experts, self.experts.num_experts)
+
+        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routes:
+    """The rows that a token's list says; a part of `sender.Routes`."""
+
+    kernel: _Kernel
+    scratch: _Scratch
+
+    def row(self, words: List, i: jax.Array) -> jax.Array:
+        """Returns the first of a token's rows at a peer that is not dropped, or NOWHERE."""
+        del i
+        place = jnp.int32(fb.NOWHERE)
+        for row in reversed(words):
+            place = jnp.where(self.kernel.kept(row), row, place)
+        return place
+
+    def further_rows(self, words: List) -> list[jax.Array]:
+        """Returns a token's rows that are kept, but for the first; NOWHERE for the others."""
+        found, places = jnp.bool_(False), []
+        for row in words:
+            kept = self.kernel.kept(row)
+            places.append(jnp.where(kept & found, row, fb.NOWHERE))
+            found = found | kept
+        return places[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _KnownRoutes(_Routes):
+    """The routes of an earlier dispatch, which are read from every peer."""
+
+    rows: Any  # [N, T·K] int32 at each rank, by source rank
+
+    def sources(self) -> list[Any]:
+        """Returns each peer's rows of this rank's tokens."""
+        fabric = self.kernel.fabric
+        return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
+
+    def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
+        """Reads the row of each choice of a token at each rank."""
+        entries = [entry + choice for choice in range(self.kernel.top_k)]
+        return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewRoutes(_Routes):
+    """Routes that are computed from this rank's choices, one token after the other."""
+
+    choices: Any  # [T·K] int32
+
+    def sources(self) -> list[Any]:
+        """Returns this rank's choices of experts."""
+        return [self.kernel.fabric.mine(self.choices)]
+
+    def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
+        """Computes the row of each choice of a token at each rank; advances `next_rows`."""
+        of_experts, scratch = self.kernel.experts, self.scratch
+        experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
+        valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
+        experts = [
+            jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
+        ]
+        found = of_experts.take_rows(experts, scratch.next_rows, scratch.experts)
+        owners = [
+            jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
+            for e, v in zip(experts, valid, strict=True)
+        ]
+        return [
+            [
+                jnp.where(owner == rank, row, fb.NOWHERE)
+                for owner, row in zip(owners, found, strict=True)
+            ]
+            for rank in ranks
+        ]

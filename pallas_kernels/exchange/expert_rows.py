@@ -1,7 +1,14 @@
-"""The expert-major layout within a kernel: where each expert's rows lie, and zeros in the gaps.
+"""Where each expert's rows are in an expert-major receive buffer, and zeros in its gaps.
 
-The layout follows from how often each rank chose each expert. One warpgroup of every thread block
-computes it; another may write the zeros.
+It follows from how often each rank chose each expert. Rows of one expert are a group:
+
+    rows of a rank:   group of expert 0      group of expert 1             R
+                      | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
+                      ^ start        ^ end without        ^     unused rows
+                                           ^ end with padding
+
+In an expert's group, rows of lower source ranks come first, then those of lower tokens. One
+warpgroup of every thread block finds the groups; another may write the zeros.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,11 +29,21 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
 
 
+class ExpertScratch(NamedTuple):
+    """The shared memory of `ExpertRows`. An array of counts has `count_width` entries."""
+
+    all_counts: Any  # [N, counts] int32: choices of each expert, by source rank
+    scan: Any  # [2 counts] int32: half of it stays zero
+    group_ends: Any  # [2, counts] int32: where groups end without padding, and with it
+    zeros: Sequence[Any]  # for each part of a row, a row of zeros
+    counts_full: Any  # barrier: `all_counts` is complete
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Computes the expert-major layout and fills its gaps; its methods are steps of a kernel.
+    """Finds the groups of experts' rows and fills their gaps; its methods are steps of a kernel.
 
-    The kernel has the scratch that `scratch_types` returns, and passes it to the methods by name.
+    The kernel allocates `scratch`, and passes it to the methods.
 
     Attributes:
       fabric: how ranks reach each other.
@@ -63,53 +80,66 @@ class ExpertRows:
         """Entries of a rank's counts in memory: E, padded to whole vectors."""
         return count_width(self.num_experts)
 
-    def scratch_types(self) -> dict[str, Any]:
+    def scratch(self) -> ExpertScratch:
+        """Returns the types of the scratch."""
         ranks, width = self.fabric.num_ranks, self.count_width
-        return dict(
+        return ExpertScratch(
             all_counts=plgpu.SMEM((ranks, width), jnp.int32),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
+            group_ends=plgpu.SMEM((2, width), jnp.int32),
             zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=self.count_arrivals or ranks),
         )
 
-    def fetch_counts(self, counts: Any, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
+    def fetch_counts(self, counts: Any, scratch: ExpertScratch) -> None:
         """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
         for rank in range(self.fabric.num_ranks):
-            source = self.fabric.mine(counts).at[rank]
-            plgpu.copy_gmem_to_smem(source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS)
+            plgpu.copy_gmem_to_smem(
+                self.fabric.mine(counts).at[rank],
+                scratch.all_counts.at[rank],
+                scratch.counts_full,
+                oob_mode=fb.IN_BOUNDS,
+            )
 
-    def receive_counts(self, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
+    def receive_counts(self, scratch: ExpertScratch) -> None:
         """Receives every rank's number of choices of each expert."""
         for rank in range(self.fabric.num_ranks):
-            self.fabric.read_values(rank, 0, all_counts.at[rank], "dispatch")
+            self.fabric.read_values(rank, 0, scratch.all_counts.at[rank], "dispatch")
         self.fabric.barrier()
-        plgpu.barrier_arrive(counts_full)
+        plgpu.barrier_arrive(scratch.counts_full)
 
-    def lay_out(
-        self, all_counts_ref: Any = None, *, all_counts: Any, counts_full: Any, scan: Any,
-        block_ends: Any, next_rows: Any = None, block_starts: Any = None, **_: Any,
-    ) -> None:  # fmt: skip
-        """Computes where each expert's rows start and end on the expert's rank.
+    def find_groups(
+        self,
+        scratch: ExpertScratch,
+        *,
+        next_rows: Any = None,
+        group_starts: Any = None,
+        all_counts_ref: Any = None,
+    ) -> None:
+        """Finds where each expert's group of rows starts and ends on the expert's rank.
 
-        On entry, `next_rows` has how many choices of each expert this rank's earlier blocks make;
-        it becomes the row of this block's first choice of each. Block 0 writes all counts to
-        `all_counts_ref` [N, E], and every block the rows' starts to `block_starts` [E] in shared
-        memory. Each may be None.
-
-        If `fair`, the blocks are those of the rows that are kept: at most q of each expert, with
-        the largest q, one for each rank, at which its blocks fit in the capacity. A row that is
+        If `fair`, the groups are those of the rows that are kept: at most q of each expert, with
+        the largest q, one for each rank, at which its groups fit in the capacity. A row that is
         not before the end of its expert's rows is then one that is dropped.
+
+        Args:
+          scratch: its counts are complete, or become so. `group_ends` is written.
+          next_rows: in shared memory, on entry how many choices of each expert this rank's earlier
+            blocks make; it becomes the row of this block's first choice of each. None: unused.
+          group_starts: [E] in shared memory, for the groups' starts; None: they are not kept.
+          all_counts_ref: [N, E] in global memory, to which block 0 writes all counts; or None.
         """
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
-        plgpu.barrier_wait(counts_full)
-        per_source = [fb.load(fabric, all_counts.at[source], 1) for source in range(num_ranks)]
+        plgpu.barrier_wait(scratch.counts_full)
+        per_source = [
+            fb.load(fabric, scratch.all_counts.at[source], 1) for source in range(num_ranks)
+        ]
         total = sum(per_source[1:], per_source[0])
         if self.fair:
-            total = jnp.minimum(total, self._quotas(total, scan, block_ends))
+            total = jnp.minimum(total, self._quotas(total, scratch))
         sizes = self._aligned(total)
-        ends = self._ends(sizes, scan)
+        ends = self._ends(sizes, scratch.scan)
         starts = ends - sizes
         if next_rows is not None:
             row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
@@ -117,15 +147,15 @@ class ExpertRows:
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
             next_rows[pl.ds(0, width)] = row
-        if block_starts is not None:
-            block_starts[...] = starts
-        block_ends[0] = starts + total
-        block_ends[1] = ends
+        if group_starts is not None:
+            group_starts[...] = starts
+        scratch.group_ends[0] = starts + total
+        scratch.group_ends[1] = ends
         fabric.barrier()
         if all_counts_ref is not None:
 
             @pl.when(lax.axis_index("block") == 0)
-            def _() -> None:
+            def write_counts() -> None:
                 for source in range(num_ranks):
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
@@ -137,7 +167,7 @@ class ExpertRows:
         return lax.div(counts + (alignment - 1), alignment) * alignment
 
     def _ends(self, sizes: Any, scan: Any) -> Any:
-        """Adds up the sizes of each rank's experts: where each expert's block ends."""
+        """Adds up the sizes of each rank's groups: where each group ends."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
@@ -152,11 +182,11 @@ class ExpertRows:
             shift *= 2
         return ends
 
-    def _quotas(self, total: Any, scan: Any, block_ends: Any) -> Any:
+    def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
         """Returns the most rows that each expert keeps at its rank, [E]: the rank's quota q.
 
         A rank's q is found from its highest bit to its lowest, and all ranks' at once: a bit stays
-        if blocks of at most so many rows fit. Where all ranks' rows fit, no bit is tried.
+        if groups of at most so many rows fit. Where all ranks' rows fit, no bit is tried.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -169,10 +199,10 @@ class ExpertRows:
             return each
 
         def fit(counts: Any) -> list[Any]:
-            """Returns whether each rank's blocks of so many rows fit in the capacity."""
-            block_ends[1] = self._ends(self._aligned(counts), scan)
+            """Returns whether each rank's groups of so many rows fit in the capacity."""
+            scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
             fabric.barrier()
-            ends = [block_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
+            ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
             fabric.barrier()
             return [end <= self.capacity for end in ends]
 
@@ -190,15 +220,20 @@ class ExpertRows:
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(
-        self, experts: Sequence[Any], next_rows: Any, block_ends: Any, *,
-        of: tuple[Any, ...] = (), last: bool = False,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        experts: Sequence[Any],
+        next_rows: Any,
+        scratch: ExpertScratch,
+        *,
+        of: tuple[Any, ...] = (),
+        last: bool = False,
+    ) -> list[Any]:
         """Returns the row of each choice of a token, R or more if dropped; advances `next_rows`.
 
         Args:
           experts: the expert of each choice; `count_width` for a choice whose row may be anything.
           next_rows: the next row of each expert, and an entry for `count_width`.
-          block_ends: the memory in which `lay_out` left where the experts' rows end.
+          scratch: `find_groups` has written its `group_ends`.
           of: the indices of `next_rows`' leading dimensions.
           last: whether no token follows, so that `next_rows` need not be advanced.
         """
@@ -213,7 +248,7 @@ class ExpertRows:
                 next_rows[(*of, expert)] = row + 1  # the last choice has the last row
             self.fabric.barrier()  # the next token reads what this one has counted
         if self.fair:
-            ends = [block_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
+            ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
             dropped = jnp.int32(self.capacity)
             found = [
                 jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
@@ -221,9 +256,13 @@ class ExpertRows:
         return found
 
     def describe(
-        self, group_sizes: Any, expert_counts: Any, num_dropped: Any, rows_needed: Any, *,
-        block_ends: Any, all_counts: Any, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        scratch: ExpertScratch,
+        group_sizes: Any,
+        expert_counts: Any,
+        num_dropped: Any,
+        rows_needed: Any,
+    ) -> None:
         """Writes this rank's group_sizes, expert_counts, num_dropped and rows_needed, in block 0.
 
         `dispatch.dispatch` describes these results.
@@ -231,39 +270,43 @@ class ExpertRows:
         fabric, per_rank = self.fabric, self.num_local_experts
         first_expert = fabric.rank() * per_rank
 
+        def ends_of_group(i: Any) -> tuple[Any, Any]:
+            return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
+
+        def describe_tail(i: Any, carry: Any) -> Any:
+            """Writes a group's sizes; carry: its start, and the rows dropped so far."""
+            start, dropped = carry
+            end_of_rows, end = ends_of_group(i)
+            room = jnp.maximum(self.capacity - start, 0)
+            kept = jnp.minimum(end_of_rows - start, room)
+            fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
+            fabric.mine(expert_counts)[i] = kept
+            return end, dropped + (end_of_rows - start - kept)
+
+        def describe_fair(i: Any, carry: Any) -> Any:
+            """Writes a group's sizes where all groups fit; carry: start, dropped, needed."""
+            start, dropped, needed = carry
+            end_of_rows, end = ends_of_group(i)
+            wanted = jnp.int32(0)
+            for source in range(fabric.num_ranks):
+                wanted = wanted + scratch.all_counts[source, first_expert + i]
+            fabric.mine(group_sizes)[i] = end - start
+            fabric.mine(expert_counts)[i] = end_of_rows - start
+            dropped = dropped + (wanted - (end_of_rows - start))
+            return end, dropped, needed + self._aligned(wanted)
+
         @pl.when(lax.axis_index("block") == 0)
-        def _() -> None:
-            def describe(i: Any, carry: Any) -> Any:
-                start, dropped = carry
-                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
-                room = jnp.maximum(self.capacity - start, 0)
-                kept = jnp.minimum(end_of_rows - start, room)
-                fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
-                fabric.mine(expert_counts)[i] = kept
-                return end, dropped + (end_of_rows - start - kept)
-
-            def describe_fair(i: Any, carry: Any) -> Any:
-                """Writes an expert's sizes where all blocks fit; carry: start, dropped, needed."""
-                start, dropped, needed = carry
-                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
-                wanted = jnp.int32(0)
-                for source in range(fabric.num_ranks):
-                    wanted = wanted + all_counts[source, first_expert + i]
-                fabric.mine(group_sizes)[i] = end - start
-                fabric.mine(expert_counts)[i] = end_of_rows - start
-                dropped = dropped + (wanted - (end_of_rows - start))
-                return end, dropped, needed + self._aligned(wanted)
-
+        def describe() -> None:
             zero = jnp.int32(0)
             if self.fair:
                 carry = (zero, zero, zero)
                 _, dropped, needed = lax.fori_loop(0, per_rank, describe_fair, carry)
             else:
-                needed, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
+                needed, dropped = lax.fori_loop(0, per_rank, describe_tail, (zero, zero))
             fabric.mine(num_dropped)[0] = dropped
             fabric.mine(rows_needed)[0] = needed
 
-    def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
+    def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
 
         Without `zero_unused`, only to those between experts' rows.
@@ -272,30 +315,31 @@ class ExpertRows:
             return
         rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
-        for part in zeros:
+        num_blocks = jnp.int32(self.num_blocks)
+        for part in scratch.zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
 
+        def fill_row(row: Any) -> None:
+            for part, ref, (width, _) in zip(scratch.zeros, tokens, self.parts, strict=True):
+                plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
+
         def fill_gap(begin: Any, end: Any) -> None:
+            """Fills this block's share of the rows from `begin` to `end`: every num_blocks-th."""
             end = jnp.minimum(end, self.capacity)
-            num_blocks = jnp.int32(self.num_blocks)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
+            lax.fori_loop(
+                0,
+                jnp.maximum(count, 0),
+                lambda i, _: fill_row(begin + block + i * num_blocks),
+                None,
+            )
 
-            def fill_row(i: Any, carry: None) -> None:
-                row = begin + block + i * num_blocks
-                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
-                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
-                return carry
-
-            lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
+        def fill_padding(expert: Any, _: None) -> None:
+            fill_gap(scratch.group_ends[0, expert], scratch.group_ends[1, expert])
 
         if self.alignment > 1:
-
-            def fill_padding(expert: Any, carry: None) -> None:
-                fill_gap(block_ends[0, expert], block_ends[1, expert])
-                return carry
-
             lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
         if self.zero_unused:
-            fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
+            fill_gap(scratch.group_ends[1, (rank + 1) * per_rank - 1], self.capacity)
         plgpu.wait_smem_to_gmem(0)

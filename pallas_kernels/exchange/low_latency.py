@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +184,23 @@ class Rows:
         ]
 
 
+class GatherScratch(NamedTuple):
+    """The shared memory of a `Gather`: a ring of S stages for rows, and a list for each pair."""
+
+    stages: Any  # [S, H]: rows of y
+    places: Any  # [pairs, rows_of_pair] int32: the rows of a pair
+    choices: Any  # [pairs, rows_of_pair] int32: which choices of the token they are
+    num_rows: Any  # [pairs] int32: how many they are; NOWHERE: no choice of the pair is here
+    full: Any  # [S] barriers: a row has arrived in its stage
+    empty: Any  # [S] barriers: all warpgroups have read a row
+    listed: Any  # barrier: the scout has listed all pairs
+    together: Any  # barrier: where the other warpgroups meet
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(self.stages, self.full, self.empty)
+
+
 @dataclasses.dataclass(frozen=True)
 class Gather:
     """The rows of y of a block's tokens of all ranks: listed by one warpgroup, read by the others.
@@ -231,20 +248,21 @@ class Gather:
         """Whether the ring has a stage for each row of a block, so that none is used twice."""
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
-    def scratch_types(self) -> dict[str, Any]:
-        plan, stages, pairs = self.rows.plan, self.num_stages, self.num_pairs
-        return dict(
+    def scratch(self) -> GatherScratch:
+        """Returns the types of the scratch."""
+        plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
+        return GatherScratch(
             stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
-            places=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
-            choices=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
-            num_rows=plgpu.SMEM((pairs,), jnp.int32),  # NOWHERE: no choice of the pair is here
+            places=plgpu.SMEM(lists, jnp.int32),
+            choices=plgpu.SMEM(lists, jnp.int32),
+            num_rows=plgpu.SMEM((self.num_pairs,), jnp.int32),
             full=plgpu.Barrier(num_barriers=(stages,)),
             empty=plgpu.Barrier(num_barriers=(stages,), num_arrivals=plan.warpgroups),
             listed=plgpu.Barrier(),
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
         )
 
-    def pairs(self):
+    def pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
         """Returns (the pair's number, token's number, token, exists, owner) of each pair.
 
         Owners follow each other modulo N; this rank is the last one, or the first. Every
@@ -259,12 +277,12 @@ class Gather:
             for j, owner in enumerate(owners)
         ]
 
-    def scout(self, y, rows, ring, *, places, choices, num_rows, listed, **_):
+    def scout(self, y: Any, rows: Any, scratch: GatherScratch) -> None:
         """Lists the rows of each pair in shared memory, and fetches them into the ring.
 
         `rows` is [N, T·K].
         """
-        fabric, top_k = self.fabric, self.top_k
+        fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         found = [
             [fabric.mine(rows)[owner, token * top_k + choice] for choice in range(top_k)]
             for _, _, token, _, owner in self.pairs()
@@ -278,63 +296,69 @@ class Gather:
             count = jnp.int32(0)
             for choice, place in enumerate(of_choices):
                 held = exists & (place >= 0) & (place < self.capacity)
-                places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
-                choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
+                scratch.places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
+                scratch.choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
 
                 @pl.when(held & (used < self.num_stages))
-                def _(place=place, used=used):
+                def fetch(place: Any = place, used: Any = used) -> None:
                     ring.fetch(used, fabric.mine(y).at[place])
 
                 count, used = (n + held.astype(jnp.int32) for n in (count, used))
-            num_rows[pair] = jnp.where(sent, count, fb.NOWHERE)
+            scratch.num_rows[pair] = jnp.where(sent, count, fb.NOWHERE)
         fabric.barrier()
-        plgpu.barrier_arrive(listed)
+        plgpu.barrier_arrive(scratch.listed)
         if not self.all_fit:
-            self._fetch_more(y, ring, places, num_rows)
+            self._fetch_more(y, scratch)
 
-    def _fetch_more(self, y, ring, places, num_rows):
+    def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
         """Fetches the rows that find no stage until others are summed."""
+        ring = scratch.ring
 
-        def fetch(r, used, pair):
+        def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
             @pl.when(used >= self.num_stages)
-            def _():
+            def fetch_to_used_stage() -> None:
                 stage = ring.open(used)
-                ring.fetch(stage, self.fabric.mine(y).at[places[pair, r]])
+                ring.fetch(stage, self.fabric.mine(y).at[scratch.places[pair, r]])
 
             return used + 1
 
         used = jnp.int32(0)
         for pair, *_ in self.pairs():
-            used = lax.fori_loop(0, num_rows[pair], functools.partial(fetch, pair=pair), used)
+            of_pair = functools.partial(fetch, pair=pair)
+            used = lax.fori_loop(0, scratch.num_rows[pair], of_pair, used)
 
-    def num_turns(self, num_rows: Any) -> jax.Array:
+    def num_turns(self, scratch: GatherScratch) -> jax.Array:
         """Returns how many rows all pairs have."""
-        counts = [jnp.maximum(num_rows[pair], 0) for pair in range(self.num_pairs)]
+        counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
         return functools.reduce(jnp.add, counts)
 
-    def free(self, ring: Ring, turn: jax.Array, num_turns: jax.Array) -> None:
+    def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
         """Frees the stage of a row that this warpgroup has read, if another row takes it next.
 
         `num_turns` is how many rows all pairs have.
         """
         if self.all_fit:
             return
+        ring = scratch.ring
 
         @pl.when(turn + self.num_stages < num_turns)
-        def _() -> None:
+        def free_stage() -> None:
             plgpu.commit_smem()  # the next copy to the stage comes after this read
             plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
-    def read_weights(self, *, weights: Any, together: Any, **_: Any) -> None:
-        """Reads the weights of each pair, which the owners send; each warpgroup those of others."""
+    def read_weights(self, weights: Any, scratch: GatherScratch) -> None:
+        """Reads the weights of each pair, [pairs, K], which the owners send.
+
+        Each warpgroup reads those of other pairs.
+        """
         for pair, _, token, _, owner in self.pairs():
 
             @pl.when(self.rows.warpgroup == pair % self.rows.plan.warpgroups)
-            def _(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
+            def read(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
                 start = token * self.top_k
                 self.fabric.read_values(owner, start, weights.at[pair], self.rows.what)
 
-        meet(self.fabric, together)
+        meet(self.fabric, scratch.together)
 
 
 def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:

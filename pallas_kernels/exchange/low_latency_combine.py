@@ -8,6 +8,10 @@ five warpgroups:
                once and send them to the owner; then receive the sums of the tokens of this rank,
                and add them in rank order.
 
+    rank d                                        rank s, owner of token t
+    y[rows of (t, s)] --> ring --> sum == link => tile buffers --> sum in rank order --> out[t]
+    weights of t <---------------------- link --- topk_weights[t]
+
 Weights are the owner's. Block 0 of every rank sends them to all ranks.
 """
 
@@ -15,7 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +28,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import Gather, Rows, hello, is_among
+from pallas_kernels.exchange.low_latency import Gather, GatherScratch, Rows, hello, is_among
 from pallas_kernels.exchange.plan import LowLatencyPlan
-from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
 
 def combine(
@@ -58,7 +62,7 @@ def combine(
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
 
     Returns:
-      The result of `combine.combine` without a wire_dtype, bit for bit.
+      The result of `combine.combine` with a plain wire, bit for bit.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")
@@ -73,14 +77,26 @@ def combine(
         num_blocks=plan.num_blocks,
         num_warpgroups=plan.warpgroups + 1,
         out_type=[jax.ShapeDtypeStruct((plan.num_tokens, plan.hidden), y.dtype)],
-        scratch_types=kernel.scratch_types(),
+        scratch_types=dict(scratch=kernel.scratch()),
     )(*operands)
     return out
 
 
+class _Scratch(NamedTuple):
+    """The shared memory of the kernel."""
+
+    gather: GatherScratch
+    weights: Any  # [pairs, K] float32: the weights of each pair's choices; None without weights
+
+
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`: its static arguments, and the warpgroups' code."""
+    """The kernel of `combine`.
+
+    Attributes:
+      weighted: whether rows are weighted.
+      gather: the rows of y, and how they are fetched.
+    """
 
     weighted: bool
     gather: Gather
@@ -93,52 +109,49 @@ class _Combine:
     def rows(self) -> Rows:
         return self.gather.rows
 
-    def scratch_types(self) -> dict[str, Any]:
-        types = self.gather.scratch_types()
-        if self.weighted:
-            pairs = self.gather.num_pairs
-            types["weights"] = plgpu.SMEM((pairs, self.gather.top_k), jnp.float32)
-        return types
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
+        weights = plgpu.SMEM((self.gather.num_pairs, self.gather.top_k), jnp.float32)
+        return _Scratch(self.gather.scratch(), weights if self.weighted else None)
 
-    def __call__(self, *refs: Any, stages: Any, full: Any, empty: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         y, topk_idx, rows, *rest = refs
-        weights_ref = rest.pop(0) if self.weighted else None
+        weights = rest.pop(0) if self.weighted else None
         (out,) = rest
-        ring = Ring(stages, full, empty)
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
-        def _summers():
+        def sum_rows() -> None:
             summer = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
-            summer._sum(topk_idx, weights_ref, out, ring, **scratch)
+            summer._sum(topk_idx, weights, out, scratch)
 
         @pl.when(warpgroup == warpgroups)
-        def _scout():
+        def scout() -> None:
             hello(self.fabric.signal, release=False)
-            self.gather.scout(y, rows, ring, **scratch)
+            self.gather.scout(y, rows, scratch.gather)
             hello(self.fabric.wait, "combine")
 
-    def _sum(self, topk_idx, weights_ref, out, ring, *, num_rows, choices, listed, **scratch):
+    def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
+        """Sums this warpgroup's tiles of every pair's rows, and sends and receives the sums."""
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.delay_point(0)
         endpoint = of_rows.open()
         if self.weighted:
-            of_rows.send_values(weights_ref)
+            of_rows.send_values(weights)
         ranks = [
             of_rows.ranks_of([fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)])
             for token, _ in of_rows.tokens()
         ]
         if self.weighted:
-            self.gather.read_weights(**scratch)
-        plgpu.barrier_wait(listed)
+            self.gather.read_weights(scratch.weights, scratch.gather)
+        plgpu.barrier_wait(scratch.gather.listed)
         fabric.barrier()
-        used, num_turns, mine = jnp.int32(0), self.gather.num_turns(num_rows), []
+        used, num_turns, mine = jnp.int32(0), self.gather.num_turns(scratch.gather), []
         for pair, i, _, _, _ in self.gather.pairs():
-            count = num_rows[pair]
+            count = scratch.gather.num_rows[pair]
             add = functools.partial(
-                self._add,
-                ring=ring, pair=pair, begun=used, num_turns=num_turns, choices=choices, **scratch,
-            )  # fmt: skip
+                self._add, pair=pair, begun=used, num_turns=num_turns, scratch=scratch
+            )
             zeros = [of_rows.zeros() for _ in of_rows.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
@@ -154,9 +167,21 @@ class _Combine:
         fabric.delay_point(2)
         endpoint.close()
 
-    def _add(self, r, sums, *, ring, pair, begun, num_turns, choices, weights=None, **_):
-        """Adds the r-th row of a pair, times its weight, to the sums."""
-        of_rows = self.rows
+    def _add(
+        self,
+        r: jax.Array,
+        sums: Sequence[jax.Array],
+        *,
+        pair: int,
+        begun: jax.Array,
+        num_turns: jax.Array,
+        scratch: _Scratch,
+    ) -> list[jax.Array]:
+        """Adds the r-th row of a pair, times its weight, to the sums of this warpgroup's tiles.
+
+        `begun` rows are of earlier pairs, and `num_turns` of all pairs.
+        """
+        of_rows, ring = self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
         plgpu.barrier_wait(ring.full.at[stage])
         added = []
@@ -164,13 +189,22 @@ class _Combine:
             row = fb.load(self.fabric, ring.rows.at[stage, where], of_rows.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
-                weight = weights[pair, choices[pair, r]]
+                weight = scratch.weights[pair, scratch.gather.choices[pair, r]]
                 row = vectors.times(self.fabric, row, weight, of_rows.plan.vector)
             added.append(total + row)
-        self.gather.free(ring, begun + r, num_turns)
+        self.gather.free(begun + r, num_turns, scratch.gather)
         return added
 
-    def _receive(self, endpoint, i, token, exists, ranks, mine, out):
+    def _receive(
+        self,
+        endpoint: Endpoint,
+        i: int,
+        token: jax.Array,
+        exists: jax.Array,
+        ranks: Sequence[jax.Array],
+        mine: Sequence[jax.Array],
+        out: Any,
+    ) -> None:
         """Adds the sums of this rank's i-th token in the block, and stores the result."""
         fabric, of_rows = self.fabric, self.rows
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]

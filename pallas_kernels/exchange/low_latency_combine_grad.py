@@ -10,6 +10,11 @@ every owner, with five warpgroups:
                 with each of its rows and with its weight, store the one to dy, and return the sums
                 of the other to the owner, as values.
 
+    owner of the token                      this rank
+    g[token] == tiles, link ==============> registers <-- ring <-- y[row]
+    topk_weights[token] -- values, link --> registers --> dy[row] = weight * g
+    dweights[token] <------ values, link -------------- sum of g * y[row]
+
 Block 0 of every rank sends the rank's weights to all ranks.
 """
 
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +31,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.low_latency import Gather, Rows, meet
+from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
+from pallas_kernels.exchange.low_latency import Gather, GatherScratch, Rows, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
-from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up
@@ -77,7 +82,7 @@ def combine_grad(
             jax.ShapeDtypeStruct((capacity, plan.hidden), plan.dtype),
             jax.ShapeDtypeStruct((flat,), jnp.float32),
         ],
-        scratch_types=kernel.scratch_types(),
+        scratch_types=dict(scratch=kernel.scratch()),
     )(
         g,
         topk_weights.reshape(*lead, flat),
@@ -89,12 +94,41 @@ def combine_grad(
     return dy, dweights.reshape(topk_idx.shape)
 
 
+class _Refs(NamedTuple):
+    """The arrays in global memory."""
+
+    g: Any  # [T, H]
+    weights: Any  # [T·K] float32
+    y: Any  # [R, H]
+    topk_idx: Any  # [T·K] int32
+    rows: Any  # [N, T·K] int32
+    counts: Any  # [N, E] int32
+    dy: Any  # [R, H]
+    dweights: Any  # [T·K] float32
+
+
+class _Scratch(NamedTuple):
+    """The shared memory of the kernel."""
+
+    gather: GatherScratch
+    experts: ExpertScratch
+    weights: Any  # [pairs, K] float32: the weights of each pair's choices
+    sums: Any  # float32: partial sums of each pair's inner products, one of each warp, [pairs · K]
+    totals: Any  # [pairs · K] float32: their totals
+    returned: Any  # [tokens of a block, N, K] float32: inner products that ranks return
+
+
 @dataclasses.dataclass(frozen=True)
 class _CombineGrad:
-    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+    """The kernel of `combine_grad`.
+
+    Attributes:
+      gather: the rows of y, and how they are fetched.
+      experts: where each expert's rows are.
+    """
 
     gather: Gather
-    expert_rows: ExpertRows
+    experts: ExpertRows
 
     @property
     def fabric(self) -> fb.Fabric:
@@ -109,88 +143,102 @@ class _CombineGrad:
         """Partial sums of an inner product: one of each warp of the weighers."""
         return self.rows.plan.warpgroups * vectors.SUMS_OF_WARPGROUP
 
-    def scratch_types(self) -> dict[str, Any]:
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
         pairs, top_k, ranks = self.gather.num_pairs, self.gather.top_k, self.fabric.num_ranks
         sums = align_up(pairs * top_k * self.parts_of_sum, LANES)
         returned = (self.rows.plan.tokens_per_block, ranks, top_k)
-        return dict(
-            **self.gather.scratch_types(),
-            **self.expert_rows.scratch_types(),
+        return _Scratch(
+            self.gather.scratch(),
+            self.experts.scratch(),
             weights=plgpu.SMEM((pairs, top_k), jnp.float32),
             sums=plgpu.SMEM((sums,), jnp.float32),
             totals=plgpu.SMEM((pairs * top_k,), jnp.float32),
             returned=plgpu.SMEM(returned, jnp.float32),
         )
 
-    def __call__(self, *refs: Any, stages: Any, full: Any, empty: Any, **scratch: Any) -> None:
-        g, weights_ref, y, topk_idx, rows, counts, dy, dweights = refs
-        ring, fabric = Ring(stages, full, empty), self.fabric
+    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+        refs, fabric = _Refs(*arrays), self.fabric
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
-        def _weighers():
+        def weigh() -> None:
             weigher = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
-            weigher._weigh(g, weights_ref, topk_idx, dy, dweights, ring, **scratch)
+            weigher._weigh(refs, scratch)
 
         @pl.when(warpgroup == warpgroups)
-        def _scout():
-            self.expert_rows.fetch_counts(counts, **scratch)
-            sums = scratch["sums"]
-            for start in range(0, sums.shape[0], LANES):
-                sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)
-            self.gather.scout(y, rows, ring, **scratch)
+        def scout() -> None:
+            self.experts.fetch_counts(refs.counts, scratch.experts)
+            for start in range(0, scratch.sums.shape[0], LANES):
+                scratch.sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)
+            self.gather.scout(refs.y, refs.rows, scratch.gather)
             fabric.delay_point(3)
-            self.expert_rows.lay_out(**scratch)
-            self.expert_rows.fill([dy], **scratch)
+            self.experts.find_groups(scratch.experts)
+            self.experts.fill([refs.dy], scratch.experts)
 
-    def _weigh(
-        self, g, weights_ref, topk_idx, dy, dweights, ring, *, num_rows, listed, together, sums,
-        totals, returned, **scratch,
-    ):  # fmt: skip
+    def _weigh(self, refs: _Refs, scratch: _Scratch) -> None:
+        """Multiplies this warpgroup's tiles of every pair's cotangent with the pair's rows."""
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
-        of_rows.send_values(weights_ref)
-        cotangents = of_rows.send_tokens(endpoint, g, topk_idx, exact=False)
+        of_rows.send_values(refs.weights)
+        cotangents = of_rows.send_tokens(endpoint, refs.g, refs.topk_idx, exact=False)
         fabric.delay_point(1)
-        self.gather.read_weights(together=together, **scratch)
-        plgpu.barrier_wait(listed)
+        self.gather.read_weights(scratch.weights, scratch.gather)
+        plgpu.barrier_wait(scratch.gather.listed)
         fabric.barrier()
-        begun, num_turns = jnp.int32(0), self.gather.num_turns(num_rows)
+        begun, num_turns = jnp.int32(0), self.gather.num_turns(scratch.gather)
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
             if source == 1:  # after this rank's own token
                 first = pair - source
-                comes = [num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)]
+                comes = [
+                    scratch.gather.num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)
+                ]
                 arrived = list(of_rows.receive(endpoint, i, comes, exact=False))
             tiles = [of_peers[source - 1] for of_peers in arrived] if source else cotangents[i]
             tiles = [tile.astype(jnp.float32) for tile in tiles]
             multiply = functools.partial(
                 self._multiply,
                 tiles=tiles,
-                pair=pair, begun=begun, num_turns=num_turns, ring=ring, sums=sums, dy=dy, **scratch,
-            )  # fmt: skip
-            count = jnp.maximum(num_rows[pair], 0)
+                pair=pair,
+                begun=begun,
+                num_turns=num_turns,
+                dy=refs.dy,
+                scratch=scratch,
+            )
+            count = jnp.maximum(scratch.gather.num_rows[pair], 0)
             lax.fori_loop(0, count, multiply, None)
             begun = begun + count
-        meet(fabric, together)
+        meet(fabric, scratch.gather.together)
         fabric.delay_point(2)
 
-        @pl.when(of_rows.warpgroup == 0)
-        def _():
-            self._return(topk_idx, dweights, sums, totals, returned)
+        pl.when(of_rows.warpgroup == 0)(lambda: self._return(refs, scratch))
 
         endpoint.close()
 
     def _multiply(
-        self, r, _, *, tiles, pair, begun, num_turns, ring, sums, dy, weights, places, choices, **__
-    ):  # fmt: skip
-        """Multiplies a cotangent with the r-th row of a pair, and with its weight."""
-        fabric, of_rows = self.fabric, self.rows
+        self,
+        r: jax.Array,
+        _: None,
+        *,
+        tiles: Sequence[jax.Array],
+        pair: int,
+        begun: jax.Array,
+        num_turns: jax.Array,
+        dy: Any,
+        scratch: _Scratch,
+    ) -> None:
+        """Multiplies a cotangent with the r-th row of a pair, and with its weight.
+
+        `tiles` are those of the cotangent, in float32. `begun` rows are of earlier pairs, and
+        `num_turns` of all pairs.
+        """
+        fabric, of_rows, ring = self.fabric, self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
-        choice, place = choices[pair, r], places[pair, r]
-        weight = weights[pair, choice]
+        choice, place = scratch.gather.choices[pair, r], scratch.gather.places[pair, r]
+        weight = scratch.weights[pair, choice]
         for i, tile in enumerate(tiles):
             weighted = (tile * weight).astype(of_rows.plan.dtype)
             of_rows.store(fabric.mine(dy), place, i, weighted, jnp.bool_(True))
@@ -200,36 +248,35 @@ class _CombineGrad:
             row = fb.load(fabric, ring.rows.at[stage, where], of_rows.plan.vector)
             product = of_rows.counted(i, tile * row.astype(jnp.float32))
             total = product if total is None else total + product
-        self.gather.free(ring, begun + r, num_turns)
+        self.gather.free(begun + r, num_turns, scratch.gather)
         start = (pair * self.gather.top_k + choice) * self.parts_of_sum
         start = start + of_rows.warpgroup * vectors.SUMS_OF_WARPGROUP
-        parts = sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]
+        parts = scratch.sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
-        return None
 
-    def _return(self, topk_idx, dweights, sums, totals, returned):
+    def _return(self, refs: _Refs, scratch: _Scratch) -> None:
         """Sends the inner products to the owners, and writes those that the ranks return."""
-        fabric, top_k = self.fabric, self.gather.top_k
-        vectors.add_each(fabric, sums, totals, self.parts_of_sum)
+        fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
+        vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
         fabric.barrier()
         for pair, _, token, exists, owner in self.gather.pairs():
 
             @pl.when(exists)
-            def _(pair=pair, token=token, owner=owner):
+            def send(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
                 of_pair = totals.at[pl.ds(pair * top_k, top_k)]
                 fabric.send_values(of_pair, _RETURNED + token * top_k, [owner])
 
         for i, (token, exists) in enumerate(self.rows.tokens()):
+            pl.when(exists)(functools.partial(self._write_returned, i, token, refs, scratch))
 
-            @pl.when(exists)
-            def _(i=i, token=token):
-                start = token * top_k
-                for rank in range(fabric.num_ranks):
-                    values = returned.at[i, rank]
-                    fabric.read_values(rank, _RETURNED + start, values, self.rows.what)
-                fabric.barrier()
-                experts = [fabric.mine(topk_idx)[start + k] for k in range(top_k)]
-                ranks = self.rows.ranks_of(experts)
-                for k, of_choice in enumerate(ranks):
-                    value = returned[i, jnp.maximum(of_choice, 0), k]
-                    fabric.mine(dweights)[start + k] = jnp.where(of_choice >= 0, value, 0.0)
+    def _write_returned(self, i: int, token: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+        """Receives the inner products of this rank's i-th token, and writes its dweights."""
+        fabric, returned, start = self.fabric, scratch.returned, token * self.gather.top_k
+        for rank in range(fabric.num_ranks):
+            values = returned.at[i, rank]
+            fabric.read_values(rank, _RETURNED + start, values, self.rows.what)
+        fabric.barrier()
+        experts = [fabric.mine(refs.topk_idx)[start + k] for k in range(self.gather.top_k)]
+        for k, rank_of_choice in enumerate(self.rows.ranks_of(experts)):
+            value = returned[i, jnp.maximum(rank_of_choice, 0), k]
+            fabric.mine(refs.dweights)[start + k] = jnp.where(rank_of_choice >= 0, value, 0.0)

@@ -7,7 +7,12 @@ warpgroups:
 
   movers (4)  share each row: send and receive tiles, count choices, and store a tile to all the
               rows of its token here, from registers;
-  planner     computes the layout from the counts, and writes zeros to rows that get no token.
+  planner     finds the groups of the experts' rows from the counts, and writes zeros to rows that
+              get no token.
+
+    rank s, movers                           rank d, movers
+    choices of all tokens -- values, link -> choices --> counts --> planner: groups --> rows of t
+    x[t] == tiles, link ===================> tile buffers --> registers --> tokens[rows of t]
 
 So a row crosses the link once per (token, rank), and no received row is read again.
 """
@@ -15,7 +20,8 @@ So a row crosses the link once per (token, rank), and no received row is read ag
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.fabric import fabric as fb
@@ -62,7 +68,7 @@ def dispatch(
       zero_unused: whether rows past the last expert's are zero, or what is in memory.
 
     Returns:
-      The results of `dispatch.dispatch` without a wire_dtype, bit for bit.
+      The results of `dispatch.dispatch` with a plain wire, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -70,9 +76,9 @@ def dispatch(
         plan, capacity, expert_alignment, fabric, channels,
         routes_known=False, fair=fair, zero_unused=zero_unused,
     )  # fmt: skip
-    width = kernel.expert_rows.count_width
+    width = kernel.experts.count_width
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
-    tokens, rows, counts, *layout = kernel.call(
+    tokens, rows, counts, *groups = kernel.call(
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
         [
             jax.ShapeDtypeStruct((num_ranks, num_tokens * top_k), jnp.int32),
@@ -82,7 +88,7 @@ def dispatch(
         name="ep_dispatch_ll",
     )
     rows = rows.reshape(*lead, num_ranks, num_tokens, top_k)
-    return (tokens,), rows, counts[..., :num_experts], *layout
+    return (tokens,), rows, counts[..., :num_experts], *groups
 
 
 def dispatch_like(
@@ -130,7 +136,7 @@ def dispatch_like(
             x,
             topk_idx.reshape(*lead, num_tokens * top_k),
             rows.reshape(*lead, num_ranks, num_tokens * top_k),
-            pad_last(counts, kernel.expert_rows.count_width - num_experts),
+            pad_last(counts, kernel.experts.count_width - num_experts),
         ],
         [],
         name="ep_dispatch_like_ll",
@@ -138,16 +144,46 @@ def dispatch_like(
     return tuple(tokens)
 
 
+class _Refs(NamedTuple):
+    """The arrays in global memory."""
+
+    x: Any  # [T, H]
+    topk_idx: Any  # [T·K] int32
+    rows: Any  # [N, T·K] int32: read with known routes, else written
+    counts: Any  # [N, E] int32: likewise
+    tokens: Any  # [R, H]
+    groups: Sequence[Any] = ()  # the results of `ExpertRows.describe`; none with known routes
+
+
+class _Scratch(NamedTuple):
+    """The shared memory of the kernel. All fields but the first are None with known routes."""
+
+    experts: ExpertScratch
+    choices: Any = None  # [N, T·K] int32: all ranks' choices
+    next_rows_from: Any = None  # [N, E and spare] int32: the next row of each expert, by source
+    group_starts: Any = None  # [E] int32: where each expert's rows start
+    token_rows: Any = None  # [N, tokens of a block, K] int32: the rows here of each choice
+    groups_known: Any = None  # barrier: the planner has found the groups
+    together: Any = None  # barrier: where the movers meet
+
+
 @dataclasses.dataclass(frozen=True)
 class _Dispatch:
-    """The kernel of `dispatch` and `dispatch_like`: static arguments, and the warpgroups' code."""
+    """The kernel of `dispatch` and `dispatch_like`.
+
+    Attributes:
+      rows: the tiles of rows, and how they are sent.
+      experts: where each expert's rows are.
+      routes_known: whether the routes are those of an earlier dispatch.
+    """
 
     rows: Rows
-    expert_rows: ExpertRows
+    experts: ExpertRows
     routes_known: bool
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
+        """Makes the kernel; `options` are fields of `ExpertRows`."""
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)],
@@ -168,9 +204,11 @@ class _Dispatch:
         """The choices of this rank's tokens, T·K."""
         return self.rows.plan.num_tokens * self.top_k
 
-    def call(self, operands, more_results, *, name):
+    def call(
+        self, operands: Sequence[jax.Array], more_results: Sequence[Any], *, name: str
+    ) -> list[jax.Array]:
         plan = self.rows.plan
-        tokens = jax.ShapeDtypeStruct((self.expert_rows.capacity, plan.hidden), plan.dtype)
+        tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
             self.fabric,
             self,
@@ -178,113 +216,125 @@ class _Dispatch:
             num_blocks=plan.num_blocks,
             num_warpgroups=plan.warpgroups + 1,
             out_type=[tokens, *more_results],
-            scratch_types=self._scratch_types(),
+            scratch_types=dict(scratch=self.scratch()),
         )(*operands)
 
-    def _scratch_types(self) -> dict[str, Any]:
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
         plan, ranks = self.rows.plan, self.fabric.num_ranks
-        width = self.expert_rows.count_width
-        types = self.expert_rows.scratch_types()
-        if not self.routes_known:
-            types |= dict(
-                choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-                # Of each source, the next row of each expert; entries after the last expert take
-                # choices of none.
-                next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
-                block_starts=plgpu.SMEM((width,), jnp.int32),
-                token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
-                laid_out=plgpu.Barrier(),
-                together=plgpu.Barrier(num_arrivals=plan.warpgroups),
-            )
-        return types
-
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
-        layout: Any = ()
+        width = self.experts.count_width
         if self.routes_known:
-            x, topk_idx, rows, counts, tokens = refs
+            return _Scratch(self.experts.scratch())
+        return _Scratch(
+            self.experts.scratch(),
+            choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
+            # Entries after the last expert take choices of none.
+            next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
+            group_starts=plgpu.SMEM((width,), jnp.int32),
+            token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
+            groups_known=plgpu.Barrier(),
+            together=plgpu.Barrier(num_arrivals=plan.warpgroups),
+        )
+
+    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+        if self.routes_known:
+            refs = _Refs(*arrays)
         else:
-            x, topk_idx, tokens, rows, counts, *layout = refs
+            x, topk_idx, tokens, rows, counts, *groups = arrays
+            refs = _Refs(x, topk_idx, rows, counts, tokens, groups)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < self.rows.plan.warpgroups)
-        def _movers():
+        def move() -> None:
             mover = dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
-            mover._move(x, topk_idx, rows, tokens, **scratch)
+            mover._move(refs, scratch)
 
         @pl.when(warpgroup == self.rows.plan.warpgroups)
-        def _planner():
-            self._lay_out(counts, layout, tokens, **scratch)
+        def plan() -> None:
+            self._plan(refs, scratch)
 
-    def _lay_out(self, counts, layout, tokens, **scratch):
-        fabric, of_experts = self.fabric, self.expert_rows
+    def _plan(self, refs: _Refs, scratch: _Scratch) -> None:
+        """Finds the groups of the experts' rows, describes them, and fills their gaps."""
+        fabric, of_experts = self.fabric, self.experts
         if self.routes_known:
             hello(fabric.signal, release=False)
-            of_experts.fetch_counts(counts, **scratch)
-            of_experts.lay_out(**scratch)
+            of_experts.fetch_counts(refs.counts, scratch.experts)
+            of_experts.find_groups(scratch.experts)
         else:
-            of_experts.lay_out(counts, **scratch)
-            plgpu.barrier_arrive(scratch["laid_out"])
-            of_experts.describe(*layout, **scratch)
+            of_experts.find_groups(
+                scratch.experts, group_starts=scratch.group_starts, all_counts_ref=refs.counts
+            )
+            plgpu.barrier_arrive(scratch.groups_known)
+            of_experts.describe(scratch.experts, *refs.groups)
         fabric.delay_point(3)
-        of_experts.fill([tokens], **scratch)
+        of_experts.fill([refs.tokens], scratch.experts)
         if self.routes_known:
             hello(fabric.wait, "dispatch")
 
-    def _move(self, x, topk_idx, rows, tokens, **scratch):
+    def _move(self, refs: _Refs, scratch: _Scratch) -> None:
+        """Sends this warpgroup's tiles of the block's tokens, and stores those that arrive."""
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
         if not self.routes_known:
-            self._send_choices(topk_idx)
-        sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
+            self._send_choices(refs.topk_idx)
+        sent = of_rows.send_tokens(endpoint, refs.x, refs.topk_idx, exact=True)
         fabric.delay_point(1)
         if not self.routes_known:
-            self._find_rows(rows, **scratch)
+            self._find_rows(refs, scratch)
         here = [endpoint.rank, *endpoint.peers]
         for i, (token, exists) in enumerate(of_rows.tokens()):
             places = [
-                [self._row_of(rows, source, i, token, k, **scratch) for k in range(self.top_k)]
+                [self._row_of(source, i, token, k, refs, scratch) for k in range(self.top_k)]
                 for source in here
             ]
             places = [[jnp.where(exists, p, fb.NOWHERE) for p in row] for row in places]
             for j, tile in enumerate(sent[i]):
-                self._store(tokens, j, tile, places[0])
+                self._store(refs.tokens, j, tile, places[0])
             comes = [fb.any_row(row) for row in places[1:]]
             for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
                 for tile, row in zip(arrived, places[1:], strict=True):
-                    self._store(tokens, j, tile, row)
+                    self._store(refs.tokens, j, tile, row)
         fabric.delay_point(2)
         endpoint.close()
 
-    def _send_choices(self, topk_idx):
+    def _send_choices(self, topk_idx: Any) -> None:
         """Sends this rank's choices to all ranks: each mover of block 0 a part of them."""
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
         first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
 
         @pl.when(lax.axis_index("block") == 0)
-        def _():
+        def send() -> None:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
-    def _store(self, tokens, i, tile, places):
+    def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
         """Stores the i-th tile of a token to its rows here."""
         for place in places:
-            kept = (place >= 0) & (place < self.expert_rows.capacity)
+            kept = (place >= 0) & (place < self.experts.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
 
-    def _row_of(self, rows, source, i, token, choice, *, token_rows=None, **_):
+    def _row_of(
+        self,
+        source: jax.Array,
+        i: int,
+        token: jax.Array,
+        choice: int,
+        refs: _Refs,
+        scratch: _Scratch,
+    ) -> jax.Array:
         """Reads the row on this rank of a choice of the block's i-th token of rank `source`."""
         if self.routes_known:
-            return self.fabric.mine(rows)[source, token * self.top_k + choice]
-        return token_rows[source, i, choice]
+            return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
+        return scratch.token_rows[source, i, choice]
 
     # Computation of new routes; each mover handles other source ranks.
 
-    def _find_rows(self, rows, *, laid_out, together, counts_full, **scratch):
+    def _find_rows(self, refs: _Refs, scratch: _Scratch) -> None:
         """Computes the rows on this rank of the block's tokens of all ranks."""
         plan = self.rows.plan
 
-        def each_source(function):
+        def each_source(function: Callable[[jax.Array], None]) -> None:
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.rows.warpgroup
                 whole = first + plan.warpgroups <= self.fabric.num_ranks
@@ -292,62 +342,64 @@ class _Dispatch:
                     lambda source=source: function(source)
                 )
 
-        each_source(lambda source: self._count(source, **scratch))
-        plgpu.barrier_arrive(counts_full)
-        plgpu.barrier_wait(laid_out)
-        each_source(lambda source: self._rows_from(source, rows, **scratch))
-        meet(self.fabric, together)
+        each_source(lambda source: self._count(source, scratch))
+        plgpu.barrier_arrive(scratch.experts.counts_full)
+        plgpu.barrier_wait(scratch.groups_known)
+        each_source(lambda source: self._rows_from(source, refs.rows, scratch))
+        meet(self.fabric, scratch.together)
 
-    def _count(self, source, *, choices, all_counts, next_rows_from, **_):
+    def _count(self, source: jax.Array, scratch: _Scratch) -> None:
         """Counts the choices of a rank by expert: all, and those of tokens of earlier blocks."""
-        fabric, of_experts = self.fabric, self.expert_rows
+        fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices
-        fb.clear(next_rows_from.at[source], width)
+        all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from
+        fb.clear(next_rows.at[source], width)
         fb.clear(all_counts.at[source], width)
-        fabric.read_halves(source, choices.at[source, pl.ds(0, num_choices)], "dispatch")
+        choices = scratch.choices.at[source, pl.ds(0, num_choices)]
+        fabric.read_halves(source, choices, "dispatch")
         fabric.barrier()
         earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
             size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, LANES))
-            experts = fb.load(fabric, choices.at[source, pl.ds(start, size)], 1)
+            experts = fb.load(fabric, scratch.choices.at[source, pl.ds(start, size)], 1)
             entries = start + fb.iota(fabric, size)
             if start + size > num_choices:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
             fb.count(fabric, all_counts.at[source], experts, of_experts.num_experts)
             experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
-            bins = next_rows_from.at[source, pl.ds(0, width)]
+            bins = next_rows.at[source, pl.ds(0, width)]
             fb.count(fabric, bins, experts, of_experts.num_experts)
         fabric.barrier()
 
-    def _rows_from(
-        self, source, rows, *, choices, all_counts, next_rows_from, block_starts, block_ends,
-        token_rows, **_,
-    ):  # fmt: skip
+    def _rows_from(self, source: jax.Array, rows: Any, scratch: _Scratch) -> None:
         """Computes the rows on this rank of the block's tokens of rank `source`."""
-        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
+        fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
-        row = fb.load(fabric, next_rows_from.at[source, entries], 1)
-        row = row + fb.load(fabric, block_starts, 1)
+        row = fb.load(fabric, scratch.next_rows_from.at[source, entries], 1)
+        row = row + fb.load(fabric, scratch.group_starts, 1)
         for lower in range(fabric.num_ranks - 1):
-            counted = fb.load(fabric, all_counts.at[lower], 1)
+            counted = fb.load(fabric, scratch.experts.all_counts.at[lower], 1)
             row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
-        next_rows_from[source, entries] = row
+        scratch.next_rows_from[source, entries] = row
         fabric.barrier()
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.rows.tokens()):
-            experts = [choices[source, token * top_k + k] for k in range(top_k)]
+            experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
             mine = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(m, e, width) for e, m in zip(experts, mine, strict=True)]
-            last = i + 1 == self.rows.plan.tokens_per_block
             found = of_experts.take_rows(
-                experts, next_rows_from, block_ends, of=(source,), last=last
+                experts,
+                scratch.next_rows_from,
+                scratch.experts,
+                of=(source,),
+                last=i + 1 == self.rows.plan.tokens_per_block,
             )
             places = [jnp.where(m, p, fb.NOWHERE) for m, p in zip(mine, found, strict=True)]
             for choice, place in enumerate(places):
-                token_rows[source, i, choice] = place
+                scratch.token_rows[source, i, choice] = place
 
             @pl.when(exists)
-            def _(token=token, places=places):
+            def write_rows(token: Any = token, places: Any = places) -> None:
                 for choice, place in enumerate(places):
                     fabric.mine(rows)[source, token * top_k + choice] = place

@@ -15,7 +15,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import (
     LANES,
@@ -25,10 +24,12 @@ from pallas_kernels.fabric.hardware import (
     padded_columns,
     vector_length,
 )
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 ROW_BYTES = 128  # a row must be whole 128-byte lines
+ROW_MULTIPLE = 512  # columns of a quantized row: scales of 16 bytes, and a block for every warp
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_STAGES = 16  # the most rows that a ring in shared memory holds
@@ -37,33 +38,31 @@ _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
-# Of a combine, measured on 2 H200s.
-ROWS_OF_SUM = 4  # rows of a sum that are loaded at a time
-_STEP_BYTES = 16 * 1024  # of the sums of a step for one owner, unless one sum is longer
+# These choices of a combine were measured on 2 H200s.
+ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
+_STEP_BYTES = 16 * 1024  # the sums of a step for one owner take this much, or are one sum
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-_TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
+_TILE_VECTORS = 2  # a thread holds this many vectors of 16 bytes of a row
 
-# Of the gradient of a combine.
-ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
+# The gradient of a combine.
+ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
+_GRAD_DEPTH = 3  # a worker has this many cotangents on their way, or in use
 
-# Of a dispatch of more than FEW_TOKENS tokens.
-_DISPATCH_BYTES = 32 * 1024  # of the rows of a step
+# A dispatch of more than FEW_TOKENS tokens.
+_DISPATCH_BYTES = 32 * 1024  # the rows of a step take this much
 _COPY_STAGES = 16
 
 
-def padded_hidden(
-    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
-) -> int:
+def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PLAIN) -> int:
     """Returns H rounded up to what the kernels need, in columns.
 
     A row must be whole lines of 128 bytes; a row that is quantized must be a multiple of
     ROW_MULTIPLE columns.
     """
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
+    return align_up(hidden, ROW_MULTIPLE if wire.quantized else columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,23 +145,21 @@ class Row:
     Attributes:
       hidden: H, padded as `padded_hidden` says.
       dtype: the input's dtype.
-      wire_dtype: the dtype that rows are quantized to before they are sent, or None.
+      wire: the format that rows are sent in.
     """
 
     hidden: int
     dtype: jax.typing.DTypeLike
-    wire_dtype: jax.typing.DTypeLike | None = None
+    wire: RowFormat = PLAIN
 
     @property
     def parts(self) -> Parts:
         """Columns and dtype of each array that a sent row consists of: values, then scales."""
-        if self.wire_dtype is None:
-            return [(self.hidden, self.dtype)]
-        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
+        return self.wire.row_parts(self.hidden, self.dtype)
 
     @property
     def sent_bytes(self) -> int:
-        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+        return self.wire.row_bytes(self.hidden, self.dtype)
 
     @property
     def stage_bytes(self) -> int:
@@ -171,7 +168,7 @@ class Row:
         If rows are quantized, a stage holds the input row and the quantized row.
         """
         wide = self.hidden * jnp.dtype(self.dtype).itemsize
-        return wide if self.wire_dtype is None else wide + self.sent_bytes
+        return wide + self.sent_bytes if self.wire.quantized else wide
 
     def room(self, words: int) -> int:
         """Returns the bytes of shared memory next to `words` 32-bit words and a row of zeros."""
@@ -278,7 +275,7 @@ class LowLatencyPlan(Sizes):
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
         # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
-        # The layout, and the next rows from each rank; the rest is spare.
+        # Where the experts' groups of rows are, and the next rows from each rank; some are spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
@@ -315,7 +312,7 @@ def for_low_latency(
     )
     if num_blocks is not None:
         plan = dataclasses.replace(plan, max_blocks=min(num_blocks, plan.max_blocks))
-    return plan if row.wire_dtype is None and plan.fits() else None
+    return plan if not row.wire.quantized and plan.fits() else None
 
 
 # ------------------------------------------------------------------------------------- dispatch
@@ -341,8 +338,8 @@ def count_width(num_experts: int) -> int:
     return align_up(num_experts, LANES)
 
 
-def _layout_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words of all counts, the scan and the blocks' ends of `ExpertRows`."""
+def _group_words(num_ranks: int, num_experts: int) -> int:
+    """Returns the int32 words of `ExpertScratch`: all counts, the scan, and the groups' ends."""
     return (num_ranks + 2 + 2) * count_width(num_experts)
 
 
@@ -352,7 +349,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     choices = num_ranks * windows
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     next_rows = count_width(num_experts) + LANES
-    return _layout_words(num_ranks, num_experts) + next_rows + choices + lists
+    return _group_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
@@ -457,7 +454,7 @@ def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 def combine_tile(row: Row) -> int:
     """Returns the columns of a row that a warpgroup of a combine sums at a time."""
     vector = vector_length(row.dtype)
-    units = row.hidden // (vector if row.wire_dtype is None else ROW_MULTIPLE)
+    units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
     # All tiles are alike: a number of tiles divides the row. Where only a much larger one than is
     # needed does, tiles are longer.
@@ -493,7 +490,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
     Each has a list of its rows next to it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
-    count_words = _layout_words(num_ranks, num_experts)
+    count_words = _group_words(num_ranks, num_experts)
     list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize

@@ -1,6 +1,7 @@
 """Quantizes rows to float8 and back within a kernel, by a whole warpgroup.
 
-The format is that of `pallas_kernels.exchange.quantize`: a float32 scale for every 128 values.
+The steps are those of `pallas_kernels.formats.Float8`, for rows with a float32 scale for every 128
+values, and give the same bits.
 """
 
 from __future__ import annotations
@@ -11,33 +12,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.exchange.quantize import (
-    BLOCK,
-    MIN_SCALE,
-    SCALE_OF_LARGEST,
-    dequantize,
-    quantize,
-)
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic, vectors
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
+BLOCK = FLOAT8_ROWS.block[1]
+_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}  # the formats that these functions take
 _VALUES = BLOCK // WARP  # values of a block that a thread holds
 _INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
 _NAN = 0x7FC00000
 _AT_ONCE = 7  # blocks of values that a warp quantizes at a time, so that their steps overlap
 
 
-def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> None:
+def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
     """Quantizes one row in shared memory, [H] floating of up to 4 bytes, by a whole warpgroup.
 
-    Writes `values` [H] float8_e4m3fn and `scales` [H / 128] float32, in shared memory too. H is a
+    Writes `values` [H] and `scales` [H / 128] of the format `wire`, in shared memory too. H is a
     multiple of `ROW_MULTIPLE`. A warp handles a block of 128 values at a time, a thread 4 of them.
     The caller needs a barrier before it reads `values` and `scales`, or writes to `source`.
     """
     if fabric.interpret:
-        values[...], scales[...] = quantize(source[...], values.dtype)
+        values[...], scales[...] = wire.encode(source[...])
         return
 
     def emit(source_ref: Value, values_ref: Value, scales_ref: Value) -> None:
@@ -64,7 +61,7 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
 
         for first in range(0, num_blocks, _AT_ONCE):
             loaded = [load(i) for i in range(first, min(first + _AT_ONCE, num_blocks))]
-            results = [_quantize_block(elements, source_type) for _, _, elements in loaded]
+            results = [_quantize_block(wire, elements, source_type) for _, _, elements in loaded]
             for (block, column, _), (quantized, scale) in zip(loaded, results, strict=True):
                 values_at = mosaic.element_pointer(pointers[1], column, mosaic.integer_type(8))
                 llvm.store(quantized, values_at, alignment=_VALUES)
@@ -74,18 +71,22 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
     mosaic.inline(emit, [source, values, scales], [mosaic.REFERENCE] * 3)
 
 
-def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, elements: int) -> None:
+def put_row(
+    fabric: fb.Fabric, wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
+) -> None:
     """Quantizes a row in registers, and stores it in any rank's global memory.
 
     Args:
       fabric: how ranks reach each other.
+      wire: the format of the row.
       row: float32, in the layout of `vectors.load_each`.
-      values: [H] float8_e4m3fn, and `scales` [H / 128] float32: where to store the two parts of
-        the row. H is a multiple of `ROW_MULTIPLE`.
+      parts: where to store the values [H] and the scales [H / 128]. H is a multiple of
+        `ROW_MULTIPLE`.
       elements: the neighbours that a thread holds, of which 128 are whole threads'.
     """
+    values, scales = parts
     if fabric.interpret:
-        values[...], scales[...] = quantize(row, values.dtype)
+        values[...], scales[...] = wire.encode(row)
         return
     threads, (hidden,) = BLOCK // elements, values.shape
 
@@ -98,7 +99,7 @@ def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, element
         )
         is_first = mosaic.equal(lane_of_block, mosaic.i32(0))
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
-            words, scale = _quantize_vector(register, elements, threads)
+            words, scale = _quantize_vector(wire, register, elements, threads)
             packed = vector.from_elements(mosaic.vector_type(len(words), i32), words)
             inside = mosaic.below(mosaic.lane(), mosaic.i32(hidden // elements - i * LANES))
             with mosaic.when(inside):
@@ -111,7 +112,9 @@ def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, element
     mosaic.inline(emit, [row, values, scales], layouts)
 
 
-def _quantize_vector(register: Value, elements: int, threads: int) -> tuple[list[Value], Value]:
+def _quantize_vector(
+    wire: RowFormat, register: Value, elements: int, threads: int
+) -> tuple[list[Value], Value]:
     """Quantizes a thread's float32 of the block of 128 that `threads` neighbours hold.
 
     Returns the float8, 4 to an int32, and the scale of the block.
@@ -126,11 +129,11 @@ def _quantize_vector(register: Value, elements: int, threads: int) -> tuple[list
             f"shfl.sync.bfly.b32 $0, $1, {step}, 31, 0xffffffff;", "=r,r", largest, returns=i32
         )
         largest, step = arith.maxui(largest, other), 2 * step
-    scale, scaled = _scaled(wide, finite, largest)
-    return [_packed(scaled[i : i + _VALUES]) for i in range(0, elements, _VALUES)], scale
+    scale, scaled = _scaled(wire, wide, finite, largest)
+    return [_packed(wire, scaled[i : i + _VALUES]) for i in range(0, elements, _VALUES)], scale
 
 
-def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
+def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
     """Quantizes a thread's 4 elements of the block of 128 that its warp holds.
 
     Returns the 4 float8, packed in an int32, and the float32 scale of the block.
@@ -145,8 +148,8 @@ def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
     wide, finite, largest = _largest(widened())
     # The mask names all threads of the warp, so none may branch around this instruction.
     largest = mosaic.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", largest, returns=i32)
-    scale, scaled = _scaled(wide, finite, largest)
-    return _packed(scaled), scale
+    scale, scaled = _scaled(wire, wide, finite, largest)
+    return _packed(wire, scaled), scale
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
@@ -162,12 +165,13 @@ def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
 
 
 def _scaled(
-    values: Sequence[Value], finite: Sequence[Value], largest: Value
+    wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
 ) -> tuple[Value, list[Value]]:
     """Returns the scale of a block whose largest magnitude has these bits, and values over it."""
+    assert isinstance(wire, Float8)
     f32 = mosaic.float_type()
-    scale = arith.mulf(arith.bitcast(f32, largest), mosaic.f32(SCALE_OF_LARGEST))
-    scale = arith.maximumf(scale, mosaic.f32(MIN_SCALE))
+    scale = arith.mulf(arith.bitcast(f32, largest), mosaic.f32(wire.scale_of_largest))
+    scale = arith.maximumf(scale, mosaic.f32(wire.least_scale))
     inverse = _reciprocal(scale)
     nan = arith.bitcast(f32, mosaic.i32(_NAN))
     return scale, [
@@ -176,12 +180,13 @@ def _scaled(
     ]
 
 
-def _packed(scaled: Sequence[Value]) -> Value:
-    """Rounds 4 float32 to float8_e4m3fn, packed in an int32."""
+def _packed(wire: RowFormat, scaled: Sequence[Value]) -> Value:
+    """Rounds 4 float32 to float8, packed in an int32."""
+    ptx_type = _PTX_TYPES[wire]
     return mosaic.asm(
         "{ .reg .b16 low, high;"
-        " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+        f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"
+        f" cvt.rn.satfinite.{ptx_type}x2.f32 high, $4, $3;"
         " mov.b32 $0, {low, high}; }",
         "=r,f,f,f,f",
         *scaled,
@@ -210,22 +215,24 @@ def _reciprocal(scale: Value) -> Value:
 
 def add_rows(
     fabric: fb.Fabric,
-    values: Sequence[Any],
-    scales: Sequence[Any],
+    wire: RowFormat,
+    parts: Sequence[Sequence[Any]],
     sent: Sequence[jax.Array],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Dequantizes rows in this rank's global memory and sums them in order.
 
-    values[i] is [H] float8 and scales[i] is [H / 128] float32; H is a multiple of `ROW_MULTIPLE`.
-    Row i counts as zeros, whatever its memory holds, unless the scalar bool sent[i] is true.
-    Returns [H] of `dtype` in registers. The sum is float32, is rounded once, and is never -0.0.
+    `parts` has the values [H] of each row, then the scales [H / 128] of each, in the format `wire`.
+    H is a multiple of `ROW_MULTIPLE`. Row i counts as zeros, whatever its memory holds, unless the
+    scalar bool sent[i] is true. Returns [H] of `dtype` in registers. The sum is float32, is rounded
+    once, and is never -0.0.
     """
+    values, scales = parts
     (hidden,) = values[0].shape
     if fabric.interpret:
         total = jnp.zeros((hidden,), jnp.float32)
         for row, of_blocks, was_sent in zip(values, scales, sent, strict=True):
-            row = dequantize(row[...], of_blocks[...], jnp.float32)
+            row = wire.decode((row[...], of_blocks[...]), jnp.float32)
             total = total + jnp.where(was_sent, row, 0)
         return total.astype(dtype)
     elements = elements_of_sum(hidden)
@@ -251,7 +258,7 @@ def add_rows(
         totals, ahead = [], load(0)
         for i in range(num_vectors):  # the next vectors are loaded while these are added
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
-            totals.append(_rounded(_add_vectors(loaded, elements), dtype))
+            totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
 
     layouts = [mosaic.SCALAR] * num_rows + [mosaic.REFERENCE] * (2 * num_rows)
@@ -285,12 +292,14 @@ def _load_quantized(
     )
 
 
-def _add_vectors(loaded: Sequence[tuple[list[Value], Value]], elements: int) -> Value:
+def _add_vectors(
+    wire: RowFormat, loaded: Sequence[tuple[list[Value], Value]], elements: int
+) -> Value:
     """Sums vectors of float8, each multiplied by its scale, in order and starting from 0."""
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:
-        row = [value for word in words for value in _widened(word)]
+        row = [value for word in words for value in _widened(wire, word)]
         total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
     return vector.from_elements(mosaic.vector_type(elements, f32), total)
 
@@ -301,14 +310,14 @@ def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
     return register if register.type == kind else arith.truncf(kind, register)
 
 
-def _widened(word: Value) -> list[Value]:
-    """Converts 4 float8_e4m3fn in an int32 to 4 float32."""
+def _widened(wire: RowFormat, word: Value) -> list[Value]:
+    """Converts 4 float8 in an int32 to 4 float32."""
     i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
     halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
     wide = []
     for shift in (0, 16):
         pair = arith.trunci(i16, arith.shrui(word, mosaic.i32(shift)))
-        pair = llvm.inline_asm(i32, [pair], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        pair = llvm.inline_asm(i32, [pair], f"cvt.rn.f16x2.{_PTX_TYPES[wire]}x2 $0, $1;", "=r,h")
         pair = llvm.bitcast(halves, pair)
         wide += [arith.extf(f32, llvm.extractelement(pair, mosaic.i32(i))) for i in range(2)]
     return wide

@@ -2,8 +2,15 @@
 
 The row of a token at a peer follows from the source rank and the token alone, and a token has one
 row there however many of its experts are there. So nothing is exchanged before rows are sent, and
-nothing is copied after they have arrived. Block b of every rank handles the same tokens, with two
-warpgroups:
+nothing is copied after they have arrived:
+
+    rank s, sender                              rank d
+    x[t] --> ring -------------- link --------> tokens[s·T + t]
+    experts of t at d, weights - link --------> lists[s, t]       --> receiver: no expert here?
+                                                tokens[s·T + t] = 0 <--
+    signal: a step of tokens is there --------> block b
+
+Block b of every rank handles the same tokens, with two warpgroups:
 
   sender    puts rows and lists to the peers (`sender` describes it); a list holds a token's local
             expert ids at the peer, -1 for choices of other ranks, and, if asked for, weights;
@@ -14,8 +21,8 @@ warpgroups:
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import Plan, Row
-from pallas_kernels.exchange.sender import PUT, Sender
+from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
+from pallas_kernels.formats import PLAIN, RowFormat
 
 
 def rank_dispatch(
@@ -38,7 +46,7 @@ def rank_dispatch(
     num_experts: int,
     fabric: fb.Fabric,
     plan: Plan,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
     """Sends rows, and lists of their experts and weights, to the rank-major layout of each rank.
 
@@ -51,11 +59,11 @@ def rank_dispatch(
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
 
     Returns:
-      tokens ([N · T, H],), or with a wire_dtype ([N · T, H], scales [N · T, H / 128]);
+      tokens ([N · T, H],), or with a quantized wire ([N · T, H], scales [N · T, H / 128]);
       local_topk_idx [N, T, K] int32, -1 where the choice is of another rank's expert;
       topk_weights [N, T, K] float32, 0 where the choice is of another rank's expert, or None if
       none were given.
@@ -67,7 +75,7 @@ def rank_dispatch(
         bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
         choices = jnp.concatenate([topk_idx, bits], axis=-1)
     width = choices.shape[-1]
-    row = Row(x.shape[-1], x.dtype, wire_dtype)
+    row = Row(x.shape[-1], x.dtype, wire)
     sender = Sender(fabric, plan, num_tokens, row, num_words=width)
     kernel = _RankDispatch(num_experts, top_k, sender)
     flat = choices.reshape(*lead, num_tokens * width)
@@ -79,13 +87,27 @@ def rank_dispatch(
     return tuple(parts), lists[..., :top_k], weights
 
 
+class _Scratch(NamedTuple):
+    """The shared memory of the kernel."""
+
+    sender: SenderScratch
+    step_lists: Any  # [N, window] int32: the lists of a step, by source rank
+    zeros: Sequence[Any]  # for each part of a row, a row of zeros
+
+
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
-    """The kernel of `rank_dispatch`: its static arguments, and the warpgroups' code."""
+    """The kernel of `rank_dispatch`.
+
+    Attributes:
+      num_experts: E.
+      top_k: K.
+      sender: its lists hold K experts, and then as many weights or none.
+    """
 
     num_experts: int
     top_k: int
-    sender: Sender  # its lists hold `top_k` experts, and then as many weights or none
+    sender: Sender
 
     @property
     def fabric(self) -> fb.Fabric:
@@ -104,58 +126,111 @@ class _RankDispatch:
                 *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.row.parts),
                 jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
             ],
-            scratch_types=self._scratch_types(),
+            scratch_types=dict(scratch=self.scratch()),
             shared=tuple(range(2, 3 + len(sender.row.parts))),
         )(*operands)
 
-    def _scratch_types(self) -> dict[str, Any]:
+    def scratch(self) -> _Scratch:
+        """Returns the types of the scratch."""
         sender = self.sender
-        return dict(
-            **sender.scratch_types(),
-            step_rows=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
+        return _Scratch(
+            sender=sender.scratch(),
+            step_lists=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
             zeros=[plgpu.SMEM((padded_columns(width, t),), t) for width, t in sender.row.parts],
         )
 
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
-        x, choices, *tokens, lists = refs
-        warpgroup = lax.axis_index("warpgroup")
-        fabric, sender = self.fabric, self.sender
+    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+        x, words, *tokens, lists = refs
+        fabric, sender, warpgroup = self.fabric, self.sender, lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
-        def _sender():
+        def send() -> None:
+            routes = _Routes(self, words, scratch)
             fabric.delay_point(0)
-            sender.fetch_first(x, **scratch)
+            sender.fetch_first(x, scratch.sender)
             fabric.connect()
-
-            def sources():
-                return [fabric.mine(choices)]
-
-            sender.open_window(sources, 0, **scratch)
-            sender.make_ready(x, 0, **scratch)
-            sender.send(
-                x,
-                sources,
-                tokens,
-                lists,
-                lists_for=functools.partial(self._lists_for, **scratch),
-                place_of=self._place_of,
-                **scratch,
-            )
+            sender.open_window(routes, 0, scratch.sender)
+            sender.make_ready(x, 0, scratch.sender)
+            sender.send(SenderRefs(x, tokens, lists), routes, scratch.sender)
 
         @pl.when(warpgroup == 1)
-        def _receiver():
-            self._receive_lists(lists, tokens, **scratch)
+        def receive() -> None:
+            self._receive(lists, tokens, scratch)
 
-    def _lists_for(self, entry, peers, *, choices, **_):
-        """Returns the list that each of `peers` gets of the token whose words start at `entry`."""
-        words = [choices[0, entry + i] for i in range(self.sender.num_words)]
-        experts, weights = words[: self.top_k], words[self.top_k :]
-        per_rank = jnp.int32(self.num_experts // self.fabric.num_ranks)
-        lists = []
-        for peer in peers:
-            local = [expert - peer * per_rank for expert in experts]
+    def has_expert(self, words: List) -> jax.Array:
+        """Returns whether a token's list for a rank has an expert of that rank."""
+        return fb.any_row(words[: self.top_k])
+
+    def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
+        """Waits for all rows, and writes zeros to those of tokens without an expert here."""
+        fabric, sender, window = self.fabric, self.sender, self.sender.step_window
+        num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
+        first_token, num_tokens = sender.range()
+        for part in scratch.zeros:
+            part[...] = jnp.zeros(part.shape, part.dtype)
+        plgpu.commit_smem()
+
+        def receive_step(step: jax.Array, _: None) -> None:
+            fabric.wait(PUT, step + 1, "dispatch")
+            fabric.delay_point(2)
+            step_token = first_token + step * step_tokens
+            sources = ((source, fabric.mine(lists), source) for source in range(num_ranks))
+            start = open_window(fabric, window, step_token * width, (scratch.step_lists, sources))
+
+            def fill_row(pair: jax.Array, _: None) -> None:
+                source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
+                entry = (step_token + i) * width - start
+                words = [scratch.step_lists[source, entry + word] for word in range(self.top_k)]
+                row = source * sender.num_tokens + step_token + i
+                for part, ref, (columns, _dtype) in zip(
+                    scratch.zeros, tokens, sender.row.parts, strict=True
+                ):
+                    zeros = part.at[pl.ds(0, columns)]
+                    fb.put_if(fabric, ~self.has_expert(words), zeros, fabric.mine(ref).at[row])
+
+            pairs = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
+            lax.fori_loop(0, pairs * num_ranks, fill_row, None)
+            plgpu.commit_smem_to_gmem_group()
+
+        num_steps = sender.num_steps()
+        lax.fori_loop(0, num_steps, receive_step, None)
+
+        @pl.when(num_steps == 0)
+        def wait_for_peers() -> None:  # this rank must not end before its peers have signalled
+            fabric.wait(PUT, 1, "dispatch")
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routes:
+    """Routes to rows that are known beforehand, as `sender.Routes`.
+
+    Attributes:
+      kernel: the kernel.
+      words: [T·num_words] int32, each token's choices, and then the bits of its weights or none.
+      scratch: of the kernel.
+    """
+
+    kernel: _RankDispatch
+    words: Any
+    scratch: _Scratch
+
+    def sources(self) -> list[Any]:
+        """Returns this rank's choices and weights."""
+        return [self.kernel.fabric.mine(self.words)]
+
+    def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
+        """Returns each rank's local experts of a token and their weights; -1 and 0 for others."""
+        kernel = self.kernel
+        words = [self.scratch.sender.words[0, entry + i] for i in range(kernel.sender.num_words)]
+        experts, weights = words[: kernel.top_k], words[kernel.top_k :]
+        per_rank = jnp.int32(kernel.num_experts // kernel.fabric.num_ranks)
+        lists: list[List] = []
+        for rank in ranks:
+            local = [expert - rank * per_rank for expert in experts]
             here = [
-                (expert >= 0) & (expert < self.num_experts) & (i >= 0) & (i < per_rank)
+                (expert >= 0) & (expert < kernel.num_experts) & (i >= 0) & (i < per_rank)
                 for expert, i in zip(experts, local, strict=True)
             ]
             ids = [jnp.where(h, i, fb.NOWHERE) for h, i in zip(here, local, strict=True)]
@@ -163,53 +238,13 @@ class _RankDispatch:
             lists.append(ids)
         return lists
 
-    def _place_of(self, words, i):
-        first_token, _ = self.sender.range()
-        token = self.fabric.rank() * self.sender.num_tokens + first_token + i
-        return jnp.where(self._any_expert(words), token, fb.NOWHERE)
+    def row(self, words: List, i: jax.Array) -> jax.Array:
+        """Returns the row of the block's i-th token of this rank, NOWHERE without an expert."""
+        sender = self.kernel.sender
+        first_token, _ = sender.range()
+        row = sender.fabric.rank() * sender.num_tokens + first_token + i
+        return jnp.where(self.kernel.has_expert(words), row, fb.NOWHERE)
 
-    def _any_expert(self, words):
-        return fb.any_row(words[: self.top_k])
-
-    def _receive_lists(self, lists_ref, tokens, *, step_rows, zeros, **_):
-        fabric, sender, window = self.fabric, self.sender, self.sender.step_window
-        num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
-        first_token, num_tokens = sender.range()
-        for part in zeros:
-            part[...] = jnp.zeros(part.shape, part.dtype)
-        plgpu.commit_smem()
-
-        def receive_step(step, carry):
-            fabric.wait(PUT, step + 1, "dispatch")
-            fabric.delay_point(2)
-            step_token = first_token + step * step_tokens
-            sources = ((source, fabric.mine(lists_ref), source) for source in range(num_ranks))
-            start = open_window(fabric, window, step_token * width, (step_rows, sources))
-
-            def fill_pair(pair, carry):
-                source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
-                entry = (step_token + i) * width - start
-                words = [step_rows[source, entry + word] for word in range(self.top_k)]
-                row = source * sender.num_tokens + step_token + i
-                for part, ref, (columns, _) in zip(zeros, tokens, sender.row.parts, strict=True):
-                    fb.put_if(
-                        fabric,
-                        ~self._any_expert(words),
-                        part.at[pl.ds(0, columns)],
-                        fabric.mine(ref).at[row],
-                    )
-                return carry
-
-            pairs = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
-            lax.fori_loop(0, pairs * num_ranks, fill_pair, None)
-            plgpu.commit_smem_to_gmem_group()
-            return carry
-
-        num_steps = sender.num_steps()
-        lax.fori_loop(0, num_steps, receive_step, None)
-
-        @pl.when(num_steps == 0)
-        def _():  # no token is received, but this rank must not end before its peers have signalled
-            fabric.wait(PUT, 1, "dispatch")
-
-        plgpu.wait_smem_to_gmem(0)
+    def further_rows(self, words: List) -> list[jax.Array]:
+        """Returns no row: a token has one at each rank."""
+        return []

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
@@ -595,6 +596,55 @@ def store_transposed(ref: Any, values: jax.Array) -> None:
     `ref` is [rows, columns], swizzled.
     """
     ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def zero_rows_outside(
+    ref: Any, begin: jax.Array, end: jax.Array, transforms: Sequence[Any]
+) -> None:
+    """Zeroes the rows of a tile of 16-bit floats in shared memory that are not in [begin, end).
+
+    `ref` is [rows, columns]. Its `transforms` are blocks of 8 rows of 128 bytes, swizzled, which
+    moves pieces of 16 bytes within a row's 128. So a row that is zero is the same in any order.
+    """
+    rows, columns = ref.shape
+    blocks = columns // 64  # side by side
+    pieces = 8 * blocks  # of a row
+    begin = jnp.clip(begin, 0, rows)
+    end = jnp.clip(end, begin, rows)
+
+    def emit(ref: Value, first: Array, *scalars: Array) -> None:
+        begin, end, count = (scalar(number) for number in scalars)
+        index = arith.addi(scalar(first), lane())
+        row = arith.divui(index, i32(pieces))
+        piece = arith.remui(index, i32(pieces))
+        before = below(row, begin)
+        row = arith.select(before, row, arith.addi(row, arith.subi(end, begin)))
+        block = arith.addi(
+            arith.muli(arith.divui(row, i32(8)), i32(blocks)), arith.divui(piece, i32(8))
+        )
+        offset = arith.addi(
+            arith.muli(block, i32(1024)),
+            arith.addi(
+                arith.muli(arith.remui(row, i32(8)), i32(128)),
+                arith.muli(arith.remui(piece, i32(8)), i32(16)),
+            ),
+        )
+        asm(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {$2, $2, $2, $2}; }",
+            "r,r,r",
+            arith.addi(address(ref, 32), offset),
+            arith.extui(integer_type(32), below(index, count)),
+            i32(0),
+        )
+
+    count = (rows - (end - begin)) * pieces
+
+    def step(i: jax.Array, _: None) -> None:
+        numbers = [i * LANES, begin, end, count]
+        layouts = [plgpu.RefType(tuple(transforms)), *[SCALAR] * len(numbers)]
+        inline(emit, [ref, *numbers], layouts)
+
+    lax.fori_loop(0, lax.div(count + (LANES - 1), jnp.int32(LANES)), step, None)
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:

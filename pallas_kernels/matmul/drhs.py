@@ -1,18 +1,26 @@
 """The gradients of a grouped matmul's matrices: the outer products of each group's rows, summed.
 
-There may be several, of the same rows of lhs. Their tiles at one place follow each other, so that
-lhs is read from the caches.
+  lhs [R, K]   grad [R, N]      output [L, K, N], a box is a tile
+                                a's          b's
+  a a a a      a a a            +---+---+    +---+---+
+  a a a a  T   a a a     --->   |   |   |    |   |   |
+  b b b b      b b b            +---+---+    +---+---+   ...
+  c c c c      c c c            |   |   |    |   |   |
+                                +---+---+    +---+---+
+
+There may be several gradients, of the same rows of lhs. Their tiles at one place follow each other,
+so that lhs is read from the caches.
 
 The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the sum over a group's
 rows into steps of 64. The first and last step of a group may hold rows of another group. The loader
-sets these rows to zero in shared memory, ahead of the computers. So a NaN in another group's row,
-or past the last group, never enters an accumulator.
+zeroes these rows in shared memory, ahead of the computers. So a NaN in another group's row, or past
+the last group, never enters an accumulator.
 
 A stage of the ring passes between the warpgroups by three barriers:
 
   full     the copies are in the stage. Computers and loader wait for it at every step.
-  cleared  other groups' rows in the stage are zero. The loader arrives, and the computers wait,
-           at a step with such rows, and at no other.
+  cleared  other groups' rows in the stage are zero. The loader arrives, and the computers wait, at
+           a step with such rows, and at no other.
   empty    the computers have multiplied the stage's operands. The loader waits for it.
 
 The loader clears a step once it has filled the stages of the next `num_stages` - 2 steps, whose
@@ -25,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +41,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
-    EIGHT_ROWS,
     OTHER_BYTES,
+    STEP,
+    Choice,
     Kernel,
+    Ring,
     aligned,
     check_buffers,
     launch,
     quotient_and_rest,
-    row_numbers,
     run_one,
+    swizzled,
     transposed,
     zeros,
 )
@@ -71,9 +82,9 @@ class DrhsTiles:
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
         """Returns tiles with the deepest ring that fits, of at most 6 stages."""
-        staged = 2 * BLOCK_M * CHUNK
-        stage = 2 * CHUNK * (BLOCK_M + block_n)
-        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - staged) // stage
+        chunks = 2 * BLOCK_M * CHUNK
+        stage = 2 * STEP * (BLOCK_M + block_n)
+        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
         return cls(block_n, min(stages, 6), band)
 
     def __post_init__(self) -> None:
@@ -126,7 +137,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps = jnp.maximum(-((first - ends) // CHUNK), 1)
+    steps = jnp.maximum(-((first - ends) // STEP), 1)
     return jnp.stack([steps, first, starts, ends], axis=1)
 
 
@@ -145,176 +156,234 @@ class _Drhs(Kernel):
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
-        tiles = self.tiles
-        left, right = (CHUNK, BLOCK_M), (CHUNK, tiles.block_n)
-        return self.ring(dtype, left, right, (1, CHUNK)) | dict(
-            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_stages),
+        left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
+        chunks = (COMPUTERS, CHUNK, CHUNK)
+        return dict(
+            ring=Ring.types(dtype, self.tiles.num_stages, left, right),
+            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=self.tiles.num_stages),
+            chunks=plgpu.SMEM(chunks, dtype, transforms=swizzled(dtype)),
         )
 
-    def __call__(self, lhs: Any, *refs: Any, **scratch: Any) -> None:
+    def __call__(self, lhs: Any, *refs: Any, ring: Ring, cleared: Any, chunks: Any) -> None:
         grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
-        tiles = self.tiles
-        # The last tile may reach past K. What it reads there is zero, and is not stored.
-        tile_rows = -(-self.height // BLOCK_M)
-        num_tiles = jnp.int32(self.num_grads * self.num_groups * tile_rows * self.tile_columns)
+        loader = _Loader(self, ring, cleared, table, lhs, grads)
 
-        def look_up(index):
-            # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
-            index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
-            group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.tile_columns))
-            row, left_edge = self.place(rest, jnp.int32(tile_rows))
-            steps = tuple(table[group, i] for i in range(4))
-            return which, group, row * BLOCK_M, left_edge, *steps
+        def compute(number: jax.Array) -> None:
+            _Computer(self, ring, cleared, table, outs, chunks.at[number], number).run()
 
-        def load():
-            def clear_oldest(step, uncleared, newest):
-                uncleared = (*uncleared, newest)
-                self._clear(scratch, step, *uncleared[0])
-                return uncleared[1:]
+        self.take_roles(loader.run, compute)
 
-            def one_tile(tile, carry):
-                which, _, top, left_edge, steps, first, begin, end = tile
+    @property
+    def _tile_rows(self) -> int:
+        """Returns how many tiles of a group are above each other.
 
-                def step(i, carry, grad):
-                    used, uncleared = carry
-                    row = first + i * CHUNK
-                    inner = pl.ds(aligned(row), CHUNK)
-                    used = self.fill(
-                        scratch,
-                        used,
-                        [lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)]],
-                        0,
-                        [grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)]],
-                    )
-                    mine = begin - row, end - row
-                    return used, clear_oldest(used - 1 - lag, uncleared, mine)
-
-                def all_steps(grad, carry):
-                    return lax.fori_loop(0, steps, functools.partial(step, grad=grad), carry)
-
-                of_grads = [functools.partial(all_steps, grad) for grad in grads]
-                return lax.switch(which, of_grads, carry)
-
-            # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
-            lag = tiles.num_stages - 2
-            all_rows = jnp.int32(0), jnp.int32(CHUNK)
-            carry = jnp.int32(0), (all_rows,) * lag
-            used, uncleared = self.each_of(num_tiles, look_up, one_tile, carry)
-
-            def clear_rest(i, uncleared):
-                return clear_oldest(used - lag + i, uncleared, all_rows)
-
-            lax.fori_loop(0, lag, clear_rest, uncleared)
-            return used
-
-        def compute(computer):
-            staged, dtype = scratch["staged"].at[computer, 0], outs[0].dtype
-            shape, columns = (CHUNK, tiles.block_n), range(0, tiles.block_n, CHUNK)
-
-            def store(tile, chunk):
-                """Stores a chunk of columns of this computer's part of a tile, if there is one."""
-                (which, group, top, left_edge), values = tile
-
-                def stage(first):
-                    staged[...] = values[:, first : first + CHUNK]
-
-                @pl.when((top < self.height) & (chunk < len(columns)))
-                def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    run_one([functools.partial(stage, first) for first in columns], chunk)
-                    plgpu.commit_smem()
-                    rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
-                    cols = pl.ds(pl.multiple_of(left_edge + chunk * CHUNK, CHUNK), CHUNK)
-                    copies = [
-                        functools.partial(
-                            plgpu.copy_smem_to_gmem, staged, out.at[group, rows, cols]
-                        )
-                        for out in outs
-                    ]
-                    lax.switch(which, copies)
-
-            def store_from(tile, chunk):
-                left = jnp.maximum(len(columns) - chunk, 0)
-                lax.fori_loop(0, left, lambda i, _: store(tile, chunk + i), None)
-
-            def one_tile(tile, carry):
-                used, before = carry
-                which, group, top, left_edge, steps, first, begin, end = tile
-
-                def multiply(accumulator, stage, i):
-                    left, right = scratch["left"].at[stage], scratch["right"].at[stage]
-
-                    @pl.when(_is_edge(begin - first - i * CHUNK, end - first - i * CHUNK))
-                    def _():
-                        plgpu.barrier_wait(scratch["cleared"].at[stage])
-
-                    mine = left.at[:, pl.ds(computer * CHUNK, CHUNK)]
-                    plgpu.wgmma(accumulator, transposed(mine), right)
-
-                store_before = functools.partial(store, before)
-                total = self.accumulate(scratch, used, steps, shape, multiply, store_before)
-                store_from(before, steps)
-                place = which, group, top + computer * CHUNK, left_edge
-                return used + steps, (place, total.astype(dtype))
-
-            zero = jnp.int32(0)
-            nowhere = zero, zero, jnp.int32(self.height), zero
-            nothing = nowhere, zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
-            _, last = self.each_of(num_tiles, look_up, one_tile, (zero, nothing))
-            store_from(last, 0)
-
-        self.take_roles(scratch, load, compute)
-
-    def _clear(self, scratch: Any, step: jax.Array, begin: jax.Array, end: jax.Array) -> None:
-        """Sets the rows of a block's step outside [begin, end) to zero, once they are there."""
-
-        @pl.when(step >= 0)
-        def _():
-            stage = lax.rem(step, jnp.int32(self.tiles.num_stages))
-            plgpu.barrier_wait(scratch["full"].at[stage])
-
-            @pl.when(_is_edge(begin, end))
-            def _():
-                for operand in ("left", "right"):
-                    self._clear_operand(scratch[operand].at[stage], begin, end)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch["cleared"].at[stage])
-
-    def _clear_operand(self, operand: Any, begin: jax.Array, end: jax.Array) -> None:
-        """Sets the rows of an operand tile outside [begin, end) to zero.
-
-        It writes whole groups of 8 rows. Only the first may lie before `begin` (`_group_steps`).
+        The last may reach past K. What it reads there is zero, and is not stored.
         """
-        columns = operand.shape[1]
+        return -(-self.height // BLOCK_M)
 
-        def clear_part_of(eight: Any) -> None:
-            part = operand.at[pl.ds(eight, ROW_ALIGNMENT)]
-            row = eight + row_numbers((ROW_ALIGNMENT, columns), EIGHT_ROWS, self.interpreted)
-            values = part[...] if self.interpreted else plgpu.load(part, layout=EIGHT_ROWS)
-            in_group = (row >= begin) & (row < end)
-            part[...] = jnp.where(in_group, values, jnp.zeros_like(values))
+    @property
+    def num_tiles(self) -> jax.Array:
+        tiles = self.num_grads * self.num_groups * self._tile_rows * self.tile_columns
+        return jnp.int32(tiles)
 
-        @pl.when(begin > 0)
+    def look_up(self, table: Any, index: jax.Array) -> _Tile:
+        # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
+        index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
+        group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
+        row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
+        steps = (table[group, i] for i in range(4))
+        return _Tile(which, group, row * BLOCK_M, left_edge, *steps)
+
+
+class _Tile(NamedTuple):
+    """A tile of the output, and the steps of its sum.
+
+    Attributes:
+      which: the index of its gradient.
+      group, top, left_edge: where it is in the output: the group, its first row and column.
+      steps: the number of steps of 64 rows.
+      first: the first row of the first step.
+      begin, end: the range of the group's rows.
+    """
+
+    which: jax.Array
+    group: jax.Array
+    top: jax.Array
+    left_edge: jax.Array
+    steps: jax.Array
+    first: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+    def rows_of_group(self, step: jax.Array) -> _Range:
+        """Returns which of a step's rows are the group's."""
+        row = self.first + step * STEP
+        return _Range(self.begin - row, self.end - row)
+
+
+class _Range(NamedTuple):
+    """Rows [begin, end) of a step; they may reach past the step's rows on both sides."""
+
+    begin: jax.Array
+    end: jax.Array
+
+    @property
+    def leaves_rows_out(self) -> jax.Array:
+        return (self.begin > 0) | (self.end < STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    """The loader, which fills stages and clears rows of other groups some steps later."""
+
+    kernel: _Drhs
+    ring: Ring
+    cleared: Any
+    table: Any
+    lhs: Any
+    grads: Sequence[Any]
+
+    @property
+    def _lag(self) -> int:
+        """Returns how many steps a stage is cleared after it is filled."""
+        return self.ring.num_stages - 2
+
+    def run(self) -> None:
+        all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
+        look_up = functools.partial(self.kernel.look_up, self.table)
+        # The steps used so far and, of each of the last ones, not yet cleared, the group's rows.
+        carry = jnp.int32(0), (all_rows,) * self._lag
+        used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
+
+        def clear_rest(i: jax.Array, uncleared: Any) -> Any:
+            return self._clear_oldest(used - self._lag + i, uncleared, all_rows)
+
+        lax.fori_loop(0, self._lag, clear_rest, uncleared)
+        self.ring.drain(used)
+
+    def _load_tile(self, tile: _Tile, _: Any, carry: Any) -> Any:
+        return lax.fori_loop(0, tile.steps, functools.partial(self._load_step, tile), carry)
+
+    def _load_step(self, tile: _Tile, i: jax.Array, carry: Any) -> Any:
+        used, uncleared = carry
+        inner = pl.ds(aligned(tile.first + i * STEP), STEP)
+        rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
+        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
+        right = Choice([grad.at[inner, columns] for grad in self.grads], tile.which)
+        used = self.ring.fill(used, Choice([self.lhs.at[inner, rows]]), [right])
+        return used, self._clear_oldest(used - 1 - self._lag, uncleared, tile.rows_of_group(i))
+
+    def _clear_oldest(
+        self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
+    ) -> tuple[_Range, ...]:
+        """Clears the oldest of the steps not yet cleared, `step`; returns the others' ranges."""
+        oldest, *others = (*uncleared, newest)
+        pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
+        return tuple(others)
+
+    def _clear(self, step: jax.Array, rows: _Range) -> None:
+        """Zeroes the rows of a step's tiles that are not in `rows`, once they are there."""
+        stage = self.ring.stage_of(step)
+        plgpu.barrier_wait(self.ring.full.at[stage])
+
+        @pl.when(rows.leaves_rows_out)
         def _():
-            clear_part_of(0)
+            for operand in (self.ring.left, self.ring.right):
+                self._clear_operand(operand.at[stage], rows)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.cleared.at[stage])
 
-        @pl.when(end < CHUNK)
+    def _clear_operand(self, operand: Any, rows: _Range) -> None:
+        if self.kernel.interpreted:
+            row = lax.broadcasted_iota(jnp.int32, operand.shape, 0)
+            inside = (row >= rows.begin) & (row < rows.end)
+            operand[...] = jnp.where(inside, operand[...], 0)
+        else:
+            mosaic.zero_rows_outside(operand, *rows, swizzled(operand.dtype))
+
+
+class _Held(NamedTuple):
+    """A computer's part of a tile that is yet to be stored, in registers."""
+
+    which: jax.Array
+    group: jax.Array
+    top: jax.Array
+    left_edge: jax.Array
+    values: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computer:
+    """A computer, which multiplies and stores half of the rows of each tile, of index `number`."""
+
+    kernel: _Drhs
+    ring: Ring
+    cleared: Any
+    table: Any
+    outs: Sequence[Any]
+    chunk: Any  # the computer's own in shared memory
+    number: jax.Array
+
+    def run(self) -> None:
+        kernel, zero = self.kernel, jnp.int32(0)
+        values = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
+        nothing = _Held(zero, zero, jnp.int32(kernel.height), zero, values)
+        look_up = functools.partial(kernel.look_up, self.table)
+        _, last = kernel.walk(kernel.num_tiles, look_up, self._compute_tile, (zero, nothing))
+        self._store_from(last, 0)
+
+    @property
+    def _dtype(self) -> Any:
+        return self.outs[0].dtype
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return CHUNK, self.kernel.tiles.block_n
+
+    def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
+        """Multiplies a tile, and stores the one before meanwhile."""
+        used, before = carry
+        multiply = functools.partial(self._multiply, tile)
+        store_before = functools.partial(self._store, before)
+        total = self.ring.accumulate(used, tile.steps, self._shape, multiply, store_before)
+        self._store_from(before, tile.steps)
+        top = tile.top + self.number * CHUNK
+        held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self._dtype))
+        return used + tile.steps, held
+
+    def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, i: jax.Array) -> None:
+        left, right = self.ring.left.at[stage], self.ring.right.at[stage]
+
+        @pl.when(tile.rows_of_group(i).leaves_rows_out)
         def _():
-            eight = end // ROW_ALIGNMENT * ROW_ALIGNMENT
-            clear_part_of(eight)
-            # All rows from the next multiple of 8 on, in at most three parts.
-            row = eight + ROW_ALIGNMENT
-            for height in (8, 16, 32):
+            plgpu.barrier_wait(self.cleared.at[stage])
 
-                @pl.when(row & height != 0)
-                def _(row=row, height=height):
-                    operand.at[pl.ds(row, height)][...] = zeros(
-                        (height, columns), operand.dtype, EIGHT_ROWS, self.interpreted
-                    )
+        mine = left.at[:, pl.ds(self.number * CHUNK, CHUNK)]
+        plgpu.wgmma(accumulator, transposed(mine), right)
 
-                row += row & height
+    def _store_from(self, held: _Held, chunk: Any) -> None:
+        """Stores the chunks of columns of a tile from number `chunk` on."""
+        left = jnp.maximum(len(self._columns) - chunk, 0)
+        lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
 
+    @property
+    def _columns(self) -> range:
+        """The first column of each chunk of a tile."""
+        return range(0, self.kernel.tiles.block_n, CHUNK)
 
-def _is_edge(begin: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns whether a step, of whose rows [begin, end) are the group's, has others too."""
-    return (begin > 0) | (end < CHUNK)
+    def _store(self, held: _Held, chunk: jax.Array) -> None:
+        """Stores a chunk of columns of a tile, if there is one."""
+
+        def write(first: int) -> None:
+            self.chunk[...] = held.values[:, first : first + CHUNK]
+
+        @pl.when((held.top < self.kernel.height) & (chunk < len(self._columns)))
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            run_one([functools.partial(write, first) for first in self._columns], chunk)
+            plgpu.commit_smem()
+            rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
+            columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)
+            copy = functools.partial(plgpu.copy_smem_to_gmem, self.chunk)
+            places = [out.at[held.group, rows, columns] for out in self.outs]
+            lax.switch(held.which, [functools.partial(copy, place) for place in places])

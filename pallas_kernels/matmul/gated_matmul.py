@@ -1,8 +1,14 @@
 """Grouped matmul by two matrices for each group, and what an expert makes of the two products.
 
-The kernel is `grouped_matmul.product` with two right operands and one left: it reads the rows once,
+The kernel is `grouped_matmul.Product` with two right operands and one left: it reads the rows once,
 holds the tiles of both products in the accumulators side by side, and applies the gating function
-to them as it stores the tile.
+to them as it stores the tile:
+
+  rows of a tile --> times matrix 0 --> accumulators [part, block_m] \\
+                                                                      gating --> hidden
+                 --> times matrix 1 --> accumulators [part, block_m] /
+
+With `keep` it stores the two products, too.
 """
 
 from __future__ import annotations
@@ -57,7 +63,6 @@ def gated_product(
         bool(interpret),
         width,
         (depth,),
-        num_rows,
         transpose_rhs=False,
         zero_unused=zero_unused,
         gating=gating,
@@ -76,7 +81,7 @@ def gated_product(
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(Product):
-    """The kernel of `gated_product`."""
+    """The kernel of `gated_product`. Its outputs are hidden, with `keep` after the products."""
 
     gating: Elementwise
     keep: bool

@@ -1,18 +1,33 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
-The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the rows of every
-group into tiles of its own. No tile covers rows past the last group; those output rows are filled
-with zeros, or left as they are.
+The rows of every group are cut into tiles of their own, and the columns of the output into tiles of
+`block_n`. Groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
 
-Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a
-tile may hold up to 7 rows of the group before.
+  rows [R, K]    matrices [L, K, N]      output [R, N]
+  a              a        b              +---+---+---+
+  a              +-----+  +-----+        |   |   |   |  tiles of a's rows times a's matrix
+  a              |     |  |     |  ...   +---+---+---+
+  b              |     |  |     |        |   |   |   |  of b's
+  b              +-----+  +-----+        +---+---+---+
+  c                                      |   |   |   |  of c's
+  -                                      +---+---+---+
+  -  past the last group                  zeros, or as they were
+
+Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a tile
+may begin with up to 7 rows of the group before, and end with rows of the next one. These are
+multiplied, too, and not stored.
+
+`pallas_kernels.matmul.kernel` has the warpgroups' roles: the loader (`_Loader`) copies tiles of the
+rows and of their group's matrix into the ring, and the computers (`_Computer`) multiply and store
+them (`pallas_kernels.matmul.store`). A kernel that makes something else of the sums, or whose
+operands are several, overrides what `Product` says of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,26 +36,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
-    EIGHT_ROWS,
     OTHER_BYTES,
+    STEP,
+    Choice,
     Kernel,
+    Ring,
     aligned,
     check_buffers,
     launch,
-    quotient_and_rest,
-    run_one,
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, ROW_ALIGNMENT, row_tiles
-
-STORED_ROWS = 32  # rows that a computer stores at a time
-_STAGING = "staged", "plain"  # scratch of each computer's own; the second if interpreted
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
+from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +64,30 @@ class Tiles:
         of 8 up to 256, as one instruction of the tensor cores multiplies.
       block_n: width of a block's output tile, 128 or 256; each computer takes half of it.
       num_stages: depth of the ring, in operand tiles of 64 along the summed dimension.
-      num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
+      num_buffers: 32 x 64 chunks of its results that a computer may have on their way to memory.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
     heights: tuple[int, ...]
     block_n: int
     num_stages: int
-    num_staged: int
+    num_buffers: int
     band: int = 1
 
     @classmethod
     def fitting(
         cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
     ) -> Tiles:
-        """Returns tiles with the deepest ring that fits, of at most 6 stages, and staging.
+        """Returns tiles with the deepest ring that fits, of at most 6 stages, and buffers.
 
         A stage holds tiles of as many `matrices` of a group.
         """
-        operand, chunk = 2 * CHUNK, 2 * CHUNK * STORED_ROWS
+        operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
         stage = operand * (heights[-1] + matrices * block_n)
         stages = min((room - COMPUTERS * (1 + matrices) * chunk) // stage, 6)
-        staged = min((room - stages * stage) // (COMPUTERS * chunk), 8)
-        return cls(heights, block_n, stages, staged, band)
+        buffers = min((room - stages * stage) // (COMPUTERS * chunk), 8)
+        return cls(heights, block_n, stages, buffers, band)
 
     @property
     def block_m(self) -> int:
@@ -95,8 +107,8 @@ class Tiles:
                 "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
                 f"128 or 256 columns, not {self}."
             )
-        if self.num_staged < 1:
-            raise ValueError(f"num_staged must be positive, not {self}.")
+        if self.num_buffers < 1:
+            raise ValueError(f"num_buffers must be positive, not {self}.")
         check_buffers(self)
 
 
@@ -136,7 +148,6 @@ def product(
         bool(interpret),
         width,
         depths,
-        num_rows,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
     )
@@ -159,160 +170,17 @@ class Product(Kernel):
     """
 
     depths: tuple[int, ...]
-    num_rows: int
     transpose_rhs: bool
     zero_unused: bool
 
     @property
-    def outputs(self) -> int:
+    def matrices(self) -> int:
+        """Returns how many matrices of a group multiply the same rows."""
         return 1
 
-    def __post_init__(self) -> None:
-        if self.width % self.tiles.part:
-            raise ValueError(
-                f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
-                f"a tile's."
-            )
-
     @property
-    def _num_staged(self) -> int:
-        """Returns how many chunks a computer stages: of each output one at least."""
-        return max(self.tiles.num_staged, self.outputs)
-
-    def scratch_types(self, dtype: Any) -> dict[str, Any]:
-        tiles = self.tiles
-        right: tuple[int, ...] = tiles.block_n, CHUNK
-        if not self.transpose_rhs:
-            right = right[::-1]
-        if self.matrices > 1:
-            right = self.matrices, *right
-        left, staged = (tiles.block_m, CHUNK), (self._num_staged, STORED_ROWS)
-        ring = self.ring(dtype, left, right, staged)
-        if self.interpreted:  # to store single rows, which a swizzled tile does not allow
-            ring["plain"] = plgpu.SMEM((COMPUTERS, STORED_ROWS, CHUNK), dtype)
-        return ring
-
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
-        *operands, table = refs[: -self.outputs]
-        outs = refs[-self.outputs :]
-        last = table.shape[0] - 1
-        num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        total_tiles = num_tiles * self.tile_columns
-
-        def kind_of(tile):
-            """Returns the index in `tiles.heights` of the lowest that holds the tile's rows."""
-            rows = table[tile, END] - table[tile, FIRST]
-            lower = (rows > height for height in self.tiles.heights[:-1])
-            return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
-
-        def load():
-            def look_up(index):
-                tile, left_edge = self.place(index, num_tiles)
-                return table[tile, GROUP], table[tile, FIRST], left_edge, kind_of(tile)
-
-            def one_tile(tile, used):
-                group, first, left_edge, kind = tile
-                cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
-                together = 1 + self.matrices  # operands that are loaded together
-                for k, depth in enumerate(self.depths):
-                    lhs, *rhs = operands[k * together : (k + 1) * together]
-
-                    def step(i, used, lhs=lhs, rhs=rhs):
-                        inner = pl.ds(i * CHUNK, CHUNK)
-                        place = (cols, inner) if self.transpose_rhs else (inner, cols)
-                        lefts = [
-                            lhs.at[pl.ds(aligned(first), height), inner]
-                            for height in self.tiles.heights
-                        ]
-                        right = [matrix.at[group, *place] for matrix in rhs]
-                        return self.fill(scratch, used, lefts, kind, right)
-
-                    used = lax.fori_loop(0, depth // CHUNK, step, used)
-                return used
-
-            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
-
-        def compute(computer):
-            own = {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
-            steps = sum(self.depths) // CHUNK
-            num_chunks = len(self._chunks())
-            at_a_step = -(-num_chunks // steps)
-            dtype, shape = outs[0].dtype, (self.tiles.part, self.tiles.block_m)
-
-            def store(first, count, place, results):
-                """Stores `count` chunks of a tile, from the chunk of number `first` on."""
-
-                def one(i, _):
-                    self._store(first + i, place, results, outs, own)
-
-                lax.fori_loop(0, count, one, None)
-
-            def look_up(index):
-                tile, left_edge = self.place(index, num_tiles)
-                left_edge += computer * self.tiles.part
-                rows = (table[tile, column] for column in (FIRST, BEGIN, END))
-                return *rows, left_edge, kind_of(tile)
-
-            def one_tile(tile, exists, carry):
-                used, (place_before, held) = carry
-                *place, kind = tile
-                own_steps = jnp.where(exists, steps, 0)
-
-                def multiply(accumulator, stage, _):
-                    of_heights = [
-                        functools.partial(
-                            self._multiply, scratch, computer, height, accumulator, stage
-                        )
-                        for height in self.tiles.heights
-                    ]
-                    lax.switch(kind, of_heights)
-
-                def store_held(step):
-                    results = functools.partial(_cut, held)
-                    store(step * at_a_step, at_a_step, place_before, results)
-
-                total = self.accumulate(
-                    scratch,
-                    used,
-                    own_steps,
-                    (self.tiles.part, self.matrices * self.tiles.block_m),
-                    multiply,
-                    store_held if self.holds else None,
-                    steps if self.holds else 0,
-                )
-                results = functools.partial(self.results, total, dtype)
-                if self.holds:
-                    held = results(*(slice(0, size) for size in shape))
-                else:
-                    store(0, num_chunks, place, results)
-                return used + own_steps, (place, held)
-
-            nothing = zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
-            held = (nothing,) * self.outputs if self.holds else ()
-            carry = jnp.int32(0), ([jnp.int32(0)] * 4, held)
-            if self.holds:
-                self.each_and_store(total_tiles, look_up, one_tile, carry)
-            else:
-                self.each_of(
-                    total_tiles, look_up, lambda tile, carry: one_tile(tile, True, carry), carry
-                )
-            if self.zero_unused:
-                self._zero_tail(outs, num_live_rows, computer, own)
-
-        self.take_roles(scratch, load, compute)
-
-    def _multiply(
-        self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, stage: Any
-    ) -> None:
-        """Starts the matmuls of a stage's tiles: of this computer's columns by `height` rows."""
-        right = scratch["right"].at[stage]
-        mine = pl.ds(computer * self.tiles.part, self.tiles.part)
-        rows = transposed(scratch["left"].at[stage, :height])
-        for i in range(self.matrices):
-            matrix = right if self.matrices == 1 else right.at[i]
-            columns = matrix.at[mine] if self.transpose_rhs else transposed(matrix.at[:, mine])
-            first = i * self.tiles.block_m
-            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
+    def outputs(self) -> int:
+        return 1
 
     @property
     def holds(self) -> bool:
@@ -331,148 +199,183 @@ class Product(Kernel):
         """
         return (total[columns, rows].astype(dtype),)
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Returns the first row and column of each chunk of a computer's part of a tile."""
-        rows = range(0, self.tiles.block_m, STORED_ROWS)
-        return [(row, column) for row in rows for column in range(0, self.tiles.part, CHUNK)]
+    def __post_init__(self) -> None:
+        if self.width % self.tiles.part:
+            raise ValueError(
+                f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
+                f"a tile's."
+            )
 
-    def _store(
-        self,
-        number: jax.Array,
-        place: Sequence[jax.Array],
-        results: Callable[[slice, slice], tuple[jax.Array, ...]],
-        outs: Sequence[Any],
-        own: dict[str, Any],
-    ) -> None:
-        """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        tiles = self.tiles
+        right = (tiles.block_n, STEP) if self.transpose_rhs else (STEP, tiles.block_n)
+        num_buffers = max(tiles.num_buffers, self.outputs)  # at least one of each output
+        return dict(
+            ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
+            buffers=Buffers.types(dtype, num_buffers, self.interpreted),
+        )
 
-        `place` has the tile's first row, the range [begin, end) of the group's, and the column.
-        Registers are known by constant indices alone, so each chunk needs code of its own that
-        stages it in shared memory. What follows is the same for all.
+    def __call__(self, *refs: Any, ring: Ring, buffers: Buffers) -> None:
+        *operands, table = refs[: -self.outputs]
+        outs = refs[-self.outputs :]
+        last = table.shape[0] - 1
+        tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
+        loader = _Loader(self, ring, tiles, operands)
+
+        def compute(number: jax.Array) -> None:
+            sizes = self.tiles.block_m, self.tiles.part
+            store = Store(outs, buffers.of(number), *sizes, self.interpreted)
+            _Computer(self, ring, tiles, store, number).run()
+
+        self.take_roles(loader.run, compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowTiles:
+    """The tiles that the rows are cut into, in the kernel's body.
+
+    Attributes:
+      table: a reference to what `row_tiles` returns.
+      heights: those that a tile may have, in rising order.
+      count: how many tiles there are.
+      num_rows: how many rows are in groups.
+    """
+
+    table: Any
+    heights: tuple[int, ...]
+    count: jax.Array
+    num_rows: jax.Array
+
+    def kind_of(self, tile: jax.Array) -> jax.Array:
+        """Returns the index in `heights` of the lowest that holds the tile's rows."""
+        rows = self.table[tile, END] - self.table[tile, FIRST]
+        lower = (rows > height for height in self.heights[:-1])
+        return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    """The loader: `operands` are references to the rows and to the matrices of each pair."""
+
+    kernel: Product
+    ring: Ring
+    rows: _RowTiles
+    operands: Sequence[Any]
+
+    def run(self) -> None:
+        total = self.rows.count * self.kernel.tile_columns
+        used = self.kernel.walk(total, self._look_up, self._load_tile, jnp.int32(0))
+        self.ring.drain(used)
+
+    def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns a tile's group, first row and column, and the index of its height."""
+        tile, left_edge = self.kernel.place(index, self.rows.count)
+        table = self.rows.table
+        return table[tile, GROUP], table[tile, FIRST], left_edge, self.rows.kind_of(tile)
+
+    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
+        """Fills the stages of a tile's steps, over all pairs; returns the steps used so far."""
+        together = 1 + self.kernel.matrices  # operands that are loaded together
+        for k, depth in enumerate(self.kernel.depths):
+            lhs, *rhs = self.operands[k * together : (k + 1) * together]
+            fill = functools.partial(self._fill_stage, tile, lhs, rhs)
+            used = lax.fori_loop(0, depth // STEP, fill, used)
+        return used
+
+    def _fill_stage(
+        self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
+    ) -> jax.Array:
+        group, first, left_edge, kind = tile
+        inner = pl.ds(i * STEP, STEP)
+        columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
+        place = (columns, inner) if self.kernel.transpose_rhs else (inner, columns)
+        of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
+        rights = [Choice([matrix.at[group, *place]]) for matrix in rhs]
+        return self.ring.fill(used, Choice(of_heights, kind), rights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computer:
+    """A computer, which multiplies and stores its part of each tile: `number` times its width."""
+
+    kernel: Product
+    ring: Ring
+    rows: _RowTiles
+    store: Store
+    number: jax.Array
+
+    def run(self) -> None:
+        kernel, zero = self.kernel, jnp.int32(0)
+        total = self.rows.count * kernel.tile_columns
+        nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
+        held = (nothing,) * kernel.outputs if kernel.holds else ()
+        carry = zero, (Place(zero, zero, zero, zero), held)
+        kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
+        if kernel.zero_unused:
+            worker = lax.axis_index("block") * COMPUTERS + self.number
+            self.store.zeros_from(self.rows.num_rows, worker, kernel.num_blocks * COMPUTERS)
+
+    @property
+    def _dtype(self) -> Any:
+        return self.store.outs[0].dtype
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The shape of a result of a tile: columns by rows."""
+        return self.kernel.tiles.part, self.kernel.tiles.block_m
+
+    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
+        """Returns a tile's place, and the index of its height."""
+        tile, left_edge = self.kernel.place(index, self.rows.count)
+        left_edge += self.number * self.kernel.tiles.part
+        first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
+        return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
+
+    def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
+        """Multiplies a tile, if it `exists`, and stores it or, if results are held, the one before.
+
+        `carry` are the steps used so far, and the place and the results of the tile before.
         """
-        chunks, staged = self._chunks(), self._num_staged
-        top, begin, end, left_edge = place
-        row, column = quotient_and_rest(number, jnp.int32(self.tiles.part // CHUNK))
-        inside = (left_edge < self.width) & (number < len(chunks))
-        top, left_edge = top + row * STORED_ROWS, left_edge + column * CHUNK
-        first = jnp.clip(begin - top, 0, STORED_ROWS)
-        stop = jnp.where(inside, jnp.clip(end - top, 0, STORED_ROWS), first)
-        rooms = [
-            own["staged"].at[lax.rem(number * self.outputs + i, jnp.int32(staged))]
-            for i in range(self.outputs)
-        ]
+        used, (place_before, held) = carry
+        place, kind = tile
+        steps = sum(self.kernel.depths) // STEP
+        own_steps = jnp.where(exists, steps, 0)
+        num_chunks = self.store.num_chunks
+        at_a_step = -(-num_chunks // steps)
 
-        def stage(row, column):
-            height = min(STORED_ROWS, self.tiles.block_m - row)
-            values = results(slice(column, column + CHUNK), slice(row, row + height))
-            for room, part in zip(rooms, values, strict=True):
-                self._stage(room.at[:height], part)
+        def store_held(step: jax.Array) -> None:
+            results = functools.partial(_cut, held)
+            self.store.chunks(step * at_a_step, at_a_step, place_before, results)
 
-        @pl.when(number == 0)
-        def _():  # what was staged of the tile before has been read
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(first < stop)
-        def _():
-            plgpu.wait_smem_to_gmem(staged - self.outputs, wait_read_only=True)
-            run_one([functools.partial(stage, *chunk) for chunk in chunks], number)
-            plgpu.commit_smem()
-            # The last chunk of a tile may be lower than the others.
-            heights = {STORED_ROWS, self.tiles.block_m % STORED_ROWS or STORED_ROWS}
-            at_once = [(first == 0) & (stop == height) for height in heights]
-            for height, whole in zip(heights, at_once, strict=True):
-
-                @pl.when(whole)
-                def _(height=height):
-                    at = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
-                    for room, out in zip(rooms, outs, strict=True):
-                        plgpu.copy_smem_to_gmem(room.at[:height], out.at[at])
-
-            @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, at_once)))
-            def _():
-                for room, out in zip(rooms, outs, strict=True):
-                    self._store_rows(out, room, top, left_edge, first, stop, own)
-
-    def _stage(self, room: Any, values: jax.Array) -> None:
-        """Writes a chunk to shared memory; what reads it there waits for `commit_smem`."""
-        if self.interpreted:
-            room[...] = values.T
+        total = self.ring.accumulate(
+            used,
+            own_steps,
+            (self.kernel.tiles.part, self.kernel.matrices * self.kernel.tiles.block_m),
+            functools.partial(self._multiply, kind),
+            store_held if self.kernel.holds else None,
+            steps if self.kernel.holds else 0,
+        )
+        results = functools.partial(self.kernel.results, total, self._dtype)
+        if self.kernel.holds:
+            held = results(*(slice(0, size) for size in self._shape))
         else:
-            mosaic.store_transposed(room, values)
+            self.store.chunks(0, num_chunks, place, results)
+        return used + own_steps, (place, held)
 
-    def _store_rows(
-        self,
-        out: Any,
-        room: Any,
-        top: jax.Array,
-        left_edge: jax.Array,
-        begin: jax.Array,
-        end: jax.Array,
-        own: dict[str, Any],
-    ) -> None:
-        """Stores rows [begin, end) of the chunk staged in `room` to `out` at (top, left_edge)."""
-        if not self.interpreted:
+    def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+        """Starts the matmuls of a stage, by as many rows as the tile's height."""
+        multiply = functools.partial(self._multiply_rows, accumulator, stage)
+        lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 
-            def eight_rows(i, _):
-                row = i * ROW_ALIGNMENT
-                values = plgpu.load(room.at[pl.ds(row, ROW_ALIGNMENT)], layout=EIGHT_ROWS)
-                mosaic.store_rows(
-                    out, values, top + row, left_edge, begin - row, end - row, EIGHT_ROWS
-                )
-
-            stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
-            lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plain = own["plain"]
-        plain[...] = room[...]
-        plgpu.commit_smem()
-        # A copy has a static height, so there is one for each power of two in the number of rows.
-        count, height = end - begin, STORED_ROWS // 2
-        while height:
-
-            @pl.when((count & height) != 0)
-            def _(height=height, begin=begin):
-                rows, columns = pl.ds(top + begin, height), pl.ds(left_edge, CHUNK)
-                plgpu.copy_smem_to_gmem(plain.at[pl.ds(begin, height)], out.at[rows, columns])
-
-            begin += count & height
-            height //= 2
-
-    def _zero_tail(
-        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, own: dict[str, Any]
-    ) -> None:
-        """Writes zeros to the rows of `outs` from `start` on; all blocks' computers share them."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        shape, room = (CHUNK, STORED_ROWS), own["staged"].at[0]
-        values = zeros(shape, outs[0].dtype, plgpu.Layout.WGMMA, self.interpreted)
-        self._stage(room, values)
-        plgpu.commit_smem()
-        columns = jnp.int32(self.width // CHUNK)
-        first_chunk = lax.div(start, jnp.int32(STORED_ROWS))
-        chunks = -(-self.num_rows // STORED_ROWS) - first_chunk
-        workers = jnp.int32(self.num_blocks * COMPUTERS)
-        me = lax.axis_index("block") * COMPUTERS + computer
-
-        def one_chunk(i, _):
-            row, column = quotient_and_rest(me + i * workers, columns)
-            top = (first_chunk + row) * STORED_ROWS
-            left_edge = pl.multiple_of(column * CHUNK, CHUNK)
-            begin = jnp.maximum(start - top, 0)
-            end = jnp.minimum(self.num_rows - top, STORED_ROWS)
-
-            @pl.when(end - begin == STORED_ROWS)
-            def _whole():
-                at = pl.ds(aligned(top), STORED_ROWS), pl.ds(left_edge, CHUNK)
-                for out in outs:
-                    plgpu.copy_smem_to_gmem(room, out.at[at])
-
-            @pl.when(end - begin < STORED_ROWS)
-            def _some():
-                for out in outs:
-                    self._store_rows(out, room, top, left_edge, begin, end, own)
-
-        lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
+    def _multiply_rows(self, accumulator: Any, stage: jax.Array, height: int) -> None:
+        tiles = self.kernel.tiles
+        mine = pl.ds(self.number * tiles.part, tiles.part)
+        rows = transposed(self.ring.left.at[stage, :height])
+        for i, matrix in enumerate(self.ring.right_tiles(stage)):
+            transpose = self.kernel.transpose_rhs
+            columns = matrix.at[mine] if transpose else transposed(matrix.at[:, mine])
+            first = i * tiles.block_m
+            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:

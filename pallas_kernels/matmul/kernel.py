@@ -1,10 +1,22 @@
-"""What the grouped matmul's kernels share: a ring of operand tiles, and the order of tiles.
+"""What the grouped matmul's kernels share: roles of warpgroups, a ring, and the order of tiles.
 
-A fixed number of blocks walk the tiles of the output, each with three warpgroups:
+A fixed number of thread blocks walk the tiles of the output. A block has three warpgroups and, in
+shared memory, a ring of stages. A stage holds what one step of a sum takes: a tile of the left
+operand and a tile of each right one, which are 64 long along the summed dimension.
 
-  loader    (one) copies operand tiles into a ring in shared memory, ahead of the computers;
-  computers (two) multiply the operand tiles, each for half of the output tile, and store it: if
-            the registers have room for it, in parts, while the next one is multiplied.
+                     full                       full
+  memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
+                    <------ 0  1  2  3 ...     <------ computer 1 --> its half
+                     empty                      empty
+
+  loader     fills one stage after the other, as soon as both computers have emptied it: it runs
+             ahead of them by as many steps as there are stages, also into the next output tile.
+  computers  multiply the tiles in a stage, each for its half of the output tile, and empty it. They
+             store an output tile, if the registers have room for it, while the next one is
+             multiplied.
+
+A kernel is a `Kernel` with a `__call__`, which gives each warpgroup its role. What is in a stage,
+how it is multiplied and what becomes of the sums is for each kernel to say.
 """
 
 from __future__ import annotations
@@ -24,6 +36,7 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
+STEP = 64  # length of a stage's tiles along the summed dimension
 CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
 COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
@@ -32,54 +45,195 @@ OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The common base of the kernels: the ring, and the order of tiles."""
+class Choice:
+    """Tiles of an operand in memory, of which one is copied: that of the index `chosen`."""
 
-    tiles: Any  # has block_n, num_stages and band
+    tiles: Sequence[Any]
+    chosen: Any = 0
+
+    def copy(self, destination: Callable[[Any], Any], full: Any) -> None:
+        """Starts to copy the chosen tile to `destination(tile)`; the copy arrives at `full`."""
+
+        def copy(tile: Any) -> None:
+            plgpu.copy_gmem_to_smem(tile, destination(tile), full)
+
+        lax.switch(self.chosen, [functools.partial(copy, tile) for tile in self.tiles])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["left", "right", "full", "empty"],
+    meta_fields=["num_stages", "matrices"],
+)
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ring of operand tiles: types of scratch first, and references in the kernel's body.
+
+    Attributes:
+      left: [stages, ...] the tiles of the left operand.
+      right: [stages, ...] those of the right one, [stages, matrices, ...] if there are several.
+      full: a stage's barrier at which its copies arrive.
+      empty: a stage's barrier at which the computers arrive.
+      num_stages: depth of the ring.
+      matrices: right operand tiles in a stage.
+    """
+
+    left: Any
+    right: Any
+    full: Any
+    empty: Any
+    num_stages: int
+    matrices: int
+
+    @classmethod
+    def types(
+        cls,
+        dtype: Any,
+        num_stages: int,
+        left: tuple[int, int],
+        right: tuple[int, int],
+        matrices: int = 1,
+    ) -> Ring:
+        """Returns the types of scratch, for tiles of the given shapes."""
+        operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
+        several = (matrices,) if matrices > 1 else ()
+        return cls(
+            left=operand((num_stages, *left)),
+            right=operand((num_stages, *several, *right)),
+            full=plgpu.Barrier(num_arrivals=1 + matrices, num_barriers=num_stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=num_stages),
+            num_stages=num_stages,
+            matrices=matrices,
+        )
+
+    def stage_of(self, step: jax.Array) -> jax.Array:
+        """Returns the stage of a step; steps are counted over all tiles of the block."""
+        return lax.rem(step, jnp.int32(self.num_stages))
+
+    def right_tiles(self, stage: jax.Array) -> list[Any]:
+        """Returns the right operand's tiles in a stage."""
+        tiles = self.right.at[stage]
+        return [tiles] if self.matrices == 1 else [tiles.at[i] for i in range(self.matrices)]
+
+    def fill(self, used: jax.Array, left: Choice, rights: Sequence[Choice]) -> jax.Array:
+        """Copies operand tiles to the next stage, that of step `used`; returns `used` + 1.
+
+        Waits until the stage is empty. A left tile may have fewer rows than the stage has room for.
+        """
+        stage = self.stage_of(used)
+
+        @pl.when(used >= self.num_stages)
+        def _():
+            plgpu.barrier_wait(self.empty.at[stage])
+
+        full = self.full.at[stage]
+        left.copy(lambda tile: self.left.at[stage, : tile.shape[0]], full)
+        for destination, right in zip(self.right_tiles(stage), rights, strict=True):
+            right.copy(functools.partial(_always, destination), full)
+        return used + 1
+
+    def drain(self, used: jax.Array) -> None:
+        """Waits until the computers have emptied all stages, after `used` steps."""
+        drain(self.empty, used, self.num_stages)
+
+    def accumulate(
+        self,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+        meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
+    ) -> jax.Array:
+        """Sums over the ring's next `steps` stages, from step `used` on, and empties them.
+
+        Args:
+          used: steps that the block has taken before.
+          steps: steps of this sum.
+          shape: shape of the accumulator.
+          multiply: `multiply(accumulator, stage, step)` starts as many matmuls as there are
+            `matrices`, which `wgmma_wait` counts.
+          meanwhile: `meanwhile(step)` runs while matmuls are under way, `least_steps` times at
+            least.
+          least_steps: if it is not 0, every step asks whether it is one of `steps`, which costs the
+            gradients of matrices up to 7 %.
+
+        Returns:
+          The sums in registers, float32.
+        """
+
+        def sum_up(accumulator: Any) -> jax.Array:
+            step = functools.partial(
+                self._take_step, accumulator, used, steps, multiply, meanwhile, least_steps > 0
+            )
+            all_steps = jnp.maximum(steps, least_steps)
+            lax.fori_loop(0, all_steps, step, None)
+            total = accumulator[...]
+            is_full = (all_steps > 0) & (all_steps <= steps)
+            pl.when(is_full)(lambda: self._free(used + (all_steps - 1)))
+            return total
+
+        return pl.run_scoped(sum_up, plgpu.ACC(shape))
+
+    def _take_step(
+        self,
+        accumulator: Any,
+        used: jax.Array,
+        steps: Any,
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+        meanwhile: Callable[[jax.Array], None] | None,
+        may_be_past: bool,
+        step: jax.Array,
+        _: None,
+    ) -> None:
+        def multiply_stage() -> None:
+            stage = self.stage_of(used + step)
+            plgpu.barrier_wait(self.full.at[stage])
+            multiply(accumulator, stage, step)
+
+        if may_be_past:
+            pl.when(step < steps)(multiply_stage)
+        else:
+            multiply_stage()
+        if meanwhile is not None:
+            meanwhile(step)
+        # Once the step before this one has ended, its stage is empty.
+        plgpu.wgmma_wait(self.matrices)
+        pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
+
+    def _free(self, step: jax.Array) -> None:
+        plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The common base of the kernels: the roles of warpgroups, and the order of tiles.
+
+    Attributes:
+      tiles: sizes of tiles; has block_n and band.
+      num_blocks: thread blocks.
+      interpreted: whether Pallas' GPU interpreter runs the kernel.
+      width: columns of the output.
+    """
+
+    tiles: Any
     num_blocks: int
     interpreted: bool
-    width: int  # columns of the output
+    width: int
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         """The body: takes references to the operands and the outputs, and scratch."""
         raise NotImplementedError
 
     @property
-    def matrices(self) -> int:
-        """Returns how many right operand tiles a stage holds."""
-        return 1
-
-    @property
     def tile_columns(self) -> int:
         """Returns how many tiles are side by side; the last may reach past the output."""
         return -(-self.width // self.tiles.block_n)
 
-    def ring(
-        self, dtype: Any, left: tuple[int, int], right: tuple[int, ...], staged: tuple[int, int]
-    ) -> dict[str, Any]:
-        """Returns scratch types: of the ring and its barriers, and of what each computer stages.
+    def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
+        """Runs `load` in the loader's warpgroup, and `compute` in each computer's, with its number.
 
-        `staged` is (chunks, rows of a chunk).
-        """
-        stages, operand = self.tiles.num_stages, swizzled(dtype)
-        return dict(
-            left=plgpu.SMEM((stages, *left), dtype, transforms=operand),
-            right=plgpu.SMEM((stages, *right), dtype, transforms=operand),
-            staged=plgpu.SMEM((COMPUTERS, *staged, CHUNK), dtype, transforms=operand),
-            full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
-        )
-
-    def take_roles(
-        self,
-        scratch: dict[str, Any],
-        load: Callable[[], jax.Array],
-        compute: Callable[[jax.Array], None],
-    ) -> None:
-        """Runs `load` in the loader's warpgroup and `compute` in those of the computers.
-
-        The registers that the loader does without go to the computers. `load` returns how many
-        stages it has filled; `compute` is given the computer's number, and starts its stores.
+        The registers that the loader does without go to the computers.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -87,7 +241,7 @@ class Kernel:
         def _load():
             if not self.interpreted:
                 plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-            drain(scratch["empty"], load(), self.tiles.num_stages)
+            load()
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
@@ -96,47 +250,35 @@ class Kernel:
             compute(warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def each_of(
+    def walk(
         self,
         total: jax.Array,
         look_up: Callable[[jax.Array], Any],
-        body: Callable[[Any, Any], Any],
+        body: Callable[[Any, Any, Any], Any],
         carry: Any,
+        *,
+        once_more: bool = False,
     ) -> Any:
-        """Runs `body(look_up(tile), carry)` for this block's share of `total` tiles.
+        """Runs `body(look_up(tile), exists, carry)` for this block's share of `total` tiles.
 
         The next tile is looked up before the body runs on the current one, to hide the latency of
         the look-up.
+
+        With `once_more` the body runs once after the last tile, and then `exists` is False. A body
+        that stores the tile before the one it computes so has the code that stores a tile once.
         """
-        return self._each(total, look_up, lambda tile, _, carry: body(tile, carry), carry, 0)
-
-    def each_and_store(
-        self,
-        total: jax.Array,
-        look_up: Callable[[jax.Array], Any],
-        body: Callable[[Any, jax.Array, Any], Any],
-        carry: Any,
-    ) -> Any:
-        """Runs `body(tile, exists, carry)` for each tile as `each_of` does, and once more.
-
-        The body stores the tile before the one that it computes. The last time there is none to
-        compute, and `exists` is False. So the code that stores a tile stands in the kernel once.
-        """
-        return self._each(total, look_up, body, carry, 1)
-
-    def _each(self, total, look_up, body, carry, more):
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
 
-        def looked_up(i):
+        def looked_up(i: Any) -> Any:
             return look_up(jnp.minimum(block + i * stride, jnp.maximum(total - 1, 0)))
 
-        def step(i, both):
+        def turn(i: jax.Array, both: Any) -> Any:
             tile, carry = both
             following = looked_up(i + 1)
-            return following, body(tile, i < mine, carry)
+            return following, body(tile, i < mine if once_more else True, carry)
 
-        return lax.fori_loop(0, mine + more, step, (looked_up(0), carry))[1]
+        return lax.fori_loop(0, mine + int(once_more), turn, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the row of tiles and the first column of the output tile of an index.
@@ -152,81 +294,14 @@ class Kernel:
         row, column = quotient_and_rest(rest, in_band)
         return row, (whole * band + column) * self.tiles.block_n
 
-    def fill(
-        self, scratch: Any, used: jax.Array, lefts: Sequence[Any], kind: Any, rights: Sequence[Any]
-    ) -> jax.Array:
-        """Copies operand tiles, `lefts[kind]` and all of `rights`, into the ring's next stage.
 
-        Waits until the stage is empty. A left tile may have fewer rows than the stage has room for.
-        """
-        stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
-
-        @pl.when(used >= self.tiles.num_stages)
-        def _():
-            plgpu.barrier_wait(scratch["empty"].at[stage])
-
-        full = scratch["full"].at[stage]
-
-        def copy_left(left):
-            plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage, : left.shape[0]], full)
-
-        lax.switch(kind, [functools.partial(copy_left, left) for left in lefts])
-        tiles = scratch["right"].at[stage]
-        for i, right in enumerate(rights):
-            plgpu.copy_gmem_to_smem(right, tiles if len(rights) == 1 else tiles.at[i], full)
-        return used + 1
-
-    def accumulate(
-        self,
-        scratch: Any,
-        used: jax.Array,
-        steps: Any,
-        shape: tuple[int, int],
-        multiply: Callable[[Any, jax.Array, jax.Array], None],
-        meanwhile: Callable[[jax.Array], None] | None = None,
-        least_steps: int = 0,
-    ) -> jax.Array:
-        """Runs `multiply(accumulator, stage, step)` on the ring's next `steps` stages; frees them.
-
-        `multiply` starts as many matmuls as there are `matrices`, which `wgmma_wait` counts, into
-        an accumulator of the given shape. `meanwhile(step)` runs while they are under way, and
-        `least_steps` times at least. With `least_steps` every step asks whether it is one of
-        `steps`, which costs the gradients of matrices up to 7 %.
-        """
-        num_stages = jnp.int32(self.tiles.num_stages)
-
-        def free(i):
-            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i, num_stages)])
-
-        def scope(accumulator):
-            def multiply_stage(i):
-                stage = lax.rem(used + i, num_stages)
-                plgpu.barrier_wait(scratch["full"].at[stage])
-                multiply(accumulator, stage, i)
-
-            def step(i, _):
-                if least_steps:
-                    pl.when(i < steps)(lambda: multiply_stage(i))
-                else:
-                    multiply_stage(i)
-                if meanwhile is not None:
-                    meanwhile(i)
-                # Once the step before this one has ended, its stage is free.
-                plgpu.wgmma_wait(self.matrices)
-                pl.when((i > 0) & (i <= steps))(lambda: free(i - 1))
-
-            all_steps = jnp.maximum(steps, least_steps)
-            lax.fori_loop(0, all_steps, step, None)
-            total = accumulator[...]
-            pl.when((all_steps > 0) & (all_steps <= steps))(lambda: free(all_steps - 1))
-            return total
-
-        return pl.run_scoped(scope, plgpu.ACC(shape))
+def _always(destination: Any, _: Any) -> Any:
+    return destination
 
 
 def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     """Runs the function of that index, or nothing if it is past the last."""
-    # JAX lowers the first branch of a switch twice.
+    # JAX lowers the first branch of a switch twice, so the first one is empty.
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
@@ -288,10 +363,3 @@ def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) ->
     """Returns zeros in registers, in a layout of Mosaic's."""
     array = jnp.zeros(shape, dtype)
     return array if interpreted else plgpu.layout_cast(array, layout)
-
-
-def row_numbers(shape: tuple[int, int], layout: Any, interpreted: bool) -> jax.Array:
-    """Returns each element's row, int32, in a layout of Mosaic's."""
-    if interpreted:
-        return lax.broadcasted_iota(jnp.int32, shape, 0)
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)

@@ -1,12 +1,21 @@
 """The tiles that cut every group's rows, by one small kernel with a thread block for each group.
 
-XLA takes four launches for the same table: two running sums over the groups, the second of what the
-first gives, a search, and a gather.
+A letter stands for 8 rows of a group. If a tile may be 2 or 4 of these high, they are cut so:
+
+  group         a a a a a a a a a a b b b b c c c c c c
+  tile of it    0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
+
+The block of a group sums the rows and the tiles of all groups before it, and writes its own tiles
+to the table. XLA takes four launches for the same table: two running sums over the groups, the
+second of what the first gives, a search, and a gather.
+
+The heights are an operand, so that all matmuls of a program, whose tiles differ, share one kernel.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,13 +29,15 @@ ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
 # Columns of the table.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
+_LOW = 64  # tables have room for tiles of this height: matmuls with higher ones share a kernel
 
 
-def most_tiles(num_groups: int, height: int, num_rows: int) -> int:
-    """Returns how many tiles there can be.
+def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
+    """Returns for how many tiles a table has room, which is at least as many as there can be.
 
     Each group may begin up to 7 rows early and end within a tile.
     """
+    height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
 
 
@@ -48,7 +59,7 @@ def row_tiles(
       num_rows: the most rows that there may be in groups.
       interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
     """
-    return (by_xla if interpreted else _by_kernel_once)(group_sizes, heights, num_rows)
+    return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -68,9 +79,9 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
     group_sizes = ends - starts
     first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
     counts = jnp.where(group_sizes > 0, -((first - ends) // heights[-1]), 0)
-    height = _lowest(heights, -((first - ends) // jnp.maximum(counts, 1)))
+    height = _lowest(list(heights), -((first - ends) // jnp.maximum(counts, 1)))
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most = most_tiles(num_groups, heights[-1], num_rows)
+    most = most_tiles(num_groups, heights, num_rows)
     tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
     row = first[group] + (tile - (tile_ends - counts)[group]) * height[group]
@@ -80,7 +91,7 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
     return jnp.where(tile[:, None] == most, totals, table)
 
 
-def _lowest(heights: tuple[int, ...], rows: jax.Array) -> jax.Array:
+def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
     """Returns the lowest of `heights` that holds so many rows, at most the largest."""
     lowest = jnp.full_like(rows, heights[-1])
     for height in reversed(heights[:-1]):
@@ -92,11 +103,20 @@ def by_kernel(
     group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpret: Any = None
 ) -> jax.Array:
     """Makes the table by the kernel; `interpret` are the options of Pallas' GPU interpreter."""
-    num_groups = group_sizes.shape[0]
-    most = most_tiles(num_groups, heights[-1], num_rows)
+    most = most_tiles(group_sizes.shape[0], heights, num_rows)
+    padded = [*heights, *[heights[-1]] * (-len(heights) % _UNROLL)]
+    call = _call if interpret else _call_once
+    return call(group_sizes, jnp.asarray(padded, jnp.int32), most, num_rows, interpret)
 
-    def kernel(sizes: Any, table: Any) -> None:
+
+def _call(
+    group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int, interpret: Any
+) -> jax.Array:
+    num_groups, num_heights = group_sizes.shape[0], heights.shape[0]
+
+    def kernel(sizes: Any, all_heights: Any, table: Any) -> None:
         own = lax.axis_index("block")
+        heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
             """Returns the rows of a group that there are from row `start` on."""
@@ -161,9 +181,8 @@ def by_kernel(
         grid_names=("block",),
         interpret=interpret,
         kernel_name="row_tiles",
-    )(group_sizes)
+    )(group_sizes, heights)
 
 
-# Jitted, so that it is traced once: XLA then sees that several matmuls take the same table, where
-# kernels that were traced at different places of a program differ by their debug information.
-_by_kernel_once = functools.partial(jax.jit, static_argnums=(1, 2))(by_kernel)
+# Jitted, so that it is traced once, however many matmuls a program has.
+_call_once = functools.partial(jax.jit, static_argnums=(2, 3, 4))(_call)

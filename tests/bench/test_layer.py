@@ -17,6 +17,7 @@ import jax_ep.cli
 from jax_ep.bench import layer as bench_layer
 from jax_ep.bench import layer_baselines
 from jax_ep.bench.layer_baselines import BASELINES, LAYERS
+from pallas_kernels.formats import Float8
 
 PLAIN = ("all_gather+psum_scatter", "all_gather+all_to_all")
 SHAPE = bench_layer.Shape(hidden=128, mlp_dim=64, num_experts=8, top_k=3)
@@ -182,7 +183,7 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
     assert out.count("float8_e4m3fn  yes") == 2
     # It is really sent so: without room for that rounding the layers differ.
-    monkeypatch.setattr(bench_layer, "QUANTIZED_TOLERANCE", 2.0**-7)
+    monkeypatch.setattr(Float8, "relative_error", 0.0)
     assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
 
 

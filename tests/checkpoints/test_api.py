@@ -285,7 +285,7 @@ def test_slots_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="placement must be None for a layer without num_slots"):
         checkpoints.save_moe(load(), tmp_path, 1, placement=wrong)
     params = checkpoints.load_moe_params(tmp_path, 1, num_slots=9)[1]
-    with pytest.raises(ValueError, match="of slots need their placement"):
+    with pytest.raises(ValueError, match="with slots need their placement"):
         checkpoints.save_moe(params, tmp_path, 1)
     with pytest.raises(
         ValueError, match="layer_or_params must have the shapes .*8, 16, 12.*9, 16, 12"
@@ -295,8 +295,8 @@ def test_slots_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("fields, said", [
-    ({"identity_experts": 2}, "identity_experts must be 0, as stored, but is 2"),
-    ({"constant_experts": 1}, "constant_experts must be 0, as stored, but is 1"),
+    ({"identity_experts": 2}, "identity_experts must be 0, as in the stored block, but is 2"),
+    ({"constant_experts": 1}, "constant_experts must be 0, as in the stored block, but is 1"),
     ({"wire_dtype": jnp.float8_e4m3fn}, "wire_dtype=.* blocks of 128 values, but x has 16"),
     ({"expert_axis": "exprt"}, "expert_axis .*exprt.* must name axes of the mesh"),
     ({"batch_axes": "data"}, "batch_axes must be among the mesh axes"),
@@ -755,7 +755,7 @@ def test_errors_name_the_argument(tmp_path):
         checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(3))
     with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh of devices, but is"):
         checkpoints.load_moe(tmp_path, 1, mesh=AbstractMesh((2,), ("expert",)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_experts must be 8, as stored, but is 4"):
+    with pytest.raises(ValueError, match="num_experts must be 8, as in the stored block, but is 4"):
         checkpoints.load_moe(tmp_path, 1, num_experts=4)
     with pytest.raises(ValueError, match="num_experts_per_token must be"):
         checkpoints.load_moe(tmp_path, 1, num_experts_per_token=9)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
 
-from jax_ep.checkpoints.architectures import architectures
-from jax_ep.checkpoints.block import open_block, plan_block
+from jax_ep.checkpoints.architectures import PARAMETER_AXES, Tensor, architectures
+from jax_ep.checkpoints.block import Block, open_block, plan_block
+from jax_ep.checkpoints.encodings import Quantization
 from jax_ep.checkpoints.safetensors import adding
 
 WHOLE = slice(None)
@@ -189,7 +190,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
 
     said = refused(tmp_path, config, {k: v for k, v in tensors.items() if k != name})
-    assert f"must hold {name} (12, 16)" in said and "does not" in said
+    assert f"must hold {name} of shape (12, 16)" in said and "does not" in said
     said = refused(tmp_path, config, tensors | {name: tensors[name].T.copy()})
     assert name in said and "shape (12, 16), [F, H]" in said and "has (16, 12)" in said
     said = refused(tmp_path, config | {"moe_intermediate_size": 6}, tensors)
@@ -387,3 +388,19 @@ def test_a_new_block_is_encoded_as_config_json_says(tmp_path):
     stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
     assert stored["mlp.experts.0.gate_proj.weight"][0] == "float8_e4m3fn"
     assert stored["mlp.shared_expert_gate.weight"][0] == "bfloat16"
+
+
+@pytest.mark.parametrize("param", PARAMETER_AXES)
+def test_of_a_new_float8_block_the_matrices_of_mlps_are_quantized(param):
+    block = Block(
+        directory=None,  # type: ignore[arg-type]
+        architecture=architectures()["deepseek_v3"],
+        fields={},
+        sizes={},
+        prefix="",
+        tensors=(),
+        quantization=Quantization(method="fp8"),
+    )
+    scales = block._new_float8_scales(Tensor((param,), "a.weight", ""), 0)
+    is_matrix = param.removeprefix("shared_") in ("wi_0", "wi_1", "wo")
+    assert scales == (np.dtype(np.float32) if is_matrix else None)

@@ -67,6 +67,33 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
     assert w.read((slice(0, 1), slice(3, 4))) == np.float32(44.8)
 
 
+def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_path):
+    """NaN is no change, and the finite numbers of its block keep a scale of their own."""
+    tensors = float8_tensors()
+    tensors["w.weight"].view(np.uint8)[0, 0] = 0x7F  # NaN
+    w = tensor(tmp_path, "w.weight", tensors, writable=True)
+    before, values = stored(w), w.read((WHOLE, WHOLE))
+    assert np.isnan(values[0, 0]) and np.isnan(values).sum() == 1
+    w.write((WHOLE, WHOLE), values)
+    assert stored(w) == before
+    values[0, 1] = np.inf
+    values[1, 1] = 1000
+    w.write((WHOLE, WHOLE), values)
+    after = w.read((WHOLE, WHOLE))
+    np.testing.assert_array_equal(np.argwhere(np.isnan(after)), [[0, 0], [0, 1]])
+    finite = np.isfinite(after)
+    np.testing.assert_allclose(after[finite], values[finite], rtol=2**-4, atol=1000 / 448 * 2**-10)
+
+
+@pytest.mark.parametrize("stored_as", [jnp.bfloat16, jnp.float16])
+def test_plain_numbers_keep_their_nan(tmp_path, stored_as):
+    bits = np.array([[0x7FC1, 0xFFC3, 0x3C00]], np.uint16)
+    w = tensor(tmp_path, "w.weight", {"w.weight": bits.view(stored_as)}, writable=True)
+    before = stored(w)
+    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(np.float32))
+    assert stored(w) == before
+
+
 def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
     """They become zeros, and zeros stay so."""
     w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
@@ -165,6 +192,20 @@ def test_mxfp4_of_a_changed_block_is_rounded_to_the_nearest(tmp_path):
     assert got[1, :12].tolist() == [24, 0, 2, 4, 4, 6, 8, -8, 16, -16, 24, 0]
     np.testing.assert_array_equal(got[0], values[0])
     np.testing.assert_array_equal(got[1, 32:], values[1, 32:])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_mxfp4_of_a_block_that_is_not_finite_is_nan(tmp_path, bad):
+    w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
+    values = w.read((WHOLE, WHOLE))
+    values[1, 3] = bad
+    w.write((WHOLE, WHOLE), values)
+    assert w.directory.read("w_scales", (WHOLE, WHOLE)).tolist() == [[127, 130], [255, 0]]
+    got = w.read((WHOLE, WHOLE))
+    assert np.isnan(got[1, :32]).all() and np.isnan(got).sum() == 32
+    before = stored(w)
+    w.write((WHOLE, WHOLE), got)
+    assert stored(w) == before
 
 
 # ----------------------------------------------------------------------------------- plain

@@ -265,10 +265,11 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
 
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"<!DOCTYPE html><p>404")
-    with pytest.raises(ValueError, match=r"model.safetensors is no safetensors file: its header"):
+    message = "model.safetensors is not a safetensors file: its header"
+    with pytest.raises(ValueError, match=message):
         Directory(tmp_path)
     file.write_bytes((4).to_bytes(8, "little") + b"{a:1")
-    with pytest.raises(ValueError, match="its header is no JSON"):
+    with pytest.raises(ValueError, match="its header is not JSON"):
         Directory(tmp_path)
 
     for header in ("[1]", '{"a": 3}', '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}'):

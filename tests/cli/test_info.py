@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 
 import jax
 import pytest
@@ -11,7 +13,7 @@ from support.processes import run_jax_ep
 
 import jax_ep.cli
 from jax_ep.cli import info
-from jax_ep.runtime import availability, hosts
+from jax_ep.runtime import availability, hosts, jax_compat
 from pallas_kernels.fabric import mosaic
 
 
@@ -100,6 +102,31 @@ def test_info_names_what_jax_lacks(module, monkeypatch):
             cached.cache_clear()
 
 
+@needs_kernels
+def test_info_gives_every_reason_at_once(monkeypatch):
+    monkeypatch.setattr(availability, "mosaic_unavailable_reason", lambda: "no Mosaic")
+    monkeypatch.setattr(jax_compat, "_requires_devices", None)
+    text = info.render(info.collect())
+    assert re.search(
+        r"^kernels need   no Mosaic; .* it lacks jax\._src\.dispatch\.prim_", text, re.M
+    )
+
+
+@pytest.mark.parametrize("path", jax_compat._OPTIONAL)
+def test_info_names_what_jax_lacks_of_the_other_names(path, monkeypatch):
+    find = jax_compat._find
+    assert "\nJAX lacks" not in info.render(info.collect())
+    monkeypatch.setattr(jax_compat, "_find", lambda each: None if each == path else find(each))
+    assert f"\nJAX lacks      {path}: {jax_compat._OPTIONAL[path]}\n" in info.render(info.collect())
+
+
+def test_every_name_that_is_looked_for_is_known_to_info():
+    """A name that `_find` is given is in one of the tables that `info` prints from."""
+    text = inspect.getsource(jax_compat)
+    looked_for = set(re.findall(r'_find\("([^"]+)"\)', text)) | set(jax_compat._MULTIMEM)
+    assert looked_for and looked_for <= {*jax_compat._OPTIONAL, *jax_compat._REQUIRED}
+
+
 def test_info_names_a_setting_that_does_not_fit(monkeypatch, capsys):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "x")
     assert jax_ep.cli.main(["jax_ep", "info"]) == 2
@@ -130,6 +157,7 @@ def test_info_names_the_pairs_without_peer_access():
         "hosts": ["0", "0"],
         "symmetric_memory": [],
         "names_missing": None,
+        "optional_names_missing": [],
         "unavailable": {"pallas": None, "xla": None},
     }
     assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})

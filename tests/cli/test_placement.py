@@ -83,9 +83,9 @@ EMPTY[3, 1] = -1
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        ("t.npy", lambda path: np.save(path, CHOICES), "it is no .npz file"),
-        ("t.npz", lambda path: path.touch(), "it is no .npz file"),
-        ("t.npz", lambda path: path.write_text("text"), "it is no .npz file"),
+        ("t.npy", lambda path: np.save(path, CHOICES), "it is not an .npz file"),
+        ("t.npz", lambda path: path.touch(), "it is not an .npz file"),
+        ("t.npz", lambda path: path.write_text("text"), "it is not an .npz file"),
         ("t.npz", lambda path: np.savez(path, other=CHOICES), "no array topk_idx, but other"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES * 1.5), "dtype float64"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:, :0]), "shape (4, 0, 4, 2)"),

@@ -17,7 +17,7 @@ from support.meshes import expert_mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep.exchange import quantization
+from jax_ep.formats import FLOAT8_ROWS
 
 AXIS = "expert"
 X = np.arange(8 * 128, dtype=np.float32).reshape(8, 128) / 64
@@ -216,7 +216,7 @@ def test_the_number_of_tokens_may_be_symbolic(options):
 def test_subnormal_float32_is_within_what_is_promised():
     x = np.zeros((4, 128), np.float32)
     x[:, ::3] = np.float32(2.0**-127) * np.array([[0.25], [0.5], [1.0], [1.75]], np.float32)
-    rows, scales = jax.jit(lambda x: quantization.quantize(x, jnp.float8_e4m3fn))(x)
+    rows, scales = jax.jit(lambda x: FLOAT8_ROWS.encode(x))(x)
     arrived = np.asarray(rows, np.float32).astype(np.float64)
     arrived = arrived * np.repeat(np.asarray(scales, np.float64), 128, axis=1)
     assert np.max(np.abs(arrived - x.astype(np.float64))) <= 2.0**-126

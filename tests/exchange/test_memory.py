@@ -76,7 +76,7 @@ class Operations:
             **layout,
             **self.on_wire(),
         )
-        return sent.tokens, sent.scales
+        return sent.tokens
 
     def dispatch_like(self, x, *routes):
         return jax_ep.dispatch_like(x, self.handle(*routes), **self.on_wire())
@@ -112,7 +112,7 @@ class Operations:
         flat = local_topk_idx.reshape(-1, self.model["top_k"])
         routes = Routes(flat, grouped_rows, counts)
         local = jax_ep.Handle(routes, (), self.model["capacity"], num_local, 1)
-        grouped = jax_ep.Dispatched(y, *(None,) * 5, local, None)
+        grouped = jax_ep.Dispatched(y, *(None,) * 5, local)
         received = dataclasses.replace(
             self.received(tokens, topk_idx, local_topk_idx),
             topk_weights=local_topk_idx * jnp.float32(0.5),

@@ -108,11 +108,11 @@ def test_grouping_refuses_what_is_not_of_the_rank_layout():
         expert = jax_ep.dispatch(x, topk_idx, **options)
         received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
         grouped = jax_ep.group_by_expert(received)
-        with pytest.raises(TypeError, match='received must be of a dispatch.layout="rank".'):
+        with pytest.raises(TypeError, match="received must be the RankDispatched of a dispatch"):
             jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="received must be"):
             jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="grouped must be what group_by_expert makes"):
+        with pytest.raises(ValueError, match="grouped must be the Dispatched that group_by_expert"):
             jax_ep.sum_by_token(expert.tokens, expert, received)
         return x
 

@@ -37,6 +37,7 @@ from support.selection import quick
 import jax_ep
 from jax_ep import reference
 from jax_ep.exchange import quantization
+from jax_ep.formats import FLOAT8_ROWS, PLAIN
 
 WIRE = jnp.float8_e4m3fn
 DTYPES = ("float32", "bfloat16", "float16")
@@ -49,10 +50,8 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @jax.jit
 def round_trip(x: Any) -> Any:
-    rows, scales = lax.optimization_barrier(
-        quantization.quantize(x, WIRE)
-    )  # or XLA drops the rounding
-    return quantization.dequantize(rows, scales, x.dtype)
+    rows, scales = lax.optimization_barrier(FLOAT8_ROWS.encode(x))  # or XLA drops the rounding
+    return FLOAT8_ROWS.decode((rows, scales), x.dtype)
 
 
 def bound(x: np.ndarray) -> np.ndarray:
@@ -133,8 +132,8 @@ def test_the_format_is_that_of_the_reference(dtype):
     x = random_bits(rng, (64, 512), dtype)
     magnitude = np.abs(x.astype(np.float32))
     x = np.where(magnitude < 1e-30, np.asarray(1, dtype), x)  # no subnormal quotients
-    rows, scales = (np.asarray(a) for a in jax.jit(lambda x: quantization.quantize(x, WIRE))(x))
-    expected_rows, expected_scales = reference.quantize(x, rows.dtype)
+    rows, scales = (np.asarray(a) for a in jax.jit(FLOAT8_ROWS.encode)(x))
+    expected_rows, expected_scales = FLOAT8_ROWS.encode(x)
     if jax.default_backend() != "cpu":
         np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
         return
@@ -142,18 +141,18 @@ def test_the_format_is_that_of_the_reference(dtype):
     nan = np.isnan(expected_rows.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(rows.astype(np.float32)), nan)
     assert_bitwise_equal(np.where(nan, 0, rows), np.where(nan, 0, expected_rows))
-    arrived = np.asarray(jax.jit(lambda *a: quantization.dequantize(*a, x.dtype))(rows, scales))
-    assert_equal(arrived, reference.dequantize(rows, scales, x.dtype))
+    arrived = np.asarray(jax.jit(lambda *a: FLOAT8_ROWS.decode(a, x.dtype))(rows, scales))
+    assert_equal(arrived, FLOAT8_ROWS.decode((rows, scales), x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wire_dtype", [None, WIRE])
-def test_one_array_holds_every_bit(dtype, wire_dtype):
+@pytest.mark.parametrize("wire", [PLAIN, FLOAT8_ROWS])
+def test_one_array_holds_every_bit(dtype, wire):
     x = random_bits(np.random.default_rng(1), (5, 384), dtype)
-    sent = jax.jit(lambda x: quantization.bits(x, wire_dtype))(x)
-    assert sent.nbytes == 5 * quantization.row_bytes(384, dtype, wire_dtype)
-    parts = jax.jit(lambda sent, x: quantization.parts(sent, x, wire_dtype))(sent, x)
-    expected = (x,) if wire_dtype is None else jax.jit(lambda x: quantization.quantize(x, WIRE))(x)
+    sent = jax.jit(lambda x: quantization.bits(x, wire))(x)
+    assert sent.nbytes == 5 * wire.row_bytes(384, dtype)
+    parts = jax.jit(lambda sent, x: quantization.parts(sent, x, wire))(sent, x)
+    expected = jax.jit(wire.encode)(x)
     for part, wanted in zip(parts, expected, strict=True):
         assert_bitwise_equal(np.asarray(part), np.asarray(wanted))
 
@@ -188,16 +187,19 @@ def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implement
         tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=WIRE).tokens, x)
         _, pull_plain = jax.vjp(lambda x: send(x).tokens, x)
         quantized = send(x, wire_dtype=WIRE, output="quantized")
-        return tokens, quantized.tokens, quantized.scales, pull(g)[0], pull_plain(g)[0]
+        return tokens, quantized.tokens, pull(g)[0], pull_plain(g)[0]
 
-    tokens, rows, scales, grad, plain_grad = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g)
+    tokens, kept, grad, plain_grad = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g)
     arrived = after_the_wire(x, implementation)
     expected = send_by_reference(case, arrived, topk_idx, capacity)
     assert_equal(tokens, np.stack([d.tokens for d in expected]))
-    assert tokens.dtype == x.dtype and rows.dtype == WIRE and scales.dtype == np.float32
-    assert_equal(reference.dequantize(np.asarray(rows), np.asarray(scales), x.dtype), tokens)
-    assert not np.any(np.asarray(scales)[~owned]) and np.all(np.asarray(scales)[owned] > 0)
-    assert not np.any(np.asarray(rows)[~owned].view(np.uint8))
+    assert tokens.dtype == x.dtype and kept.values.dtype == WIRE and kept.scales.dtype == np.float32
+    kept = jax.tree.map(np.asarray, kept)
+    assert isinstance(kept, jax_ep.QuantizedArray) and kept.format == FLOAT8_ROWS
+    assert kept.shape == tokens.shape and kept.dtype == x.dtype
+    assert_equal(kept.dequantize(), tokens)
+    assert not np.any(kept.scales[~owned]) and np.all(kept.scales[owned] > 0)
+    assert not np.any(kept.values[~owned].view(np.uint8))
     assert_bitwise_equal(grad, plain_grad)
 
 
@@ -306,8 +308,8 @@ def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
             y,
         )
         # A weighted combine's gradient, of a cotangent that has been through the wire already.
-        quantized = lax.optimization_barrier(quantization.quantize(g_out, WIRE))  # or XLA drops it
-        rounded = quantization.dequantize(*quantized, g_out.dtype)
+        quantized = lax.optimization_barrier(FLOAT8_ROWS.encode(g_out))  # or XLA drops it
+        rounded = FLOAT8_ROWS.decode(quantized, g_out.dtype)
         _, pull_plain = jax.vjp(
             lambda y: jax_ep.combine(y, handle, weights, implementation=implementation), y
         )
@@ -366,7 +368,7 @@ def test_quantized_rows_refuse_a_gradient():
         sent = Case(1, 5, 128, 2, 4).dispatch(
             x, topk_idx, "xla", wire_dtype=WIRE, output="quantized"
         )
-        return jnp.sum(sent.tokens.astype(jnp.float32))
+        return jnp.sum(sent.tokens.dequantize(jnp.float32))
 
     with pytest.raises(TypeError, match=r'output="quantized"\) has no gradient'):
         _trace(jax.grad(lambda a: call(a[0])))
@@ -393,7 +395,7 @@ def test_the_kernels_quantize_and_write_both_parts(output):
 
     def send(x: Any, topk_idx: Any) -> Any:
         sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE, output=output)
-        return sent.tokens, sent.scales, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
+        return sent.tokens, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
 
     text = lower_for_gpus(send, TOKENS, CHOICES)
     calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]

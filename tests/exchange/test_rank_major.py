@@ -27,7 +27,6 @@ from support.contract import (
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.exchange import quantization
 
 WIRE = jnp.float8_e4m3fn
 
@@ -198,19 +197,19 @@ def test_float8_on_the_wire(implementation):
         back = jax_ep.combine(sums, raw.handle)
         rounded = jax_ep.combine(sums, raw.handle, wire_dtype=WIRE)
         grouped = jax_ep.group_by_expert(raw)
-        whole = quantization.dequantize(grouped.tokens, grouped.scales, x.dtype)
+        whole = grouped.tokens.dequantize()
         expected = case.dispatch(x, topk_idx, implementation, wire_dtype=WIRE).tokens
         grads = pull(g)[0], pull_plain(g)[0]
-        return tokens, raw.tokens, raw.scales, grads, (back, rounded), (whole, expected)
+        return tokens, raw.tokens, grads, (back, rounded), (whole, expected)
 
-    tokens, rows, scales, grads, (back, rounded), (whole, expected) = jax.jit(
+    tokens, kept, grads, (back, rounded), (whole, expected) = jax.jit(
         per_rank(run, case.num_ranks)
     )(x, topk_idx, g)
     arrived = after_the_wire(x, implementation)
     received = reference.rank_dispatch(list(arrived), list(topk_idx), num_experts=8)
     assert_bitwise_equal(tokens, np.stack([r.tokens for r in received]))
-    assert rows.dtype == WIRE and scales.dtype == np.float32
-    assert_equal(reference.dequantize(np.asarray(rows), np.asarray(scales), x.dtype), tokens)
+    assert kept.values.dtype == WIRE and kept.scales.dtype == np.float32
+    assert_equal(jax.tree.map(np.asarray, kept).dequantize(), tokens)
     assert_bitwise_equal(*grads)
     assert_bitwise_equal(whole, expected)
     difference = np.abs(np.asarray(rounded, np.float32) - np.asarray(back, np.float32))
@@ -227,7 +226,7 @@ def test_no_axes_are_one_rank(implementation):
     (expected,) = reference.rank_dispatch([x], list(topk_idx), num_experts=4)
     assert_bitwise_equal(sent.tokens, expected.tokens)
     assert_bitwise_equal(sent.local_topk_idx, expected.local_topk_idx)
-    assert sent.topk_weights is None and sent.scales is None
+    assert sent.topk_weights is None
 
 
 def test_a_handle_crosses_jit_checkpoint_and_scan():

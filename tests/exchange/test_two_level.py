@@ -174,7 +174,7 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
         )
         return jax.eval_shape(per_rank(tokens, 8, mesh=mesh), *shapes)
 
-    with pytest.raises(ValueError, match="host_capacity .* but is 2 and the implementation .xla."):
+    with pytest.raises(ValueError, match="host_capacity .* but is 2 with implementation='xla'"):
         traced(host_capacity=2, implementation="xla")
     with pytest.raises(ValueError, match="implementation must be one of .* 'nccl'"):
         traced(host_capacity=2, implementation="nccl")
@@ -222,7 +222,7 @@ def test_float8_on_the_wire(monkeypatch):
         for implementation in ("two_level", "xla"):
             sent = case.dispatch(x, topk_idx, implementation, **options)
             kept = case.dispatch(x, topk_idx, implementation, output="quantized", **options)
-            found.append((sent.tokens, kept.tokens, kept.scales))
+            found.append((sent.tokens, kept.tokens.values, kept.tokens.scales))
         out = jax_ep.combine(y, kept.handle, wire_dtype=WIRE, implementation="two_level")
         return found, out
 
@@ -239,7 +239,7 @@ def test_float8_on_the_wire(monkeypatch):
         ]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
         total += after_the_wire(sums, "xla")
-    # XLA may multiply by a scale and add in one rounding: see `jax_ep.exchange.quantization`.
+    # XLA may multiply by a scale and add in one rounding: see `jax_ep.formats`.
     np.testing.assert_allclose(
         np.asarray(out, np.float32), total, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5
     )
@@ -426,7 +426,7 @@ def test_one_host_is_one_level(monkeypatch):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "3")
     assert lowered(None) == lowered("xla")
     with pytest.raises(
-        ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* an equal number of them\."
+        ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* equally many ranks\."
     ):
         lowered("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "none")

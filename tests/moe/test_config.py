@@ -212,7 +212,7 @@ def test_a_config_can_be_pickled(activation):
         (
             dict(host_capacity_factor=0.5, implementation="xla"),
             ValueError,
-            "host_capacity_factor is of the exchange between hosts.* but is 0.5 and .*'xla'",
+            "host_capacity_factor needs .*two_level.* but is 0.5 with implementation='xla'",
         ),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),

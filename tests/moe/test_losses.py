@@ -370,5 +370,5 @@ def test_what_cannot_be_pooled_is_named():
         with pytest.raises(TypeError, match="sums must be a BalanceSums or an iterable of them"):
             losses.pooled_load_balance_loss(nothing)  # type: ignore[arg-type]
     fewer = losses.balance_sums(PROBS[:, :4], IDX)
-    with pytest.raises(ValueError, match=r"sums must all be of one number .* \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"sums must all have the same number .* \[4, 8\]"):
         losses.pooled_load_balance_loss([sums, fewer])

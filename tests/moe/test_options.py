@@ -14,8 +14,10 @@ from jax_ep import checks
 from jax_ep.moe import options
 from jax_ep.moe.expert_mlp import HiddenUnit
 from jax_ep.moe.routed_experts import ExpertOptions
+from jax_ep.moe.routing import RoutingOptions
 
-CLASSES = (HiddenUnit, ExpertOptions, jax_ep.MoEConfig)
+CLASSES = (HiddenUnit, ExpertOptions, RoutingOptions, jax_ep.MoEConfig)
+FUNCTIONS = (jax_ep.expert_mlp, jax_ep.routed_experts, jax_ep.top_k_routing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,20 +112,21 @@ def test_every_option_is_explained(cls):
     assert {name for item in cls_items for name in item.split(", ")} == names
 
 
-@pytest.mark.parametrize("function", [jax_ep.expert_mlp, jax_ep.routed_experts])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_argument_is_explained(function):
     assert set(inspect.signature(function).parameters) <= explained(function)
 
 
-@pytest.mark.parametrize("thing", [*CLASSES, jax_ep.expert_mlp, jax_ep.routed_experts])
+@pytest.mark.parametrize("thing", [*CLASSES, *FUNCTIONS])
 def test_no_place_of_a_docstring_is_left(thing):
     assert not re.search(r"\{\w+\}", inspect.getdoc(thing) or "")
 
 
-def test_options_of_experts_are_those_of_a_layer():
+@pytest.mark.parametrize("cls", [ExpertOptions, RoutingOptions])
+def test_options_of_a_part_are_those_of_a_layer(cls):
     """The same defaults and checks, so that neither has an option that the other lacks."""
     of_layer = {field.name: field for field in dataclasses.fields(jax_ep.MoEConfig)}
-    for field in dataclasses.fields(ExpertOptions):
+    for field in dataclasses.fields(cls):
         assert of_layer[field.name].default is field.default
         assert of_layer[field.name].metadata == field.metadata
 

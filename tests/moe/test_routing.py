@@ -16,6 +16,7 @@ from support.selection import quick
 from jax_ep import reference
 from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
+from jax_ep.moe.routing import RoutingOptions
 
 OPTIONS = [
     dict(k=1),
@@ -214,10 +215,10 @@ def test_choices_made_elsewhere_weigh_as_those_of_the_router():
     logits = jnp.asarray(random_logits())
     options: dict = dict(score="sigmoid", normalize_epsilon=1e-6, scale=2.5)
     want = routing.top_k_routing(logits, 4, **options)
-    got = routing.routing_of_choices(logits, want.topk_idx, **options)
+    got = routing.routing_of_choices(logits, want.topk_idx, RoutingOptions(**options))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     some = want.topk_idx.at[:, 1:].set(-1)
-    weights = routing.routing_of_choices(logits, some, **options).topk_weights
+    weights = routing.routing_of_choices(logits, some, RoutingOptions(**options)).topk_weights
     np.testing.assert_array_equal(weights[:, 1:], 0.0)
     np.testing.assert_allclose(weights[:, 0], 2.5, rtol=1e-4)
 
@@ -322,7 +323,9 @@ def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
     slope = derivative(lambda x: np.sum(weights(x, reference.top_k_routing) * mix), logits)
     np.testing.assert_allclose(vjp(jnp.asarray(mix, jnp.float32))[0], slope, atol=3e-6)
     idx = reference.top_k_routing(logits, 3, score=score, bias=bias).topk_idx
-    given = routing.routing_of_choices(jnp.asarray(logits), jnp.asarray(idx), score=score)
+    given = routing.routing_of_choices(
+        jnp.asarray(logits), jnp.asarray(idx), RoutingOptions(score=score)
+    )
     np.testing.assert_allclose(given.topk_weights * 1.5, want, rtol=3e-6)
 
 
@@ -489,7 +492,7 @@ def test_update_expert_bias_leaves_an_equal_load_alone(num_experts, count):
 def test_a_token_of_no_choice_has_no_weight_whatever_the_epsilon():
     def weights(logits):
         topk_idx = jnp.array([[-1, -1], [0, 1]])
-        return routing.routing_of_choices(logits, topk_idx, normalize_epsilon=0.0).topk_weights
+        return routing.routing_of_choices(logits, topk_idx, RoutingOptions()).topk_weights
 
     logits = jnp.zeros((2, 4))
     np.testing.assert_array_equal(weights(logits), [[0, 0], [0.5, 0.5]])
@@ -573,7 +576,7 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             "normalize must be True or False, but is 'no'",
         ),
         (
-            lambda: routing.routing_of_choices(LOGITS, IDX, scale=np.inf),
+            lambda: routing.routing_of_choices(LOGITS, IDX, RoutingOptions(scale=np.inf)),
             ValueError,
             "scale must .* is inf",
         ),

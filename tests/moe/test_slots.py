@@ -127,7 +127,7 @@ def test_both_flax_layers_start_in_order():
             WITH,
             Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1),
             ValueError,
-            r"shape \(1, 12\).*pass placement\[layer\]",
+            r"shape \(1, 12\).*Pass placement\[layer\]",
         ),
         (
             dataclasses.replace(WITH, num_slots=E - 1),

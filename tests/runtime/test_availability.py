@@ -35,6 +35,16 @@ def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
     assert reason == "it needs GPUs as JAX's default backend, which is cpu (see JAX_PLATFORMS)"
 
 
+@needs_kernels
+def test_a_program_that_xla_partitions_is_refused():
+    """Each device would run the kernels for the rows of all."""
+    program: Any = types.SimpleNamespace(
+        platforms=("cuda",), for_export=False, is_of_one_device=False, mesh=None, mesh_devices=None
+    )
+    reason = availability.program_unavailable_reason(program, ())
+    assert reason is not None and "shard_map over all axes of the mesh" in reason
+
+
 def test_gpus_whatever_the_default_backend_is():
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
     assert jax_compat.gpus() == gpus

@@ -147,7 +147,10 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
             Process([1], driver={"taken": range(memory_map.BASE, memory_map.BASE + 1)}),
             "its addresses from 0x2a0000000000 on are taken",
         ),
-        (Process([1], pool={"virtual": False}), "GPU 1 is not of the virtual-memory API"),
+        (
+            Process([1], pool={"virtual": False}),
+            "GPU 1 was not allocated by the virtual",
+        ),
         (Process([1], pool={"exportable": False}), "GPU 1 was not made for sharing"),
         (Process([1], memory_limit=None), "GPU 1 may grow, from 1048576 bytes to any size"),
         (Process([1], memory_limit=2**30), "GPU 1 may grow, from 1048576 bytes to 1073741824"),

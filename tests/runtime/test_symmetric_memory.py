@@ -124,7 +124,7 @@ def test_payloads_of_other_kinds_are_refused():
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
 def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
     mesh, x = cuda_mesh((2,), (AXIS,)), jax.ShapeDtypeStruct((8, 512), jnp.float32)
-    message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, and is to be exp'
+    message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, so it cannot'
     with pytest.raises(ValueError, match=message):
         export.export(mapped(collective(op, algorithm), mesh), platforms=["cuda"])(x)
     taken_for_gpus(monkeypatch)
@@ -240,7 +240,7 @@ def test_without_ll_the_next_best_serves(chosen):
 
 
 def test_programs_without_kernels_have_xla(chosen):
-    reason = "it is to be exported"
+    reason = "it cannot be exported"
     assert chosen(refused=reason) == chosen("xla", refused=reason) == "xla"
     for algorithm in ("ll", "direct"):
         with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {reason}'):
@@ -574,7 +574,7 @@ def test_a_pool_of_another_kind_serves_one_process(machine):
     for mapping in library.mappings:
         mapping.virtual = False
     assert [gpu.pool_bytes for gpu in symmetric_memory.domain().gpus] == [0, 0]
-    assert "pool not of the virtual-memory API" in symmetric_memory.describe()[1]
+    assert "pool not allocated by the virtual-memory API" in symmetric_memory.describe()[1]
 
 
 def test_kernels_that_overlap_are_refused(machine, monkeypatch):

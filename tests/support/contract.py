@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.exchange import quantization
+from jax_ep.formats import FLOAT8_ROWS
 from support.meshes import expert_mesh
 
 AXIS = "expert"
@@ -396,9 +396,8 @@ def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
 
     The kernels compute what the reference does; XLA divides less exactly on GPUs.
     """
-    dtype = jnp.dtype(jnp.float8_e4m3fn)
     if implementation == "pallas":
-        return reference.dequantize(*reference.quantize(x, dtype), x.dtype)
+        return FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(x), x.dtype)
     # Not back in the same program, from which XLA for GPUs drops both conversions.
-    quantized = jax.jit(lambda x: quantization.quantize(x, dtype))(x)
-    return np.asarray(jax.jit(lambda *parts: quantization.dequantize(*parts, x.dtype))(*quantized))
+    quantized = jax.jit(FLOAT8_ROWS.encode)(x)
+    return np.asarray(jax.jit(lambda *parts: FLOAT8_ROWS.decode(parts, x.dtype))(*quantized))

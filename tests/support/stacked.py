@@ -17,6 +17,7 @@ from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric.fabric import Fabric
+from pallas_kernels.formats import FLOAT8_ROWS
 from support.contract import (
     Case,
     assert_bitwise_equal,
@@ -94,7 +95,7 @@ class Problem:
     @functools.cached_property
     def quantized(self) -> tuple[np.ndarray, np.ndarray]:
         """`x` as float8_e4m3fn [N, T, H], and the scales [N, T, H / 128]."""
-        return reference.quantize(self.x, jnp.dtype(jnp.float8_e4m3fn))
+        return FLOAT8_ROWS.encode(self.x)
 
     @functools.cached_property
     def quantized_tokens(self) -> tuple[np.ndarray, ...]:
@@ -214,8 +215,7 @@ class Problem:
         total = np.zeros((self.num_ranks, self.num_tokens, self.hidden), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for of_rank in sums:
-                rows, scales = reference.quantize(of_rank, jnp.dtype(jnp.float8_e4m3fn))
-                total += reference.dequantize(rows, scales, np.dtype(np.float32))
+                total += FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(of_rank), np.float32)
             return total.astype(jnp.dtype(self.dtype))
 
     @functools.cached_property
@@ -279,10 +279,10 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the combine kernel, of other values if it has a wire_dtype: -> out."""
+    """A call of the combine kernel, of other values if it has a wire: -> out."""
     return functools.partial(
         combine_kernel.combine,
-        jnp.asarray(problem.real_y if "wire_dtype" in options else problem.y),
+        jnp.asarray(problem.real_y if "wire" in options else problem.y),
         None if problem.weights is None else jnp.asarray(problem.weights),
         jnp.asarray(problem.topk_idx),
         jnp.asarray(problem.rows),
@@ -335,7 +335,7 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the combine kernel on partial sums by rank: -> out; values as in `combine`."""
     received = problem.dispatched_by_rank
-    sums = problem.real_sums if "wire_dtype" in options else problem.sums
+    sums = problem.real_sums if "wire" in options else problem.sums
     return functools.partial(
         combine_kernel.combine,
         jnp.asarray(sums).reshape(problem.num_ranks, -1, problem.hidden),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import pytest
 from support.contract import assert_equal
 from support.selection import quick
@@ -10,6 +9,7 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine
 
 from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.formats import FLOAT8_ROWS
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1)),
@@ -44,7 +44,6 @@ CASES = {
     "last_block_short": (Problem(2, 5, 32, 2, 4), Plan(2)),
 }
 
-WIRE = jnp.float8_e4m3fn
 WIRE_CASES = {
     "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1)),
     "half": (Problem(2, 4, 1536, 4, 4, "masked", "bfloat16"), Plan(2, step_tokens=2)),
@@ -89,5 +88,5 @@ def test_combine(problem, plan):
 @pytest.mark.slow
 def test_combine_of_quantized_sums(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
-    out = simulate(combine(problem, plan, fabric, wire_dtype=WIRE))
+    out = simulate(combine(problem, plan, fabric, wire=FLOAT8_ROWS))
     assert_equal(out, problem.combined_by_wire)

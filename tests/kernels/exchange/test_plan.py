@@ -19,8 +19,9 @@ from pallas_kernels.exchange.sender import Sender
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import LANES, SHARED_MEMORY_BYTES, padded_columns
 from pallas_kernels.fabric.symmetric import Gpus
+from pallas_kernels.formats import FLOAT8_ROWS, PLAIN
 
-WIRE = jnp.float8_e4m3fn
+WIRE = FLOAT8_ROWS
 ROWS = [
     Row(7168, jnp.bfloat16),
     Row(7168, jnp.bfloat16, WIRE),
@@ -99,7 +100,7 @@ def test_padding_of_the_last_axis():
 
 def test_parts_of_a_row():
     assert Row(512, jnp.float32).parts == [(512, jnp.float32)]
-    assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE), (4, jnp.float32)]
+    assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE.dtype), (4, jnp.float32)]
     assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).stage_bytes == 1024
     quantized = Row(512, jnp.bfloat16, WIRE)
     assert quantized.sent_bytes == 512 + 16 and quantized.stage_bytes == 1024 + 512 + 16
@@ -155,15 +156,15 @@ def test_long_lists_leave_shared_memory_for_rows():
     assert (plan.step_tokens, plan.num_stages) == (12, 1)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, WIRE])
+@pytest.mark.parametrize("wire", [PLAIN, WIRE])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
-def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire_dtype):
+def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
     """Tiles are not much longer than what a warpgroup should hold, nor much shorter."""
-    row = Row(plans.padded_hidden(hidden, dtype, wire_dtype), dtype, wire_dtype)
+    row = Row(plans.padded_hidden(hidden, dtype, wire), dtype, wire)
     tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
     assert row.hidden % tile == 0 and tile % vector == 0
-    assert wire_dtype is None or tile % plans.ROW_MULTIPLE == 0
+    assert not wire.quantized or tile % plans.ROW_MULTIPLE == 0
     assert LANES * vector // 2 <= tile <= 4 * LANES * vector or tile == row.hidden
 
 
@@ -232,7 +233,9 @@ def test_a_workspace_is_the_size_of_its_arrays():
     row = Row(1024, jnp.bfloat16, WIRE)
     plan = plans.for_combine(row, sizes)
     values, scales = plans.combine_receive_buffer(plan, row, 300, 4)
-    assert values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE  # 3 tokens to a block
+    assert (
+        values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE.dtype
+    )  # 3 tokens to a block
     assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),

@@ -19,6 +19,7 @@ from support.stacked import Problem, rank_combine, rank_dispatch
 import jax_ep
 from jax_ep import reference
 from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.formats import FLOAT8_ROWS
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
@@ -78,7 +79,7 @@ def test_combine_of_quantized_sums(case):
     problem, plan = CASES[case]
     problem = dataclasses.replace(problem, hidden=512)
     fabric = simulated_ranks(problem.num_ranks)
-    out = simulate(rank_combine(problem, plan, fabric, wire_dtype=jnp.float8_e4m3fn))
+    out = simulate(rank_combine(problem, plan, fabric, wire=FLOAT8_ROWS))
     assert_equal(out, problem.combined_by_rank_and_wire)
 
 

@@ -26,7 +26,6 @@ from support.meshes import cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
 
 import jax_ep
-from jax_ep import reference
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.exchange.routes import RankRoutes
@@ -40,6 +39,7 @@ from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.symmetric import Gpus
+from pallas_kernels.formats import FLOAT8_ROWS
 
 NUM_DEVICES = len(jax.devices())
 needs_gpus = pytest.mark.skipif(
@@ -48,7 +48,6 @@ needs_gpus = pytest.mark.skipif(
 )
 
 KINDS = ("expert", "rank", "float8")
-WIRE = jnp.dtype(jnp.float8_e4m3fn)
 LONGEST_DELAY_NS = 200_000
 NUM_DELAY_POINTS = 4
 
@@ -134,8 +133,8 @@ class Work:
             return tokens, *sent, out
 
         if self.kind == "float8":
-            by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
-            new["wire_dtype"] = WIRE
+            by_expert["wire"] = by_rank["wire"] = FLOAT8_ROWS
+            new["wire"] = FLOAT8_ROWS
             sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, **new)
             again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
             ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
@@ -231,7 +230,7 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def quantized(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return reference.quantize(x, WIRE)
+    return FLOAT8_ROWS.encode(x)
 
 
 def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:

@@ -93,7 +93,7 @@ def test_tiles_chosen_for_many_shapes():
         for num_cols in (64, 192, 768, 2048, 14336):
             tiles = backend.gated_tiles(num_rows, 64, num_cols)
             assert num_cols % tiles.part == 0
-            assert tiles.num_stages >= 3 and tiles.num_staged >= 2
+            assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
     assert backend.gated_tiles(36864, 64, 768).block_m == 144
     assert backend.gated_tiles(1024, 1, 768).block_m == 64  # else too few tiles
 
@@ -119,7 +119,7 @@ def test_lowers_for_cuda(keep):
 @pytest.mark.slow
 def test_a_race_is_found(monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
-    monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu.commit_smem", lambda: None)
+    monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
     args = operands(80, [0, 37, 30], 128, 128)
     with pytest.raises(KernelError, match="a race"):
         interpret(lambda: run(*args, Tiles((16, 32), 128, 2, 1), True))

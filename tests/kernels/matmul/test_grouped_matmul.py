@@ -95,7 +95,7 @@ def test_product(num_rows, sizes, width, tiles):
 @simulated
 def test_a_race_is_found(monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
-    monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu.commit_smem", lambda: None)
+    monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
     lhs, rhs, _, group_sizes = operands(80, [0, 37, 30], 64, 128)
     with pytest.raises(KernelError, match="a race"):
         run([(lhs, rhs)], group_sizes, Tiles((32,), 128, 2, 1))
@@ -108,7 +108,7 @@ def test_tiles_chosen_for_many_shapes():
             for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
                 tiles = backend.product_tiles(num_rows, num_groups, num_cols)
                 assert num_cols % tiles.part == 0
-                assert tiles.num_stages >= 3 and tiles.num_staged >= 2
+                assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
     # Many rows of few columns: half as high, so that there are tiles for all multiprocessors.
     assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
     assert backend.product_tiles(36864, 64, 2048).block_m == 256
@@ -135,7 +135,7 @@ def test_tiles_that_cannot_be_are_refused():
             Tiles((64,), block_n, 2, 1)
     for buffers, says in (
         ((1, 1), "a ring needs two stages"),
-        ((2, 0), "num_staged must be positive"),
+        ((2, 0), "num_buffers must be positive"),
         ((2, 1, 0), "band must be positive"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -17,14 +17,16 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
 from jax_ep import reference
+from jax_ep.exchange.quantization import WIRE_FORMATS
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan
-from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.symmetric import Gpus
+from pallas_kernels.formats import FLOAT8_ROWS
 
-WIRE = jnp.float8_e4m3fn
+WIRE = FLOAT8_ROWS
+BLOCK = WIRE.block[1]
 CASES = {
     "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
     "half": (Problem(2, 5, 1024, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
@@ -51,7 +53,7 @@ def assert_same_parts(received, expected):
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    received, rows, counts, *_ = simulate(dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    received, rows, counts, *_ = simulate(dispatch(problem, plan, fabric, wire=WIRE))
     assert_same_parts(received, problem.quantized_tokens)
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
@@ -63,7 +65,7 @@ def test_dispatch(case):
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    received = simulate(dispatch_like(problem, plan, fabric, wire_dtype=WIRE))
+    received = simulate(dispatch_like(problem, plan, fabric, wire=WIRE))
     assert_same_parts(received, problem.quantized_tokens)
 
 
@@ -73,13 +75,18 @@ def test_dispatch_like(case):
 def test_rank_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    received, local, _ = simulate(rank_dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    received, local, _ = simulate(rank_dispatch(problem, plan, fabric, wire=WIRE))
     expected = [
         reference.rank_dispatch(list(part), list(problem.topk_idx), num_experts=problem.num_experts)
         for part in problem.quantized
     ]
     assert_same_parts(received, [np.stack([r.tokens for r in part]) for part in expected])
     assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in expected[0]]))
+
+
+def test_kernels_have_every_format_of_the_wire():
+    assert set(WIRE_FORMATS) == set(quantized_rows._PTX_TYPES)
+    assert {wire.block for wire in WIRE_FORMATS} == {(1, BLOCK)}
 
 
 def quantize_rows(x: jax.Array) -> list[jax.Array]:
@@ -90,7 +97,7 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
         row = lax.axis_index("block")
         plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
         plgpu.barrier_wait(full)
-        quantized_rows.quantize_row(Gpus((), ()), wide, values, scales)
+        quantized_rows.quantize_row(Gpus((), ()), WIRE, wide, values, scales)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(values, values_ref.at[row])
         plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
@@ -99,14 +106,14 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
     return plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct(x.shape, WIRE),
+            jax.ShapeDtypeStruct(x.shape, WIRE.dtype),
             jax.ShapeDtypeStruct((x.shape[0], hidden // BLOCK), jnp.float32),
         ],
         grid=(x.shape[0],),
         grid_names=("block",),
         scratch_types=[
             plgpu.SMEM((hidden,), x.dtype),
-            plgpu.SMEM((hidden,), WIRE),
+            plgpu.SMEM((hidden,), WIRE.dtype),
             plgpu.SMEM((hidden // BLOCK,), jnp.float32),
             plgpu.Barrier(),
         ],
@@ -124,8 +131,8 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
         row, ranks = lax.axis_index("block"), range(num_ranks)
         out[...] = quantized_rows.add_rows(
             Gpus((), ()),
-            [values_ref.at[rank, row] for rank in ranks],
-            [scales_ref.at[rank, row] for rank in ranks],
+            WIRE,
+            [[part.at[rank, row] for rank in ranks] for part in (values_ref, scales_ref)],
             [sent_ref[rank, row] != 0 for rank in ranks],
             dtype,
         )
@@ -155,14 +162,14 @@ on_gpus = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
     rng = np.random.default_rng(0)
-    values = random_bits(rng, (3, 64, hidden), jnp.dtype(WIRE))
+    values = random_bits(rng, (3, 64, hidden), WIRE.dtype)
     scales = np.exp2(rng.uniform(-117, 100, (3, 64, hidden // 128))).astype(np.float32)
     scales[:, :32] = rng.uniform(1, 2, scales[:, :32].shape)
     sent = rng.integers(0, 2, (3, 64), np.int32)
     out = np.asarray(jax.jit(functools.partial(add_rows, dtype=dtype))(values, scales, sent))
     total = np.zeros((64, hidden), np.float32)
     for row, of_row, was_sent in zip(values, scales, sent, strict=True):
-        row = reference.dequantize(row, of_row, np.dtype(np.float32))
+        row = WIRE.decode((row, of_row), np.float32)
         total += np.where(was_sent[:, None] != 0, row, 0)
     expected = total.astype(jnp.dtype(dtype))
     nan = np.isnan(expected)
@@ -174,7 +181,7 @@ def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
 @pytest.mark.parametrize("hidden", [512, 4096, 7168])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_sums_of_rows_lower(dtype, hidden):
-    shapes = ((4, 8, hidden), WIRE), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
+    shapes = ((4, 8, hidden), WIRE.dtype), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     run = jax.jit(functools.partial(add_rows, dtype=dtype))
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -188,7 +195,7 @@ def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):
     x = random_bits(np.random.default_rng(0), (64, hidden), dtype).copy()
     x[1], x[2, ::2], x[3, 5:9] = 0, jnp.finfo(dtype).max, [np.nan, np.inf, -np.inf, -0.0]
     values, scales = (np.asarray(part) for part in jax.jit(quantize_rows)(x))
-    expected_values, expected_scales = reference.quantize(x, values.dtype)
+    expected_values, expected_scales = WIRE.encode(x)
     np.testing.assert_array_equal(scales, expected_scales)
     nan = np.isnan(expected_values.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(values.astype(np.float32)), nan)
