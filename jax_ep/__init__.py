@@ -24,7 +24,7 @@ from jax_ep.formats import Format, QuantizedArray, quantize
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
-from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.layer import moe_layer, quantize_experts
 from jax_ep.moe.losses import (
     BalanceSums,
     load_balance_loss,
@@ -76,6 +76,7 @@ __all__ = [
     "placement",
     "pooled_load_balance_loss",
     "quantize",
+    "quantize_experts",
     "reduce_scatter",
     "reference",
     "routed_experts",

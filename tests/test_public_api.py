@@ -273,6 +273,22 @@ def quantized_numbers() -> None:
         assert_bitwise_equal(array.dequantize(), expected)
 
 
+@exercises("quantize_experts")
+def experts_quantized_once() -> None:
+    """Each rank quantizes its own experts, in the order of products and in that of gradients."""
+    shapes = {"gate": (128, E), "wi_0": (E, 128, 128), "wi_1": (E, 128, 128), "wo": (E, 128, 128)}
+    arrays = {n: RNG.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    config = jax_ep.MoEConfig(
+        num_experts=E, num_experts_per_token=K, mesh=expert_mesh(N), matmul_dtype=jnp.float8_e4m3fn
+    )
+    quantized = jax_ep.quantize_experts(jax_ep.MoEParams(**arrays), config)
+    for name in ("wi_0", "wi_1", "wo"):
+        both = getattr(quantized, name)
+        expected = jax_ep.quantize(jnp.asarray(arrays[name]), jax_ep.formats.FLOAT8_MATRICES)
+        assert_bitwise_equal(both.matrices.values, expected.values)
+        assert_bitwise_equal(both.transposed.values, np.swapaxes(expected.values, 1, 2))
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_eight_ranks(name, monkeypatch):
     names, check = CHECKS[name]

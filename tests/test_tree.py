@@ -26,6 +26,7 @@ ELSEWHERE = {
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
+    "jax_ep/collectives/problem.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     # What decides whether collectives run as kernels is mostly whether GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
@@ -36,9 +37,11 @@ ELSEWHERE = {
     "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/selection.py": "tests/exchange/test_pallas.py",
+    "jax_ep/exchange/rows.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
@@ -49,6 +52,9 @@ ELSEWHERE = {
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # One table of kernels, and what each of them must give.
+    # The float8 kernels and what makes their operands.
+    "pallas_kernels/matmul/quantize.py": "tests/kernels/matmul/test_float8.py",
+    "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce_rms_norm.py": (
@@ -132,3 +138,23 @@ def test_rooms_import_each_other_one_way():
             arrows[source] |= {room(module) for module in imported(path)} - {source, None}
     assert {"jax_ep.runtime", "pallas_kernels.fabric"} <= arrows["jax_ep.exchange"]
     graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the rooms of a cycle
+
+
+def module_of(name: str) -> str | None:
+    """The module of our packages that an imported name is, or is in; packages are none."""
+    parts = name.split(".")
+    for length in (len(parts), len(parts) - 1):
+        path = REPOSITORY.joinpath(*parts[:length]).with_suffix(".py")
+        if parts[0] in TESTS and path.exists():
+            return ".".join(parts[:length])
+    return None
+
+
+def test_modules_import_each_other_one_way():
+    arrows = {}
+    for package in TESTS:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+            arrows[module] = {module_of(name) for name in imported(path)} - {module, None}
+    assert "jax_ep.exchange.primitives" in arrows["jax_ep.exchange.gradients"]
+    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the modules of a cycle

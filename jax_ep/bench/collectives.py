@@ -33,7 +33,8 @@ from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.problem import Problem
 from jax_ep.flags import Error
 from jax_ep.runtime import availability
 

@@ -233,7 +233,7 @@ class ExchangeBench(runner.Bench):
         return [*lines, f"{self._sizes()}, {calls} calls a loop, {_TIMING.repeats.value} loops"]
 
     def _sizes(self) -> str:
-        return f"H={self.rows[0]['hidden']}, E={_NUM_EXPERTS.value}, K={_TOP_K.value}"
+        return "H={hidden}, E={num_experts}, K={top_k}".format(**self.rows[0])
 
     def name(self, row: Row) -> str:
         return name(row)

@@ -123,6 +123,13 @@ _WIRE_DTYPE = FLAGS.choice(
     "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
     "baselines send them in any case.",
 )
+_MATMUL_DTYPE = FLAGS.choice(
+    "matmul_dtype",
+    "none",
+    ("none", "float8_e4m3fn"),
+    "The dtype that the experts of jax_ep multiply. none: bfloat16, which is what the baselines "
+    "multiply in any case.",
+)
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 _ITERATIONS_OF_RAGGED_DOT = 2  # it takes tens of milliseconds
 _SEED = FLAGS.seed("parameters and tokens")
@@ -132,6 +139,10 @@ _SHARED = FLAGS.share(
     check=FLAGS.check("the outputs and gradients of all layers with each other"),
     seconds=600.0,
 )
+
+
+# Of float8 matmuls: each of three rounds two operands, by up to 2^-4 of a number.
+_FLOAT8_TOLERANCE = 6 * 2**-4
 
 
 def run() -> int:
@@ -149,7 +160,12 @@ class LayerCase(runner.Case):
             "{shape}, {tokens} tokens, {ranks} ranks".format(**work),
             [
                 work
-                | {"direction": direction, "implementation": name, "wire_dtype": _wire_dtype(name)}
+                | {
+                    "direction": direction,
+                    "implementation": name,
+                    "wire_dtype": _wire_dtype(name),
+                    "matmul_dtype": _matmul_dtype(name),
+                }
                 for direction in _DIRECTIONS.value
                 for name in names
             ],
@@ -168,7 +184,8 @@ class LayerCase(runner.Case):
         if self.is_slow(row):
             iterations = _ITERATIONS_OF_RAGGED_DOT
         wire_dtype = None if row["wire_dtype"] == "none" else jnp.dtype(row["wire_dtype"])
-        own = dataclasses.replace(config, wire_dtype=wire_dtype)
+        matmul_dtype = None if row["matmul_dtype"] == "none" else jnp.dtype(row["matmul_dtype"])
+        own = dataclasses.replace(config, wire_dtype=wire_dtype, matmul_dtype=matmul_dtype)
         step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
         return Loop(None, step, state, mesh, iterations)
 
@@ -189,6 +206,8 @@ class LayerCase(runner.Case):
         other, expected = self.expected.setdefault(row["direction"], (name, outputs))
         # Twice what a value on the wire is off by.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
+        if _MATMUL_DTYPE.value != "none":
+            tolerance = max(tolerance, _FLOAT8_TOLERANCE)
         agree(name, outputs, other, expected, tolerance)
         return True
 
@@ -213,6 +232,7 @@ class LayerBench(runner.Bench):
         report.text("direction"),
         report.text("layer", "implementation"),
         report.text("wire", "wire_dtype", usual="none"),
+        report.text("matmul", "matmul_dtype", usual="none"),
         report.CHECKED,
         *report.WALL,
         report.SLOWEST,
@@ -312,6 +332,10 @@ def sizes(row: Row) -> str:
     """Names a row's shape and its sizes, in lines for a plot."""
     text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
     return f"{row['shape']}\n{text.format(**row)}"
+
+
+def _matmul_dtype(name: str) -> str:
+    return "none" if name in BASELINES else _MATMUL_DTYPE.value
 
 
 def _wire_dtype(name: str) -> str:

@@ -45,7 +45,8 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
 from jax_ep.collectives import primitives, table
-from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
+from jax_ep.collectives.problem import Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.collectives import xla
-from jax_ep.collectives.algorithms import FUSED, Problem, is_low_latency
+from jax_ep.collectives.problem import FUSED, Problem, is_low_latency
 from jax_ep.runtime import availability, jax_compat, multicast
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place

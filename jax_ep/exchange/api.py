@@ -243,19 +243,21 @@ def dispatch_like(
     *,
     wire_dtype: jax.typing.DTypeLike | None = None,
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Any:
     """Sends another payload along the routes of an earlier dispatch.
 
     Args:
       x: [T, H'] floating: one row for each token of the dispatch; any H'.
       handle: the handle of the dispatch.
-      wire_dtype, grad_wire_dtype: as in `dispatch`.
+      wire_dtype, grad_wire_dtype, output: as in `dispatch`.
       implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype, in the row order of `Dispatched.tokens`. Padding rows are zero, and so are
-      unused rows unless the dispatch had `zero_unused=False`. In the rank-major layout, [N, T, H'].
+      [R, H'], x's dtype or a `QuantizedArray`, in the row order of `Dispatched.tokens`. Padding
+      rows are zero, and so are unused rows unless the dispatch had `zero_unused=False`. In the
+      rank-major layout, [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -263,8 +265,10 @@ def dispatch_like(
     options: dict[str, Any] = dict(
         wire_dtype=wire_dtype,
         grad_wire_dtype=grad_wire_dtype,
+        quantized=output == "quantized",
         implementation=implementation,
     )
+    quantization.check_output(output, quantization.wire_format(wire_dtype))
     if isinstance(handle, RankHandle):
         return rank_major.dispatch_like(x, handle, **options)
     _check_handle(handle)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
+from jax_ep.exchange.interface import Config
 from jax_ep.exchange.routes import Overflow, Routes
 from jax_ep.runtime.jax_compat import register_for_export
 
@@ -188,16 +189,27 @@ def combine(
     return gradients.combine(config, y, weights, handle.routes)
 
 
-def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
+def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
     """Sends x [T, H'] along the routes of an expert-major dispatch, for `api.dispatch_like`.
 
     Returns [R, H']. `options` are further arguments of `gradients.configure`.
     """
+    config, x = _config_like(x, handle, options)
+    return gradients.dispatch_like(config, x, handle.routes)
+
+
+def stand_in_rows(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
+    """Returns zeros [R, H] with the gradient of a dispatch; see `gradients.stand_in_rows`."""
+    config, x = _config_like(x, handle, options)
+    return gradients.stand_in_rows(config, x, handle.routes)
+
+
+def _config_like(x: jax.Array, handle: Handle, options: dict[str, Any]) -> tuple[Config, jax.Array]:
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.rows.shape[1])
     config = gradients.configure("x", x, **_static(handle), **options)
     (x,) = gradients.match((x,), handle.axis_name)
-    return gradients.dispatch_like(config, x, handle.routes)
+    return config, x
 
 
 def check_handle(handle: Handle) -> None:

@@ -13,6 +13,7 @@ import functools
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
@@ -82,11 +83,7 @@ def dispatch(
         received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
-    if config.quantized:
-        assert isinstance(config.wire, Format)
-        values, scales = received
-        return QuantizedArray(values, scales, config.wire, x.dtype), routes, rest
-    return config.wire.decode(received, x.dtype), routes, rest
+    return _received(config, received, x.dtype), routes, rest
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):
@@ -110,18 +107,57 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
-    """Sends x [T, H] along the routes of a dispatch; returns the received rows, in x's dtype."""
+def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array | QuantizedArray:
+    """Sends x [T, H] along the routes of a dispatch.
+
+    Returns the received rows in x's dtype, or as a `QuantizedArray` if `config.quantized`.
+    """
     if isinstance(routes, RankRoutes):
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
         received = primitives.dispatch_like(x, routes, config=config)
-    return config.wire.decode(received, x.dtype)
+    return _received(config, received, x.dtype)
+
+
+def _received(
+    config: Config, received: tuple[jax.Array, ...], dtype: Any
+) -> jax.Array | QuantizedArray:
+    if not config.quantized:
+        return config.wire.decode(received, dtype)
+    assert isinstance(config.wire, Format)
+    values, scales = received
+    return QuantizedArray(values, scales, config.wire, dtype)
+
+
+def _dispatch_like_bwd(config, routes, g):
+    if config.quantized:
+        raise TypeError(quantization.no_gradient(config.wire))
+    return _stand_in_bwd(config, routes, g)
+
+
+def _stand_in_bwd(config, routes, g):
+    return combine(config.of_cotangents, g, None, routes), None  # type: ignore
 
 
 dispatch_like.defvjp(
-    lambda config, x, routes: (dispatch_like(config, x, routes), routes),
-    lambda config, routes, g: (combine(config.of_cotangents, g, None, routes), None),  # type: ignore
+    lambda config, x, routes: (dispatch_like(config, x, routes), routes), _dispatch_like_bwd
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
+    """Returns zeros [R, H] in place of the rows of x [T, H], with the gradient of a dispatch.
+
+    Received rows that stay quantized have no gradient of their own. A function of them takes these
+    rows too, computes nothing from them, and returns the rows' gradient as theirs.
+    """
+    assert config.capacity is not None
+    zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
+    return match_varying((zeros, x), ())[0]
+
+
+stand_in_rows.defvjp(
+    lambda config, x, routes: (stand_in_rows(config, x, routes), routes), _stand_in_bwd
 )
 
 

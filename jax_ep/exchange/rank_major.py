@@ -139,7 +139,7 @@ def combine(
     return gradients.combine(config, y, None, handle.routes)
 
 
-def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> jax.Array:
+def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
     """Sends x [T, H'] along the routes of a rank-major dispatch, for `api.dispatch_like`.
 
     Returns [N, T, H']. `options` are further arguments of `gradients.configure`.

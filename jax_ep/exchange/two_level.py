@@ -43,7 +43,7 @@ from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
-from jax_ep.exchange.selection import Rows
+from jax_ep.exchange.rows import Rows
 from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
 from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.formats import PLAIN, RowFormat

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ep import checks
 from jax_ep.formats.mxfp4 import MXFP4
@@ -131,4 +132,9 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
         )
     if not hasattr(x, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
-    return QuantizedArray(*format.encode(x), format, x.dtype)
+    values, scales = format.encode(x)
+    if isinstance(values, jax.Array):
+        # XLA for GPUs may compute with more precision than asked for. Without the barrier it leaves
+        # out the rounding of values that become wider again in the same program.
+        values = lax.optimization_barrier(values)
+    return QuantizedArray(values, scales, format, x.dtype)

@@ -151,7 +151,7 @@ def sum_of_products(
     have one varying-axes type; group_sizes must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
-    return _bind(
+    return bind(
         grouped_matmul_p,
         *operands,
         group_sizes,
@@ -183,7 +183,7 @@ def gated_product(
     `zero_unused` they are undefined.
     """
     return tuple(
-        _bind(
+        bind(
             grouped_matmul_gated_p,
             lhs,
             *rhs,
@@ -216,14 +216,14 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes `drhs` of lhs and each of `grads`, of one shape; "pallas" does so in one kernel."""
     return tuple(
-        _bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
+        bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
     )
 
 
-def _bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
     """Binds a primitive with operands and results replicated over the mesh's Explicit axes."""
-    bind = functools.partial(primitive.bind, **params)
-    return replicated_over_explicit_axes(bind, *operands)
+    bind_here = functools.partial(primitive.bind, **params)
+    return replicated_over_explicit_axes(bind_here, *operands)
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):
@@ -330,16 +330,23 @@ def _drhs_shapes(lhs, *operands, **_):
     return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
 
 
-def _primitive(
+def make_primitive(
     name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
 ) -> Primitive:
-    """Makes a primitive from a function; `shape` returns the shape or shapes of its results."""
+    """Makes a primitive from a function that computes it on a platform.
+
+    `shape` returns the shape or shapes of its results. A result has the dtype of the first operand,
+    unless a `jax.ShapeDtypeStruct` is in place of its shape.
+    """
+
+    def type_of(lhs, result):
+        if isinstance(result, jax.ShapeDtypeStruct):
+            return result_type(lhs, result.shape, result.dtype)
+        return result_type(lhs, result)
 
     def abstract_eval(lhs, *others, **params):
         shapes = shape(lhs, *others, **params)
-        if several:
-            return [result_type(lhs, each) for each in shapes]
-        return result_type(lhs, shapes)
+        return [type_of(lhs, each) for each in shapes] if several else type_of(lhs, shapes)
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
@@ -401,10 +408,10 @@ def _without_unused_gradients(used, params):
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 
 
-grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product, several=False)
-grouped_matmul_gated_p = _primitive(
+grouped_matmul_p = make_primitive("grouped_matmul", _product_shape, _compute_product, several=False)
+grouped_matmul_gated_p = make_primitive(
     "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
 )
-grouped_matmul_drhs_p = _primitive(
+grouped_matmul_drhs_p = make_primitive(
     "grouped_matmul_drhs", _drhs_shapes, _compute_drhs, unused=_without_unused_gradients
 )

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+# The dtypes that the kernels multiply. Both sides of a matrix are multiples of the number.
+_MULTIPLES = {
+    jnp.dtype(jnp.bfloat16): 64,
+    jnp.dtype(jnp.float16): 64,
+    jnp.dtype(jnp.float8_e4m3fn): 128,
+}
 _FEW_ROWS = 64  # groups of fewer rows take the time of reading their matrices
 HOPPER_CORES = 132  # an H100 or H200 SXM has this many multiprocessors
 
@@ -34,11 +40,13 @@ def unavailable_reason(problem: Problem) -> str | None:
     """Returns why the kernels cannot compute a grouped matmul, or None if they can."""
     if reason := symbolic_rows_reason(problem):
         return reason
-    if jnp.dtype(problem.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return f"it multiplies bfloat16 and float16, not {jnp.dtype(problem.dtype)}"
-    if any(dim % 64 for dim in problem.matrix_shape):
-        sides = list(problem.matrix_shape)
-        return f"it needs both sides of each group's matrix in multiples of 64, not {sides}"
+    dtype = jnp.dtype(problem.dtype)
+    if dtype not in _MULTIPLES:
+        names = ", ".join(each.name for each in _MULTIPLES)
+        return f"it multiplies {names}, not {dtype}"
+    multiple, sides = _MULTIPLES[dtype], list(problem.matrix_shape)
+    if any(side % multiple for side in sides):
+        return f"it needs both sides of each group's matrix in multiples of {multiple}, not {sides}"
     if reason := availability.jax_unavailable_reason():
         return reason
     return None if problem.platform is None else _platform_reason(problem.platform)
@@ -97,7 +105,7 @@ def sum_of_products(
             group_sizes,
             transpose_rhs=transpose_rhs,
             tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
-            num_blocks=_core_count(),
+            num_blocks=core_count(),
             zero_unused=zero_unused,
         )[: lhs.shape[0]]
 
@@ -134,7 +142,7 @@ def gated_product(
             function,
             keep=keep,
             tiles=tiles,
-            num_blocks=_core_count(),
+            num_blocks=core_count(),
             zero_unused=zero_unused,
         )
         return tuple(result[:num_rows] for result in results)
@@ -166,7 +174,7 @@ def drhs_of_each(
             [pad_rows(grad) for grad in grads],
             group_sizes,
             tiles=tiles or drhs_tiles(grads[0].shape[1]),
-            num_blocks=_core_count(),
+            num_blocks=core_count(),
         )
 
 
@@ -220,7 +228,7 @@ def band(num_cols: int, block_n: int, most: int) -> int:
     return -(-columns // -(-columns // most))
 
 
-def _core_count() -> int:
+def core_count() -> int:
     """Returns the number of the first GPU's multiprocessors, or a Hopper's if there is no GPU."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES

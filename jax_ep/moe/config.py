@@ -176,6 +176,7 @@ class MoEConfig:
     activation: Activation = same_option(ExpertOptions, "activation")
     gating: Gating | None = same_option(ExpertOptions, "gating")
     clamp: float | None = same_option(ExpertOptions, "clamp")
+    matmul_dtype: Any = same_option(ExpertOptions, "matmul_dtype")
     weights_on: WeightsOn = same_option(ExpertOptions, "weights_on")
     dtype: Any = option(None, optional(_check_dtype))
     expert_axis: str | tuple[str, ...] = option("expert", axes)

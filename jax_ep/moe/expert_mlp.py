@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
+from jax_ep.formats import FLOAT8_MATRICES
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
+from jax_ep.moe.expert_matmuls import Experts, Matmuls, check_matmul_dtype, matmuls_of
 from jax_ep.moe.options import (
     check_options,
     documented,
@@ -24,6 +26,7 @@ from jax_ep.moe.options import (
     make_options,
     number_or_none,
     option,
+    optional,
     takes,
 )
 from jax_ep.moe.traced import Traced, trace
@@ -62,19 +65,24 @@ class HiddenUnit:
         return hidden * up[0] if up else hidden
 
 
-class Experts(NamedTuple):
-    """The weights of L experts, arguments of `expert_mlp`; wi_1 and the biases may be None."""
-
-    wi_0: jax.Array
-    wi_1: jax.Array | None
-    wo: jax.Array
-    wi_0_bias: jax.Array | None = None
-    wi_1_bias: jax.Array | None = None
-    wo_bias: jax.Array | None = None
-
-
 @documented(HiddenUnit)
-@takes(HiddenUnit, before="implementation")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertUnit(HiddenUnit):
+    """What experts compute, and in which numbers.
+
+    Attributes:
+        {HiddenUnit}
+        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the routed experts' matmuls
+            multiply; H and F are then multiples of 128. Tokens, hidden values, matrices and their
+            gradients are quantized, and gradients pass straight through the rounding; parameters
+            and results keep their dtypes. See the page "Float8".
+    """
+
+    matmul_dtype: Any = option(None, optional(check_matmul_dtype))
+
+
+@documented(ExpertUnit)
+@takes(ExpertUnit, before="implementation")
 def expert_mlp(
     tokens: jax.Array,
     wi_0: jax.Array,
@@ -116,7 +124,7 @@ def expert_mlp(
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
-      {HiddenUnit}
+      {ExpertUnit}
       implementation: as in `grouped_matmul`.
 
     Returns:
@@ -127,31 +135,32 @@ def expert_mlp(
         here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = make_options(HiddenUnit, options, "expert_mlp")
+    unit = make_options(ExpertUnit, options, "expert_mlp")
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
     traced = traced_unit(unit, tokens, experts)
-    return _expert_mlp(tokens, experts, group_sizes, traced, implementation)
+    matmuls, experts = matmuls_of(unit.matmul_dtype, experts, implementation)
+    return _expert_mlp(tokens, experts, group_sizes, traced, matmuls)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _expert_mlp(tokens, experts: Experts, group_sizes, unit, implementation):
-    return forward(tokens, experts, group_sizes, unit, implementation, keep=False)[0]
+def _expert_mlp(tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls):
+    return forward(tokens, experts, group_sizes, unit, matmuls, keep=False)[0]
 
 
-def _backward(unit, implementation, saved, grad):
-    dtokens, dexperts, _ = backward(saved, grad, None, unit, implementation)
+def _backward(unit, matmuls, saved, grad):
+    dtokens, dexperts, _ = backward(saved, grad, None, unit, matmuls)
     return dtokens, dexperts, None
 
 
 def forward(
-    tokens: jax.Array,
+    tokens: Any,
     experts: Experts,
     group_sizes: jax.Array,
     unit: Traced,
-    implementation: gmm.Implementation,
+    matmuls: Matmuls,
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
@@ -159,40 +168,36 @@ def forward(
 
     Without `zero_unused`, rows of the output past the last group are undefined. They always are
     between the matmuls, where no product and no gradient of a matrix reads them. The operands must
-    have been checked and have one varying-axes type.
+    have been checked and have one varying-axes type. Tokens may be quantized if `matmuls` are.
     """
-    tokens = checkpoint_name(tokens, "dispatched_tokens")
-    hidden: jax.Array | None = None
+    dtype = tokens.dtype
+    rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     if experts.wi_1 is not None and no_biases:
-        both = experts.wi_0, experts.wi_1
-        hidden, *products = gmm.gated_product(
-            tokens, both, group_sizes, unit, keep, implementation, zero_unused=False
-        )
+        hidden, *products = matmuls.gated(rows, experts, group_sizes, unit, keep)
+        pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
-        matrices = (wi for wi in (experts.wi_0, experts.wi_1) if wi is not None)
-        products = [
-            gmm.product(tokens, wi, group_sizes, implementation, zero_unused=False)
-            for wi in matrices
-        ]
-    pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
-    if hidden is None:
-        hidden = _hidden(unit, _bias_rows(experts, group_sizes, tokens), pre)
-    out = gmm.product(hidden, experts.wo, group_sizes, implementation, zero_unused=zero_unused)
+        products = matmuls.up(rows, experts, group_sizes)
+        kept = (matmuls.kept(product) for product in products)
+        pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
+        biases = _bias_rows(experts, group_sizes, rows)
+        operands = products if matmuls.keeps_rounded else pre
+        hidden = matmuls.rows(_hidden(unit, biases, tuple(operands)))
+    out = matmuls.down(hidden, experts, group_sizes, dtype, zero_unused)
     if experts.wo_bias is not None:
-        groups = _group_of_row(group_sizes, len(tokens))
+        groups = _group_of_row(group_sizes, len(out))
         wide = wide_dtype(out.dtype)
         bias_rows = _rows(experts.wo_bias, groups, wide)
         out = (out.astype(wide) + bias_rows).astype(out.dtype)
-    return out, (tokens, pre, experts, group_sizes)
+    return out, (rows, pre, experts, group_sizes)
 
 
 def backward(
     saved: tuple,
-    grad: jax.Array,
+    grad: Any,
     weights: jax.Array | None,
     unit: Traced,
-    implementation: gmm.Implementation,
+    matmuls: Matmuls,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
@@ -202,30 +207,29 @@ def backward(
     With weights [R] float32 the gradients are those of weights[:, None] * output. The weights are
     applied to the hidden values instead, in which the output without its bias is linear.
     """
-    tokens, pre, experts, group_sizes = saved
-    biases = _bias_rows(experts, group_sizes, tokens)
-    dhidden = gmm.product(
-        grad, experts.wo, group_sizes, implementation, transpose_rhs=True, zero_unused=False
-    )
+    rows, pre, experts, group_sizes = saved
+    dtype = rows.dtype
+    biases = _bias_rows(experts, group_sizes, rows)
+    grad_rows = matmuls.rows(grad)
+    dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
+    pre = tuple(matmuls.numbers(product, dtype) for product in pre)
     factors = (pre,) if weights is None else (pre, weights)
     hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
     dpre, *dfactors = hidden_vjp(dhidden)
     dweights = dfactors[0] if dfactors else None
-    dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
-    dwi = gmm.drhs_of_each(tokens, tuple(dpre), group_sizes, implementation)
-    pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
-    dtokens = gmm.sum_of_products(
-        pairs, group_sizes, implementation, transpose_rhs=True, zero_unused=zero_unused
+    dtokens, dwi, dwo = matmuls.gradients(
+        rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused
     )
+    grad = matmuls.numbers(grad, dtype)
 
     dwi_1 = dwi[1] if len(dwi) > 1 else None
     dexperts = Experts(dwi[0], dwi_1, dwo)
-    if experts[3:] == (None, None, None):
+    if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
-    groups = _group_of_row(group_sizes, len(tokens))
+    groups = _group_of_row(group_sizes, len(dtokens))
     for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
-            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})
+            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})  # type: ignore
     if (bias := experts.wo_bias) is not None:
         grad = jnp.where((groups < len(bias))[:, None], grad, 0)
         wide = wide_dtype(grad.dtype)
@@ -267,14 +271,12 @@ def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
-def _bias_rows(
-    experts: Experts, group_sizes: jax.Array, tokens: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    """Returns the biases of the pre-activations for each of R tokens, [R, F] each, or None."""
+def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax.Array | None, ...]:
+    """Returns the biases of the pre-activations for each of R rows, [R, F] each, or None."""
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
         return biases
-    groups, wide = _group_of_row(group_sizes, len(tokens)), wide_dtype(tokens.dtype)
+    groups, wide = _group_of_row(group_sizes, rows.shape[0]), wide_dtype(rows.dtype)
     return tuple(None if bias is None else _rows(bias, groups, wide) for bias in biases)
 
 
@@ -309,7 +311,7 @@ def check_operands(
     tokens: jax.Array,
     experts: Experts,
     group_sizes: jax.Array,
-    unit: HiddenUnit,
+    unit: ExpertUnit,
     implementation: gmm.Implementation,
     name_of_implementation: str = "implementation",
 ) -> None:
@@ -322,10 +324,11 @@ def check_operands(
         wi_1_bias="[L, F]",
         wo_bias="[L, H]",
     )
-    given = {n: w for n, w in experts._asdict().items() if w is not None or n in ("wi_0", "wo")}
-    for name, weights in given.items():
+    weights = experts._replace(quantized=None)._asdict()
+    given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
+    for name, array in given.items():
         ndim = shapes[name].count(",") + 1
-        checks.check_array(name, weights, ndim, jnp.floating, shapes[name], may_be_empty=False)
+        checks.check_array(name, array, ndim, jnp.floating, shapes[name], may_be_empty=False)
     checks.check_array("tokens", tokens, 2, jnp.floating, "[R, H]", may_be_empty=False)
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
     num_experts, hidden, mlp = experts.wi_0.shape
@@ -354,6 +357,9 @@ def check_operands(
     for name, array in arrays.items():
         checks.check_not_sharded(name, array)
     check_options(unit)
+    if unit.matmul_dtype is not None:
+        for name in ("wi_0", "wo"):
+            FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
     rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
     _check_elementwise(unit, rows)
     if experts.wi_1 is None:

@@ -24,7 +24,8 @@ from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
-from jax_ep.moe.expert_mlp import Experts
+from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, check_quantized, specs_of_quantized
+from jax_ep.moe.expert_matmuls import quantize_experts as quantize_matrices_of_experts
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
@@ -48,6 +49,7 @@ def moe_layer(
     router_x: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
+    quantized_experts: QuantizedExperts | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; on any mesh the output is the same up to rounding.
 
@@ -92,6 +94,8 @@ def moe_layer(
             choices, topk_weights must be given too.
         topk_weights: [..., K] floating, or None: the weights of `topk_idx`. With it no router runs,
             the two losses are 0, and `gate` may be None.
+        quantized_experts: with `config.matmul_dtype`, what `jax_ep.quantize_experts` returned for
+            these parameters; None quantizes them in each call.
 
     Returns:
         The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks.
@@ -100,7 +104,7 @@ def moe_layer(
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
     """
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
-    return run_layer(params, x, config, mask, placement, inputs, axis_rules={})
+    return run_layer(params, x, config, mask, placement, inputs, quantized_experts, axis_rules={})
 
 
 def run_layer(
@@ -110,6 +114,7 @@ def run_layer(
     mask: jax.Array | None,
     placement: Placement | None,
     inputs: RouterInputs,
+    quantized: QuantizedExperts | None = None,
     *,
     axis_rules: Mapping[str, Any],
 ) -> tuple[jax.Array, MoEMetrics]:
@@ -131,6 +136,7 @@ def run_layer(
     where = find_mesh(config, x)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
+    check_quantized(quantized, params.wi_0, params.wo, config.matmul_dtype)
     config = _resolved(config, params, x, where)
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
@@ -138,7 +144,7 @@ def run_layer(
     if any(function.key is None for function in traced.values()):  # such a function equals no other
         program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
     config = dataclasses.replace(config, **traced)
-    return program(params, call, placement, config=config, where=where)
+    return program(params, call, placement, quantized, config=config, where=where)
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
@@ -207,19 +213,21 @@ def _layer(
     params: MoEParams,
     call: _Call,
     placement: Placement | None,
+    quantized: QuantizedExperts | None,
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
     on_rank = functools.partial(_on_rank, config=config, where=where)
     if where.mesh is not None:
-        return _on_mesh(on_rank, params, call, placement, where)
+        return _on_mesh(on_rank, params, call, placement, quantized, where)
     ambient = jax.sharding.get_abstract_mesh()
+    operands = params, call, placement, quantized
     if not explicit_axes(ambient):
-        return on_rank(params, call, placement)
+        return on_rank(*operands)
     # In a shard_map over some axes of the mesh, all ranks along the Explicit axes that it leaves
     # out compute the same.
     spec = jax.typeof(call.x).sharding.spec
-    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call, placement))
+    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
 
@@ -230,7 +238,12 @@ _moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
 
 def _on_mesh(
-    on_rank, params, call: _Call, placement: Placement | None, where: LayerMesh
+    on_rank,
+    params: MoEParams,
+    call: _Call,
+    placement: Placement | None,
+    quantized: QuantizedExperts | None,
+    where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `jax.shard_map` that it opens over the mesh."""
     mesh = where.mesh
@@ -264,8 +277,10 @@ def _on_mesh(
         if array is not None
     })  # fmt: skip
     placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
-    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec)
-    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call, placement), specs)
+    quantized_spec = None if quantized is None else specs_of_quantized(quantized, params_spec)
+    specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
+    operands = params, call, placement, quantized
+    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
@@ -278,6 +293,48 @@ def _on_mesh(
     return reshard(out, mesh, spec), metrics
 
 
+def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
+    """Quantizes the experts' matrices once, for all calls of a layer with the same parameters.
+
+    A training step quantizes them before its microbatches, and gives each the result as
+    `quantized_experts`. Gradients go to `params`, straight through the rounding. The result has
+    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are.
+
+    Args:
+        params: the parameters of a layer.
+        config: its configuration, with a `matmul_dtype`.
+
+    Returns:
+        What the calls take as `quantized_experts`.
+
+    Raises:
+        ValueError: `config.matmul_dtype` is None, or H or F is not a multiple of 128.
+    """
+    if config.matmul_dtype is None:
+        raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
+    check_config(config)
+    where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
+    matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+
+    def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
+        if config.dtype is not None:  # a layer quantizes what it would multiply
+            matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
+        return quantize_matrices_of_experts(**matrices, implementation=config.matmul_implementation)
+
+    if where.mesh is None:
+        return quantize(matrices)
+    held = {name: array for name, array in matrices.items() if array is not None}
+    specs = {name: _spec_of_parameter(name, where) for name in held}
+    given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
+    specs_of_given = specs | {name: None for name in matrices if name not in specs}
+    return jax.shard_map(
+        quantize,
+        mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
+        in_specs=(specs_of_given,),
+        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), MoEParams.of(**specs)),
+    )({name: given.get(name) for name in matrices})
+
+
 def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
     return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
@@ -287,6 +344,7 @@ def _on_rank(
     params: MoEParams,
     call: _Call,
     placement: Placement | None,
+    quantized: QuantizedExperts | None,
     *,
     num_sequences: int | None = None,
     config: MoEConfig,
@@ -314,7 +372,7 @@ def _on_rank(
     )
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _run_routed_experts(
-        params, tokens, topk_idx, topk_weights, placement, distinct, config, where
+        params, quantized, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
@@ -328,6 +386,7 @@ def _on_rank(
 
 def _run_routed_experts(
     params: MoEParams,
+    quantized: QuantizedExperts | None,
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
@@ -340,8 +399,11 @@ def _run_routed_experts(
     held = topk_idx
     if placement is not None:
         held = chosen(topk_idx, placement, where.expert_axes)
+    tokens = tokens.astype(config.dtype)
+    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
+    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     received = dispatch(
-        tokens.astype(config.dtype),
+        lax.stop_gradient(tokens) if stays_quantized else tokens,
         held,
         num_experts=config.num_held,
         axis_name=where.expert_axes,
@@ -351,11 +413,15 @@ def _run_routed_experts(
         overflow="tail" if config.capacity_factor is None else config.overflow,
         host_capacity=_host_capacity(config, tokens.shape[0], where),
         wire_dtype=config.wire_dtype,
+        output="quantized" if stays_quantized else "dequantized",
         zero_unused=False,
         implementation=config.implementation,
     )
     experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
     experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
+    if quantized is not None:
+        own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+        experts = experts._replace(quantized=jax.tree.map(own, quantized))
     if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
         is_first = lax.axis_index(where.tensor_axes) == 0
         experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
@@ -366,6 +432,7 @@ def _run_routed_experts(
         config.expert_options(),
         config.implementation,
         config.matmul_implementation,
+        tokens if stays_quantized else None,
     )
     dropped = (
         _of_all_experts(received.dropped_counts, where)
@@ -419,13 +486,17 @@ def _own_experts(
 
     `weights` has all experts or only this rank's.
     """
-    num_local_experts = config.num_held // where.num_ranks()
-    if weights.shape[0] != num_local_experts:
-        first = lax.axis_index(where.expert_axes) * num_local_experts
-        weights = lax.dynamic_slice_in_dim(weights, first, num_local_experts)
+    weights = _of_rank(weights, config.num_held // where.num_ranks(), where)
     if placement is not None:
         weights = equal_copies(weights, placement, where.expert_axes)
     return weights.astype(config.dtype) if weights.ndim == 3 else weights
+
+
+def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
+    """Returns the weights of this rank's `num` experts, of all experts' or only its own."""
+    if weights.shape[0] == num:
+        return weights
+    return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:

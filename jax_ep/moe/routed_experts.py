@@ -24,12 +24,12 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
-from jax_ep.exchange.expert_major import check_weights
+from jax_ep.exchange.expert_major import check_weights, stand_in_rows
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
 from jax_ep.moe.expert_mlp import (
-    Experts,
-    HiddenUnit,
+    ExpertUnit,
     backward,
     check_operands,
     forward,
@@ -42,13 +42,13 @@ from jax_ep.runtime.jax_compat import match_varying
 WeightsOn = Literal["output", "input"]
 
 
-@documented(HiddenUnit)
+@documented(ExpertUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertOptions(HiddenUnit):
+class ExpertOptions(ExpertUnit):
     """Options of the routed experts' computation.
 
     Attributes:
-        {HiddenUnit}
+        {ExpertUnit}
         weights_on: whether the weight of a choice multiplies the "output" of its expert or the
             "input" (Llama 4).
     """
@@ -60,7 +60,8 @@ class ExpertOptions(HiddenUnit):
 class _Config:
     unit: Traced
     implementation: Implementation
-    matmul_implementation: MatmulImplementation
+    matmuls: Matmuls
+    grad_wire_dtype: Any  # of the cotangents of combined rows
 
 
 @documented(ExpertOptions)
@@ -120,20 +121,40 @@ def run_experts(
     options: ExpertOptions,
     implementation: Implementation,
     matmul_implementation: MatmulImplementation,
+    sent: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `routed_experts` for checked arguments."""
+    """Computes `routed_experts` for checked arguments.
+
+    Where the received tokens are quantized, their gradient goes to the tokens `sent` [T, H].
+    """
     if not isinstance(received, Dispatched):
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
         )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    quantized: QuantizedArray | None = None
+    grad_wire_dtype = None
     if isinstance(tokens, QuantizedArray):
-        raise TypeError(
-            "received.tokens must be an array, since the experts multiply tokens as they are, but "
-            f"is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; dispatch with "
-            'output="dequantized".'
-        )
+        if options.matmul_dtype is None:
+            raise TypeError(
+                "received.tokens must be an array, since the experts multiply tokens as they are, "
+                f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
+                'matmul_dtype, or dispatch with output="dequantized".'
+            )
+        quantized, grad_wire_dtype = tokens, tokens.format.dtype
+        if sent is None:
+            tokens = jnp.zeros(quantized.shape, quantized.dtype)
+        else:
+            tokens = stand_in_rows(
+                sent.astype(quantized.dtype),
+                handle,
+                wire_dtype=None,
+                grad_wire_dtype=None,
+                implementation=implementation,
+            )
+        if options.weights_on == "input":
+            tokens, quantized = tokens + quantized.dequantize(), None
     check_operands(
         tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
     )
@@ -142,12 +163,13 @@ def run_experts(
     weights: jax.Array | None = row_weights
     if options.weights_on == "input":
         tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
-    arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
+    arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
-    operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    traced = traced_unit(options, *operands[:2])
-    config = _Config(traced, implementation, matmul_implementation)
-    return _routed_experts(config, *operands, handle)
+    tokens, experts, *others = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
+    traced = traced_unit(options, tokens, experts)
+    matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
+    config = _Config(traced, implementation, matmuls, grad_wire_dtype)
+    return _routed_experts(config, tokens, experts, *others, handle)
 
 
 def _weighted(
@@ -161,13 +183,17 @@ def _weighted(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, handle):
-    return _forward(config, tokens, experts, weights, group_sizes, handle, keep=False)[0]
+def _routed_experts(config: _Config, tokens, experts, quantized, weights, group_sizes, handle):
+    return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
 
-def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep: bool = True):
-    unit, implementation = config.unit, config.matmul_implementation
-    y, saved = forward(tokens, experts, group_sizes, unit, implementation, keep, zero_unused=False)
+def _forward(
+    config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
+):
+    unit, matmuls = config.unit, config.matmuls
+    if quantized is not None:
+        tokens = quantized
+    y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 
@@ -176,7 +202,13 @@ def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     # Unused rows past the last group contribute nothing, so they may be undefined here.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
-    grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
+    grad_rows = dispatch_like(
+        grad,
+        rows_of_groups,
+        wire_dtype=config.grad_wire_dtype,
+        output="dequantized" if config.grad_wire_dtype is None else "quantized",
+        implementation=config.implementation,
+    )
     row_weights = None
     if weights is not None:
         row_weights = choices_to_rows(weights, handle, config.implementation)
@@ -185,16 +217,16 @@ def _backward(config, residuals, grad):
         grad_rows,
         row_weights,
         config.unit,
-        config.matmul_implementation,
+        config.matmuls,
         handle.zero_unused,
     )
     if weights is None:
-        return dtokens, dexperts, None, None, None
+        return dtokens, dexperts, None, None, None, None
     # The barrier delays the weights' gradient until the tokens' gradient is sent, where the ranks
     # meet anyway. A collective that waits for peers earlier takes multiprocessors from a matmul.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     dweights = rows_to_choices(drow_weights, handle, config.implementation)
-    return dtokens, dexperts, dweights, None, None
+    return dtokens, dexperts, None, dweights, None, None
 
 
 _routed_experts.defvjp(_forward, _backward)

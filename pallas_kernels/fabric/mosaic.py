@@ -24,18 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
 # What this module and the kernels need, by module.
 _REQUIRED = {
-    "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
+    "jax.experimental.mosaic.gpu": (
+        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
+    ),
     "jax.experimental.mosaic.gpu.launch_context": (
         *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
         *("Scratch.finalize_size",),
     ),
     "jax.experimental.mosaic.gpu.utils": (
+        "bitwidth",
         "dtype_to_ir_type",
         "getelementptr",
         "memref_ptr",
@@ -64,7 +68,7 @@ _REQUIRED = {
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (
         *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("ArrayType", "inline_asm", "inttoptr", "load", "ptrtoint", "store"),
+        *("ArrayType", "inline_asm", "intr_fma", "inttoptr", "load", "ptrtoint", "store"),
     ),
     "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
     "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
@@ -319,6 +323,11 @@ def vector_type(length: int, element: Any) -> Any:
 
 def struct_type(members: Sequence[Any]) -> Any:
     return ir.Type.parse(f"!llvm.struct<({', '.join(map(str, members))})>")
+
+
+def bytes_of(element: Any) -> int:
+    """Returns the bytes of an MLIR element type."""
+    return mgpu.utils.bitwidth(element) // 8
 
 
 def vector_length_of(value: Value) -> int:
@@ -590,6 +599,137 @@ def store_rows(
     inline(emit, [out, values, *numbers], layouts)
 
 
+def store_rows_of(
+    out: Any, room: Any, top: jax.Array, left: jax.Array, begin: jax.Array, end: jax.Array
+) -> None:
+    """Stores rows [begin, end) of a chunk in shared memory to out[top + row, left:].
+
+    The chunk has rows of 128 bytes, a multiple of 8 of them, swizzled. No other row of `out` is
+    touched. A warpgroup stores 8 rows at a time, a thread 8 bytes of one.
+    """
+
+    def emit(out: Value, room: Value, *scalars: Array) -> None:
+        top, left, begin, end = (scalar(number) for number in scalars)
+        kind, byte = ir.MemRefType(out.type), integer_type(8)
+        size = bytes_of(kind.element_type)
+        row_of_eight = arith.shrui(lane(), i32(4))
+        unit = arith.andi(lane(), i32(15))  # of 8 bytes
+        swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)
+        offset = arith.addi(
+            arith.muli(row_of_eight, i32(128)),
+            arith.addi(arith.shli(swizzled, i32(4)), arith.shli(arith.andi(unit, i32(1)), i32(3))),
+        )
+        wide = integer_type(64)
+        left_bytes = arith.addi(arith.muli(left, i32(size)), arith.shli(unit, i32(3)))
+        sources, target = pointer(room), pointer(out)
+        for first in range(0, rows, 8):
+            row = arith.addi(row_of_eight, i32(first))
+            inside = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, begin),
+                arith.cmpi(arith.CmpIPredicate.slt, row, end),
+            )
+            with when(inside):
+                source = element_pointer(sources, arith.addi(offset, i32(first * 128)), byte)
+                value = llvm.load(wide, source, alignment=8)
+                place = arith.addi(
+                    arith.muli(arith.extui(wide, arith.addi(top, row)), i64(kind.shape[1] * size)),
+                    arith.extui(wide, left_bytes),
+                )
+                llvm.store(value, element_pointer(target, place, byte), alignment=8)
+
+    rows = room.shape[0]
+    tile = (8, 128 // jnp.dtype(room.dtype).itemsize)
+    swizzled = plgpu.RefType((plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)))
+    numbers = [top, left, begin, end]
+    inline(emit, [out, room, *numbers], [REFERENCE, swizzled, *[SCALAR] * len(numbers)])
+
+
+_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}  # in PTX
+
+
+def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
+    """Stores an array in the layout of accumulators to shared memory, swizzled by 128 bytes.
+
+    `ref` has rows of 128 bytes and the shape of the array, float32 if `ref` is float8.
+    """
+    if interpreted or ref.dtype.itemsize > 1:
+        ref[...] = values.astype(ref.dtype)
+        return
+    to_float8 = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(ref.dtype)]}x2.f32 $0, $2, $1;"
+
+    # Mosaic cannot store pairs of bytes. The quads of a warp's 8 rows write to different banks.
+    def emit(ref: Value, values: Array) -> None:
+        byte, i32_type = integer_type(8), integer_type(32)
+        base = pointer(ref)
+        for index, place in zip(
+            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
+        ):
+            row, column = (arith.index_cast(i32_type, number) for number in place)
+            unit = arith.xori(arith.shrui(column, i32(4)), arith.andi(row, i32(7)))
+            offset = arith.addi(
+                arith.muli(row, i32(128)),
+                arith.addi(arith.shli(unit, i32(4)), arith.andi(column, i32(15))),
+            )
+            numbers = [vector.extract(values.registers[index], [], [i]) for i in range(2)]
+            pair = asm(to_float8, "=h,f,f", *numbers, returns=integer_type(16))
+            llvm.store(pair, element_pointer(base, offset, byte), alignment=2)
+
+    swizzled = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
+    inline(emit, [ref, values], [swizzled, plgpu.Layout.WGMMA])
+
+
+def store_column(
+    out: Any,
+    values: jax.Array,
+    top: jax.Array,
+    column: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    *,
+    interpreted: bool,
+) -> None:
+    """Stores elements [begin, end) of a float32 for each row of accumulators to a column of `out`.
+
+    The first element belongs to out[top, column]; no other element of `out` is touched.
+    """
+    if interpreted:
+
+        def store(i: Any, _: Any) -> None:
+            @pl.when((i >= begin) & (i < end))
+            def _() -> None:
+                out[top + i, column] = values[i]
+
+        jax.lax.fori_loop(0, values.shape[0], store, None)
+        return
+
+    def emit(out: Value, values: Array, *scalars: Array) -> None:
+        top, column, begin, end = (scalar(number) for number in scalars)
+        kind = ir.MemRefType(out.type)
+        # The four threads of a row hold the same number.
+        is_first = equal(arith.andi(lane(), i32(3)), i32(0))
+        for index, place in zip(
+            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
+        ):
+            row = arith.index_cast(integer_type(32), place[0])
+            inside = arith.andi(
+                is_first,
+                arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sge, row, begin),
+                    arith.cmpi(arith.CmpIPredicate.slt, row, end),
+                ),
+            )
+            offset = arith.addi(arith.muli(arith.addi(top, row), i32(kind.shape[1])), column)
+            with when(inside):
+                llvm.store(
+                    vector.extract(values.registers[index], [], [0]),
+                    element_pointer(pointer(out), offset, kind.element_type),
+                )
+
+    numbers = [top, column, begin, end]
+    layouts = [REFERENCE, plgpu.Layout.WGMMA.reduce(1), *[SCALAR] * len(numbers)]
+    inline(emit, [out, values, *numbers], layouts)
+
+
 def store_transposed(ref: Any, values: jax.Array) -> None:
     """Stores 16-bit floats in the layout of accumulators, [columns, rows], to shared memory.
 
@@ -656,3 +796,102 @@ def store_plain(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
+
+
+# ----------------------------------------------------------------------------------- tensor cores
+
+
+def float8_matmul(
+    left: Any, right: Any, stage: jax.Array, row: Any, column: Any, *, interpreted: bool
+) -> jax.Array:
+    """Multiplies 64 rows of a float8 tile by 128 rows of another: [64, 128] float32, once done.
+
+    Unlike `plgpu.wgmma` it adds to nothing, so that registers need not be zero before.
+
+    Args:
+      left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
+      right: [stages, columns, 128] likewise.
+      stage: which of the stages.
+      row: the first of the rows of left, a multiple of 8.
+      column: the first of the rows of right, a multiple of 8.
+      interpreted: whether Pallas' interpreter runs the kernel.
+    """
+    if interpreted:
+        rows = left[stage, pl.ds(row, 64)].astype(jnp.float32)
+        columns = right[stage, pl.ds(column, 128)].astype(jnp.float32)
+        return jnp.dot(rows, columns.T)
+    kinds = [_FLOAT8[jnp.dtype(ref.dtype)] for ref in (left, right)]
+    registers = 64
+    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
+
+    def emit(left_ref: Value, right_ref: Value, *offsets: Array) -> Array:
+        wide, f32_type = integer_type(64), vector_type(1, float_type())
+
+        def descriptor(ref: Value, offset: Array) -> Value:
+            place = arith.addi(arith.trunci(integer_type(32), address(ref)), scalar(offset))
+            start = arith.shrui(arith.andi(place, i32(0x3FFFF)), i32(4))
+            # Tiles of 8 rows are 1024 bytes apart, and swizzled in units of 128 bytes.
+            return arith.ori(arith.extui(wide, start), i64(1 << 62 | 64 << 32 | 1 << 16))
+
+        names = "{" + ",".join(f"${i}" for i in range(registers)) + "}"
+        steps = []
+        for _ in range(4):  # each of 32 products
+            steps.append(
+                f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds[0]}.{kinds[1]} "
+                f"{names}, a, b, p, 1, 1; add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.b32 p, 0, 0;"
+            )
+        text = (
+            f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 a, ${registers}; "
+            f"mov.b64 b, ${registers + 1}; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"
+            + " ".join(steps)
+            + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
+        )
+        sums = llvm.inline_asm(
+            struct_type([f32_type] * registers),
+            [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])],
+            text,
+            ",".join(["=f"] * registers + ["l", "l"]),
+            asm_dialect=0,
+            has_side_effects=True,
+        )
+        values = [
+            vector.extract(llvm.extractvalue(f32_type, sums, [i]), [], [0])
+            for i in range(registers)
+        ]
+        pairs = [
+            vector.from_elements(vector_type(2, float_type()), values[i : i + 2])
+            for i in range(0, registers, 2)
+        ]
+        like = mgpu.FragmentedArray.splat(f32(0.0), (64, 128), mgpu.WGMMA_LAYOUT)
+        return mgpu.FragmentedArray(
+            _registers=np.array(pairs, dtype=object).reshape(like.registers.shape),
+            _layout=mgpu.WGMMA_LAYOUT,
+            _is_signed=None,
+        )
+
+    offsets = [
+        jnp.int32(stage * (ref.shape[1] * 128) + first * 128)
+        for ref, first in ((left, row), (right, column))
+    ]
+    result = plgpu.ShapeDtypeStruct((64, 128), jnp.float32, layout=plgpu.Layout.WGMMA)
+    return inline(emit, [left, right, *offsets], [tile, tile, SCALAR, SCALAR], result)
+
+
+def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
+    """Returns a * b + total, rounded once, of float32 arrays in the layout of accumulators.
+
+    LLVM would make two instructions of it where it takes the product out of a branch.
+    """
+    if interpreted:
+        return a * b + total
+
+    def emit(*arrays: Array) -> Array:
+        a, b, total = arrays
+        out = np.empty_like(total.registers)
+        for index in np.ndindex(out.shape):
+            out[index] = llvm.intr_fma(*(array.registers[index] for array in (a, b, total)))
+        return mgpu.FragmentedArray(_registers=out, _layout=total.layout, _is_signed=None)
+
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout)
+    return inline(emit, [a, b, total], [layout] * 3, result)

@@ -60,7 +60,8 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT, row_ranges
+from pallas_kernels.matmul.row_blocks import row_ranges
+from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer takes half of them
 

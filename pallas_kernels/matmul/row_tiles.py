@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.matmul.row_blocks import row_ranges
 
 ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
 # Columns of the table.
@@ -60,17 +61,6 @@ def row_tiles(
       interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
     """
     return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
-
-
-def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group's rows start and end, [L] int32 each.
-
-    Rows end no later than `num_rows`, whatever the sizes. A negative size counts as 0.
-    L * num_rows must be below 2^31.
-    """
-    sizes = jnp.clip(group_sizes, 0, num_rows)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
 def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:

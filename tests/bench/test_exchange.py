@@ -360,7 +360,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, drawn):
         {
             "op": "dispatch", "tokens": tokens, "ranks": 2, "dtype": "bfloat16",
             "implementation": "xla", "wall": {"median_us": 3.0 * tokens}, "layout": "expert",
-            "wire_dtype": "none", "hidden": 256,
+            "wire_dtype": "none", "hidden": 256, "num_experts": 256, "top_k": 8,
         }
         for tokens in (32, 128, 4096)
     ]  # fmt: skip

@@ -1,0 +1,349 @@
+"""Grouped matmuls of float8 rows and matrices, and the quantization of their operands.
+
+A product is the sum of the products of the numbers, values times scales, in float32. Only "pallas"
+multiplies float8; "loop" and "xla" multiply the numbers as float32. Its kernels add 128 products in
+about 14 bits, and then add these sums in float32: with k = K / 128 of them
+
+    |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds.
+
+The tensor cores need the summed dimension innermost, in both operands. So a product takes matrices
+[L, N, K]; and the gradient of matrices takes rows transposed, which `transpose_rows` makes, with
+scales along the rows.
+
+Nothing here has a gradient of its own: `jax_ep.moe.float8_experts` has those of the experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
+from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
+from jax_ep.runtime import jax_compat
+from pallas_kernels.formats import Float8
+from pallas_kernels.matmul.row_blocks import BLOCK
+
+DTYPE = jnp.dtype(jnp.float8_e4m3fn)
+# Of transposed rows: a scale for 128 rows and 128 columns, the format of gradients' transposes.
+_BLOCKS_OF_ROWS = Float8.of(DTYPE, (BLOCK, BLOCK))
+
+
+class QuantizedMatrices(NamedTuple):
+    """Matrices in the two orders that products and their gradients need, with the same numbers.
+
+    Attributes:
+      matrices: [L, K, N], in the format `jax_ep.formats.FLOAT8_MATRICES`.
+      transposed: [L, N, K], likewise.
+    """
+
+    matrices: QuantizedArray
+    transposed: QuantizedArray
+
+
+class RowsOfGroups(NamedTuple):
+    """Rows, transposed, with the rows of each group padded with zeros to a multiple of 128.
+
+    Attributes:
+      values: [K, P] float8.
+      scales: [P / 128, K] float32, one for 128 rows of a column, or [P / 128, K / 128].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
+def quantize_matrices(
+    matrices: jax.Array, implementation: Implementation = None
+) -> QuantizedMatrices:
+    """Quantizes matrices [L, K, N], K and N multiples of 128, in both orders."""
+    FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
+    dtype = matrices.dtype
+    parts = bind(quantize_matrices_p, matrices, implementation=implementation)
+    both = (_array(FLOAT8_MATRICES, parts[i : i + 2], dtype) for i in (0, 2))
+    return QuantizedMatrices(*both)
+
+
+def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedArray:
+    values, scales = parts
+    return QuantizedArray(values, scales, format, dtype)
+
+
+def quantize_rows(rows: jax.Array) -> QuantizedArray:
+    """Quantizes rows [R, K], K a multiple of 128."""
+    return quantize(rows, FLOAT8_ROWS)
+
+
+def transpose_rows(
+    rows: jax.Array | QuantizedArray,
+    blocks: jax.Array,
+    *,
+    by_column: bool,
+    keep_order: bool = False,
+    implementation: Implementation = None,
+) -> tuple[QuantizedArray | None, RowsOfGroups]:
+    """Quantizes rows [R, K] along the rows of each group; returns them transposed.
+
+    Args:
+      rows: [R, K] floating or quantized, K a multiple of 128.
+      blocks: [P / 128, 2] int32, the first result of `row_blocks`.
+      by_column: whether 128 rows of each column have a scale, or 128 rows of 128 columns.
+      keep_order: whether to return them quantized as they lie too, a scale for 128 of a row.
+      implementation: that of the matmuls.
+
+    Returns:
+      (rows as they lie or None, transposed rows).
+    """
+    operands = (rows.values, rows.scales) if isinstance(rows, QuantizedArray) else (rows,)
+    *kept, values, scales = bind(
+        quantize_rows_p,
+        *operands,
+        blocks,
+        by_column=by_column,
+        keep_order=keep_order,
+        implementation=implementation,
+    )
+    as_they_lie = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
+    return as_they_lie, RowsOfGroups(values, scales)
+
+
+def product(
+    pairs: Sequence[tuple[QuantizedArray, QuantizedArray]],
+    group_sizes: jax.Array,
+    dtype: Any,
+    implementation: Implementation = None,
+    zero_unused: bool = True,
+) -> jax.Array:
+    """Sums the products of each row of [R, K] and its group's matrix of [L, N, K]: [R, N].
+
+    Rows past the last group are zero; without `zero_unused` they hold anything.
+    """
+    operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
+    return bind(
+        float8_product_p,
+        *operands,
+        group_sizes,
+        dtype=jnp.dtype(dtype),
+        implementation=implementation,
+        zero_unused=zero_unused or jax_compat.looks_for_nans(),
+    )
+
+
+def gated_product(
+    lhs: QuantizedArray,
+    rhs: tuple[QuantizedArray, QuantizedArray],
+    group_sizes: jax.Array,
+    gating: Gating,
+    keep: bool,
+    implementation: Implementation = None,
+) -> tuple[QuantizedArray, ...]:
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) of float32 products, quantized: rows [R, N].
+
+    lhs is [R, K], and rhs [L, N, K] each. With `keep` also returns both products, quantized. Rows
+    past the last group hold anything.
+    """
+    parts = bind(
+        float8_gated_p,
+        *(part for each in (lhs, *rhs) for part in (each.values, each.scales)),
+        group_sizes,
+        gating=gating,
+        keep=keep,
+        implementation=implementation,
+    )
+    return tuple(_array(FLOAT8_ROWS, parts[i : i + 2], lhs.dtype) for i in range(0, len(parts), 2))
+
+
+def drhs_of_each(
+    lhs: RowsOfGroups,
+    grads: Sequence[RowsOfGroups],
+    groups: jax.Array,
+    dtype: Any,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies each group's rows of lhs by its rows of each grad: [L, K, N] each.
+
+    Args:
+      lhs: values [K, P], scales of columns.
+      grads: one or two, values [N, P], scales of 128 columns.
+      groups: [L, 2] int32, the second result of `row_blocks`.
+      dtype: the dtype of the results.
+      implementation: that of the matmuls.
+    """
+    return tuple(
+        bind(
+            float8_drhs_p,
+            *lhs,
+            *(part for grad in grads for part in grad),
+            groups,
+            dtype=jnp.dtype(dtype),
+            implementation=implementation,
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------- lowerings
+
+
+def _select(implementation: Implementation, platform: str, matrix_shape, num_rows) -> Backend:
+    problem = Problem(tuple(matrix_shape), DTYPE, platform, num_rows)
+    return IMPLEMENTATIONS.select(implementation, problem)
+
+
+def _kernels(backend: Backend) -> Any:
+    """Returns the module that runs the kernels, or None for a backend that has none."""
+    if backend.name != "pallas":
+        return None
+    from jax_ep.matmul import float8_pallas
+
+    return float8_pallas
+
+
+def _encode(format: Float8, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    quantized = quantize(x, format)
+    return quantized.values, quantized.scales
+
+
+def _rows(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return FLOAT8_ROWS.decode((values, scales), jnp.float32)
+
+
+def _matrices(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return FLOAT8_MATRICES.decode((values, scales), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
+def _compute_matrices(matrices, *, implementation, platform):
+    backend = _select(implementation, platform, matrices.shape[1:], None)
+    if kernels := _kernels(backend):
+        return kernels.quantize_matrices(matrices)
+    both = _encode(FLOAT8_MATRICES, matrices)
+    return (*both, *(jnp.swapaxes(part, 1, 2) for part in both))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("by_column", "keep_order", "implementation", "platform")
+)
+def _compute_rows(*operands, by_column, keep_order, implementation, platform):
+    *rows, blocks = operands
+    width = rows[0].shape[1]
+    backend = _select(implementation, platform, (width, width), rows[0].shape[0])
+    if kernels := _kernels(backend):
+        return kernels.quantize_rows(rows, blocks, keep_order=keep_order, by_column=by_column)
+    wide = _rows(*rows) if len(rows) > 1 else rows[0].astype(jnp.float32)
+    kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
+    number = jnp.arange(BLOCK, dtype=jnp.int32)
+    exists = number < blocks[:, 1:]
+    padded = wide.at[jnp.where(exists, blocks[:, :1] + number, 0)].get(mode="clip")
+    padded = jnp.where(exists[..., None], padded, 0).reshape(-1, width)
+    if by_column:
+        values, scales = _encode(FLOAT8_ROWS, padded.T)
+        return (*kept, values, scales.T)
+    values, scales = _encode(_BLOCKS_OF_ROWS, padded)
+    return (*kept, values.T, scales)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform", "zero_unused"))
+def _compute_product(*operands, dtype, implementation, platform, zero_unused):
+    *parts, group_sizes = operands
+    pairs = [(parts[i : i + 2], parts[i + 2 : i + 4]) for i in range(0, len(parts), 4)]
+    values = parts[0]
+    backend = _select(implementation, platform, parts[2].shape[1:], values.shape[0])
+    if kernels := _kernels(backend):
+        out = kernels.product(pairs, group_sizes, dtype)
+        return zero_tail(out, group_sizes) if zero_unused else out
+    wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
+    out = backend.sum_of_products(wide, group_sizes, transpose_rhs=True, zero_unused=zero_unused)
+    return out.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
+def _compute_gated(*operands, gating, keep, implementation, platform):
+    *parts, group_sizes = operands
+    lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
+    backend = _select(implementation, platform, rhs[0][0].shape[1:], lhs[0].shape[0])
+    products = None
+    if kernels := _kernels(backend):
+        results = kernels.gated_product(lhs, rhs, group_sizes, gating, keep)
+        if results is not None:
+            return results
+        products = [kernels.product([(lhs, each)], group_sizes, jnp.float32) for each in rhs]
+    if products is None:
+        rows = _rows(*lhs)
+        products = [
+            backend.product(rows, _matrices(*each), group_sizes, transpose_rhs=True) for each in rhs
+        ]
+    hidden = gating(*products).astype(jnp.float32)
+    return [
+        part
+        for each in ([hidden, *products] if keep else [hidden])
+        for part in _encode(FLOAT8_ROWS, each)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
+def _compute_drhs(*operands, dtype, implementation, platform):
+    *parts, groups = operands
+    lhs, *grads = (RowsOfGroups(*parts[i : i + 2]) for i in range(0, len(parts), 2))
+    shape = lhs.values.shape[0], grads[0].values.shape[0]
+    backend = _select(implementation, platform, shape, lhs.values.shape[1])
+    if kernels := _kernels(backend):
+        return kernels.drhs_of_each(lhs, grads, groups, dtype)
+    rows = FLOAT8_ROWS.decode((lhs.values, lhs.scales.T), jnp.float32).T
+    of_grads = [_BLOCKS_OF_ROWS.decode((g.values.T, g.scales), jnp.float32) for g in grads]
+    results = backend.drhs_of_each(rows, of_grads, groups[:, 1] * BLOCK)
+    return [result.astype(dtype) for result in results]
+
+
+# ------------------------------------------------------------------------------------- primitives
+
+
+def _type(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def _quantized_type(format: Float8, shape: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    return [_type(shape, DTYPE), _type(format.scales_shape(tuple(shape)), jnp.float32)]
+
+
+def _types_of_matrices(matrices, **_):
+    num_matrices, height, width = matrices.shape
+    shapes = matrices.shape, (num_matrices, width, height)
+    return [each for shape in shapes for each in _quantized_type(FLOAT8_MATRICES, shape)]
+
+
+def _types_of_rows(rows, *others, by_column, keep_order, **_):
+    num_blocks, width = others[-1].shape[0], rows.shape[1]
+    kept = _quantized_type(FLOAT8_ROWS, rows.shape) if keep_order else []
+    columns = width if by_column else width // BLOCK
+    values = _type((width, num_blocks * BLOCK), DTYPE)
+    return [*kept, values, _type((num_blocks, columns), jnp.float32)]
+
+
+def _type_of_product(values, scales, matrices, *_, dtype, **__):
+    return _type((values.shape[0], matrices.shape[1]), dtype)
+
+
+def _types_of_gated(values, scales, matrices, *_, keep, **__):
+    shape = values.shape[0], matrices.shape[1]
+    return _quantized_type(FLOAT8_ROWS, shape) * (3 if keep else 1)
+
+
+def _types_of_drhs(values, scales, *others, dtype, **_):
+    *grads, groups = others
+    return [_type((groups.shape[0], values.shape[0], grad.shape[0]), dtype) for grad in grads[::2]]
+
+
+quantize_matrices_p = make_primitive(
+    "quantize_float8_matrices", _types_of_matrices, _compute_matrices
+)
+quantize_rows_p = make_primitive("quantize_float8_rows", _types_of_rows, _compute_rows)
+float8_product_p = make_primitive(
+    "grouped_matmul_float8", _type_of_product, _compute_product, several=False
+)
+float8_gated_p = make_primitive("grouped_matmul_float8_gated", _types_of_gated, _compute_gated)
+float8_drhs_p = make_primitive("grouped_matmul_float8_drhs", _types_of_drhs, _compute_drhs)

@@ -1,0 +1,75 @@
+"""Calls the float8 kernels, for `jax_ep.matmul.float8`: pads rows, and chooses blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.matmul.backend import pad_rows
+from jax_ep.matmul.pallas import core_count
+from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
+from pallas_kernels.matmul import float8 as kernels
+from pallas_kernels.matmul import quantize
+from pallas_kernels.matmul.quantize import Scaled, Transposed
+
+
+def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
+    with jax.enable_x64(False):
+        return [part for each in quantize.quantize_matrices(matrices) for part in each]
+
+
+def quantize_rows(rows: Any, blocks: jax.Array, **options: Any) -> list[jax.Array]:
+    with jax.enable_x64(False):
+        kept, transposed = quantize.quantize_rows(
+            Scaled(*rows) if len(rows) > 1 else rows[0], blocks, **options
+        )
+    return [*(kept or ()), *transposed]
+
+
+def product(pairs: Any, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+    num_rows = pairs[0][0][0].shape[0]
+    padded = [(_padded(rows), Scaled(*matrices)) for rows, matrices in pairs]
+    with jax.enable_x64(False):
+        out = kernels.product(padded, group_sizes, dtype=dtype, num_blocks=core_count())
+    return out[:num_rows]
+
+
+def gated_product(
+    lhs: Any, rhs: Any, group_sizes: jax.Array, gating: Any, keep: bool
+) -> list[jax.Array] | None:
+    """Returns None for a gating with operations that the kernel does not support."""
+    first, second = (Scaled(*each) for each in rhs)
+    with jax.enable_x64(False):
+        try:
+            function = Elementwise(gating, 2)
+        except NotSupported:
+            return None
+        results = kernels.gated_product(
+            _padded(lhs),
+            (first, second),
+            group_sizes,
+            function,
+            keep=keep,
+            num_blocks=core_count(),
+        )
+    num_rows = lhs[0].shape[0]
+    return [part[:num_rows] for each in results for part in each]
+
+
+def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[jax.Array]:
+    with jax.enable_x64(False):
+        return list(
+            kernels.drhs_of_each(
+                Transposed(*lhs),
+                [Transposed(*grad) for grad in grads],
+                groups,
+                dtype=jnp.dtype(dtype),
+                num_blocks=core_count(),
+            )
+        )
+
+
+def _padded(rows: Any) -> Scaled:
+    return Scaled(*(pad_rows(part) for part in rows))

@@ -1,0 +1,302 @@
+"""The matmuls of experts and of their gradients: of numbers as they are, or of float8.
+
+Both kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
+
+  rows(x)       what a matmul reads of rows x [R, C]: x, or x quantized
+  gated, up     the products with wi_0 and wi_1, gated or not
+  kept(product) what is kept of a product for the backward pass
+  numbers(kept) the numbers of what is kept, or of rows
+  down          the product with wo
+  dhidden       the gradient of the hidden values
+  gradients     the gradients of the tokens, wi_0, wi_1 and wo
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_ep import checks
+from jax_ep.formats import QuantizedArray
+from jax_ep.matmul import api, float8
+from jax_ep.matmul.api import Implementation
+from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe.traced import Traced
+from pallas_kernels.matmul.row_blocks import row_blocks
+
+MATMUL_DTYPES = (jnp.float8_e4m3fn,)
+
+
+def check_matmul_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless matmuls can quantize their operands to `dtype`."""
+    known = checks.floating(dtype)
+    if known not in [jnp.dtype(each) for each in MATMUL_DTYPES]:
+        names = ", ".join(jnp.dtype(each).name for each in MATMUL_DTYPES)
+        raise ValueError(f"{name} must be None or {names}, but is {dtype!r}.")
+
+
+class QuantizedExperts(NamedTuple):
+    """The matrices of L experts in float8, made of wi_0, wi_1 and wo by `quantize_experts`."""
+
+    wi_0: QuantizedMatrices
+    wi_1: QuantizedMatrices | None
+    wo: QuantizedMatrices
+
+
+class Experts(NamedTuple):
+    """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None.
+
+    `quantized` is None where matmuls multiply the matrices as they are.
+    """
+
+    wi_0: jax.Array
+    wi_1: jax.Array | None
+    wo: jax.Array
+    wi_0_bias: jax.Array | None = None
+    wi_1_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
+    quantized: QuantizedExperts | None = None
+
+    @property
+    def biases(self) -> tuple[jax.Array | None, ...]:
+        return self.wi_0_bias, self.wi_1_bias, self.wo_bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmuls:
+    """Matmuls of numbers as they are; the implementation is that of `grouped_matmul`."""
+
+    implementation: Implementation
+
+    keeps_rounded = False  # whether the hidden values are made of more than what is kept
+
+    def rows(self, x: jax.Array) -> Any:
+        return x
+
+    def kept(self, product: jax.Array) -> Any:
+        return product
+
+    def numbers(self, kept: Any, dtype: Any) -> jax.Array:
+        return kept
+
+    def gated(
+        self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
+    ) -> tuple[Any, ...]:
+        """Returns rows of the hidden values, and with `keep` what is kept of both products."""
+        assert experts.wi_1 is not None
+        both = experts.wi_0, experts.wi_1
+        return api.gated_product(
+            rows, both, group_sizes, unit, keep, self.implementation, zero_unused=False
+        )
+
+    def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
+        """Returns the products with wi_0 and, if there is one, with wi_1."""
+        return [
+            api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
+            for wi in (experts.wi_0, experts.wi_1)
+            if wi is not None
+        ]
+
+    def down(
+        self, hidden: Any, experts: Experts, group_sizes: jax.Array, dtype: Any, zero_unused: bool
+    ) -> jax.Array:
+        """Returns the product of rows of hidden values with wo."""
+        return api.product(
+            hidden, experts.wo, group_sizes, self.implementation, zero_unused=zero_unused
+        )
+
+    def dhidden(
+        self, grad_rows: Any, experts: Experts, group_sizes: jax.Array, dtype: Any
+    ) -> jax.Array:
+        return api.product(
+            grad_rows,
+            experts.wo,
+            group_sizes,
+            self.implementation,
+            transpose_rhs=True,
+            zero_unused=False,
+        )
+
+    def gradients(
+        self,
+        rows: Any,
+        hidden: jax.Array,
+        dpre: Sequence[jax.Array],
+        grad_rows: Any,
+        experts: Experts,
+        group_sizes: jax.Array,
+        zero_unused: bool,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+        """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
+
+        Args:
+          rows: of the tokens [R, H].
+          hidden: the hidden values [R, F], times the rows' weights if there are any.
+          dpre: the gradients of the products with wi_0 and wi_1, [R, F] each.
+          grad_rows: rows of the output's gradient [R, H].
+          experts: the weights.
+          group_sizes: [L] int32.
+          zero_unused: whether the tokens' gradient is zero past the last group.
+        """
+        dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
+        dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
+        pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
+        dtokens = api.sum_of_products(
+            pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
+        )
+        return dtokens, dwi, dwo
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Matmuls(Matmuls):
+    """Matmuls of float8; gradients pass straight through the rounding of operands."""
+
+    keeps_rounded = True
+
+    def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
+        return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
+
+    def kept(self, product: jax.Array) -> QuantizedArray:
+        return float8.quantize_rows(product)
+
+    def numbers(self, kept: Any, dtype: Any) -> jax.Array:
+        return kept.dequantize(dtype) if isinstance(kept, QuantizedArray) else kept
+
+    def gated(self, rows, experts, group_sizes, unit, keep):
+        quantized = experts.quantized
+        both = quantized.wi_0.transposed, quantized.wi_1.transposed
+        return float8.gated_product(rows, both, group_sizes, unit, keep, self.implementation)
+
+    def up(self, rows, experts, group_sizes):
+        quantized = experts.quantized
+        return [
+            float8.product(
+                [(rows, wi.transposed)],
+                group_sizes,
+                jnp.float32,
+                self.implementation,
+                zero_unused=False,
+            )
+            for wi in (quantized.wi_0, quantized.wi_1)
+            if wi is not None
+        ]
+
+    def down(self, hidden, experts, group_sizes, dtype, zero_unused):
+        pairs = [(hidden, experts.quantized.wo.transposed)]
+        return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused)
+
+    def dhidden(self, grad_rows, experts, group_sizes, dtype):
+        pairs = [(grad_rows, experts.quantized.wo.matrices)]
+        return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused=False)
+
+    def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
+        blocks, groups = row_blocks(group_sizes, rows.shape[0])
+
+        def transpose(rows, **options):
+            return float8.transpose_rows(
+                rows, blocks, implementation=self.implementation, **options
+            )
+
+        def drhs(lhs, grads, dtype):
+            return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation)
+
+        of_hidden = transpose(hidden, by_column=True)[1]
+        of_grad = transpose(grad_rows, by_column=False)[1]
+        (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype)
+        both = [transpose(each, by_column=False, keep_order=True) for each in dpre]
+        of_tokens = transpose(rows, by_column=True)[1]
+        dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype)
+        matrices = [
+            wi.matrices for wi in (experts.quantized.wi_0, experts.quantized.wi_1) if wi is not None
+        ]
+        pairs = [(kept, wi) for (kept, _), wi in zip(both, matrices, strict=True)]
+        dtokens = float8.product(pairs, group_sizes, rows.dtype, self.implementation, zero_unused)
+        return dtokens, dwi, dwo
+
+
+def matmuls_of(
+    matmul_dtype: Any, experts: Experts, implementation: Implementation
+) -> tuple[Matmuls, Experts]:
+    """Returns the matmuls of an option `matmul_dtype`, and experts quantized for them."""
+    if matmul_dtype is None:
+        return Matmuls(implementation), experts
+    if experts.quantized is None:
+        quantized = quantize_experts(experts.wi_0, experts.wi_1, experts.wo, implementation)
+        experts = experts._replace(quantized=quantized)
+    return Float8Matmuls(implementation), experts
+
+
+def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:
+    """Returns how quantized experts are sharded, from the `PartitionSpec` of each matrix.
+
+    `specs` has an attribute for each field of `QuantizedExperts`.
+    """
+
+    def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
+        if matrices is None:
+            return None
+        spec = getattr(specs, name)
+        turned = PartitionSpec(spec[0], spec[2], spec[1])
+        return QuantizedMatrices(
+            jax.tree.map(lambda _: spec, matrices.matrices),
+            jax.tree.map(lambda _: turned, matrices.transposed),
+        )
+
+    return QuantizedExperts(*(of_matrices(*item) for item in quantized._asdict().items()))
+
+
+def check_quantized(quantized: Any, wi_0: jax.Array, wo: jax.Array, matmul_dtype: Any) -> None:
+    """Raises TypeError or ValueError unless quantized experts are None or those of the matrices."""
+    if quantized is None:
+        return
+    if not isinstance(quantized, QuantizedExperts):
+        raise TypeError(
+            "quantized_experts must be None or what jax_ep.quantize_experts returns, but is "
+            f"{checks.described(quantized)}."
+        )
+    if matmul_dtype is None:
+        raise ValueError("quantized_experts must be None where matmul_dtype is None.")
+    for name, matrices in (("wi_0", wi_0), ("wo", wo)):
+        shape = getattr(quantized, name).matrices.shape
+        if shape != matrices.shape:
+            raise ValueError(
+                f"quantized_experts.{name} must have the shape of {name}, {matrices.shape}, but "
+                f"has {shape}."
+            )
+
+
+def quantize_experts(
+    wi_0: jax.Array,
+    wi_1: jax.Array | None,
+    wo: jax.Array,
+    implementation: Implementation = None,
+) -> QuantizedExperts:
+    """Quantizes the matrices of L experts to float8, for all calls that have the same weights.
+
+    A training step calls this once, and passes the result to each of its microbatches.
+
+    Args:
+      wi_0: [L, H, F] floating; H and F are multiples of 128.
+      wi_1: [L, H, F], or None.
+      wo: [L, F, H].
+      implementation: as in `jax_ep.grouped_matmul`.
+
+    Returns:
+      Each matrix in both orders, 2 bytes a number.
+
+    Raises:
+      ValueError: H or F is no multiple of 128.
+    """
+
+    def quantize(matrices: jax.Array | None) -> QuantizedMatrices | None:
+        if matrices is None:
+            return None
+        return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
+
+    return QuantizedExperts(quantize(wi_0), quantize(wi_1), quantize(wo))  # type: ignore

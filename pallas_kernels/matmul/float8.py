@@ -1,0 +1,683 @@
+"""Grouped matmuls of float8 rows and matrices on Hopper's tensor cores.
+
+Rows have a float32 scale for each 128 neighbours, matrices one for each 128 x 128 block. The tensor
+cores add float8 products in about 14 bits, so each sum of 128 products is made in accumulators of
+its own, and then multiplied by its two scales and added to float32 totals.
+
+    lhs [R, K]           rhs [L, N, K]              out [R, N]
+    128 rows  x 128  .   2 x 128 columns x 128  =   2 x [128 rows x 128 columns]
+
+The kernel is built like the others (`pallas_kernels.matmul.kernel`). A computer has 64 rows of an
+output tile, and multiplies them by two matrix tiles of 128 columns, one after the other: neighbours
+for a product, those of two matrices at the same columns for a gated product. So its registers hold
+the totals of both and the accumulators of one, and while it rescales one, the other computer has
+the tensor cores.
+
+A group's last tile may have 64 rows or fewer. Of a product each computer then multiplies these rows
+by one of the two matrix tiles; of a gated product the second computer has nothing to do.
+
+Both operands lie in memory with the summed dimension innermost, as the tensor cores read float8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.fabric import drain
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul.kernel import (
+    COMPUTERS,
+    OTHER_BYTES,
+    Kernel,
+    aligned,
+    check_buffers,
+    launch,
+    swizzled,
+)
+from pallas_kernels.matmul.quantize import Scaled, Transposed
+from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.matmul.row_tiles import (
+    BEGIN,
+    END,
+    FIRST,
+    GROUP,
+    row_tiles,
+)
+
+_ROWS = BLOCK // COMPUTERS  # of a computer
+_HALVES = 2  # matrix tiles that a computer multiplies its rows by
+_ROW_BYTES = 128  # of a chunk that is staged
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Tiles:
+    """The depth of the buffers in shared memory, and the order of tiles.
+
+    Attributes:
+      num_stages: depth of the ring, in operand tiles of 128 along the summed dimension.
+      band: how many columns of tiles the blocks sweep together, from the first row to the last.
+      block_n: the output's columns in a tile: 256 of a product, 128 of a gated product.
+    """
+
+    num_stages: int = 4
+    band: int = 4
+    block_n: int = _HALVES * BLOCK
+
+    def __post_init__(self) -> None:
+        check_buffers(self)
+
+
+def product(
+    pairs: Sequence[tuple[Scaled, Scaled]],
+    group_sizes: jax.Array,
+    *,
+    dtype: Any,
+    num_blocks: int,
+    tiles: Float8Tiles | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Multiplies each row by its group's matrix, and sums the products of all pairs.
+
+    Args:
+      pairs: (rows [R, K], matrices [L, N, K]) pairs. R is a multiple of 8.
+      group_sizes: [L] int32, rows of each group, in order.
+      dtype: the dtype of the result: bfloat16, float16 or float32.
+      num_blocks: thread blocks to use.
+      tiles: buffers and order; None: the default.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [R, N] of `dtype`, rounded once. Rows past the last group hold anything.
+    """
+    lhs, rhs = pairs[0]
+    num_rows, width = lhs.values.shape[0], rhs.values.shape[1]
+    kernel = _Product(
+        tiles or Float8Tiles(),
+        num_blocks,
+        bool(interpret),
+        width,
+        tuple(rows.values.shape[1] for rows, _ in pairs),
+        jnp.dtype(lhs.values.dtype),
+        jnp.dtype(dtype),
+    )
+    operands = [array for rows, matrices in pairs for array in _operands(rows, matrices)]
+    return _run(
+        kernel,
+        operands,
+        group_sizes,
+        jax.ShapeDtypeStruct((num_rows, width), dtype),
+        "grouped_matmul_float8",
+        interpret,
+    )
+
+
+def gated_product(
+    lhs: Scaled,
+    rhs: tuple[Scaled, Scaled],
+    group_sizes: jax.Array,
+    gating: Elementwise,
+    *,
+    keep: bool,
+    num_blocks: int,
+    tiles: Float8Tiles | None = None,
+    interpret: Any = None,
+) -> tuple[Scaled, ...]:
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) with each row's group's matrices, quantized.
+
+    Args:
+      lhs: rows [R, K]; R is a multiple of 8.
+      rhs: two arrays of matrices [L, N, K].
+      group_sizes: [L] int32, rows of each group, in order.
+      gating: an elementwise function of the two products, float32.
+      keep: whether to return the products too, quantized.
+      num_blocks: thread blocks to use.
+      tiles: buffers and order; None: the default.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      Rows [R, N]; with `keep` also the two products. Rows past the last group hold anything.
+    """
+    num_rows, width = lhs.values.shape[0], rhs[0].values.shape[1]
+    kernel = _GatedProduct(
+        dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
+        num_blocks,
+        bool(interpret),
+        width,
+        (lhs.values.shape[1],),
+        jnp.dtype(lhs.values.dtype),
+        jnp.dtype(lhs.values.dtype),
+        gating,
+        keep,
+    )
+    values = jax.ShapeDtypeStruct((num_rows, width), lhs.values.dtype)
+    scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
+    results = _run(
+        kernel,
+        _operands(lhs, *rhs),
+        group_sizes,
+        [values, scales] * kernel.outputs,
+        "grouped_matmul_float8_gated",
+        interpret,
+    )
+    return tuple(map(Scaled, results[::2], results[1::2]))
+
+
+def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
+    """Returns the kernel's operands; row scales transposed, to be copied."""
+    return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
+
+
+def _run(kernel, operands, group_sizes, out_type, name, interpret):
+    num_rows = operands[0].shape[0]
+    table = row_tiles(group_sizes, (BLOCK,), num_rows, interpreted=bool(interpret))
+    return launch(kernel, kernel.scratch_types(), out_type, name, interpret)(*operands, table)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float8Kernel(Kernel):
+    """What both kernels share: sums over pairs of depths K, and 64 rows a computer."""
+
+    depths: tuple[int, ...]
+    dtype: Any  # of the operands
+    out_dtype: Any
+
+    @property
+    def matrices(self) -> int:
+        """Returns how many arrays the two matrix tiles of a stage are of."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> int:
+        """Returns how many operand tiles a sum has."""
+        return sum(self.depths) // BLOCK
+
+    @property
+    def chunk(self) -> int:
+        """Returns the columns of the 64 rows that a computer stores at a time."""
+        return _ROW_BYTES // self.out_dtype.itemsize
+
+    def scratch_types(self) -> dict[str, Any]:
+        stages, operand = self.tiles.num_stages, swizzled(self.dtype)
+        return dict(
+            left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
+            right=plgpu.SMEM((stages, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
+            row_scales=plgpu.SMEM((stages, BLOCK), jnp.float32),
+            block_scales=plgpu.SMEM((stages, _HALVES), jnp.float32),
+            staged=plgpu.SMEM(
+                (COMPUTERS, _ROWS, self.chunk), self.out_dtype, transforms=swizzled(self.out_dtype)
+            ),
+            full=plgpu.Barrier(num_arrivals=3 + self.matrices, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
+        )
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        num_operands = 2 * (1 + self.matrices) * len(self.depths)
+        operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
+        num_tiles = table[table.shape[0] - 1, 0]
+        total_tiles = num_tiles * self.tile_columns
+
+        def look_up(index):
+            tile, left_edge = self.place(index, num_tiles)
+            return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
+
+        def load():
+            def one_tile(tile, _, used):
+                return self.load_tile(tile, used, operands, scratch)
+
+            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_stages)
+
+        def compute(computer):
+            def one_tile(tile, _, used):
+                return self.compute_tile(computer, tile, used, outs, scratch)
+
+            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+
+        self.take_roles(load, compute)
+
+    def compute_tile(
+        self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
+    ) -> jax.Array:
+        """Computes and stores a tile; returns how many stages of the ring have been used."""
+        raise NotImplementedError
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and the place of its blocks in a column."""
+        raise NotImplementedError
+
+    def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
+        """Copies a tile's operands into the ring, step by step."""
+        group, first, _, _, left_edge = tile
+        rows = pl.ds(aligned(first), BLOCK)
+        together = 2 * (1 + self.matrices)
+        for k, depth in enumerate(self.depths):
+            values, scales, *matrices = operands[k * together : (k + 1) * together]
+
+            def step(i, used, values=values, scales=scales, matrices=matrices):
+                inner = pl.ds(i * BLOCK, BLOCK)
+                width = _HALVES * BLOCK // self.matrices
+                columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
+                block_scales = []
+                for half in range(_HALVES):
+                    of_blocks, block = self.scales_of(half, matrices[1::2], left_edge)
+                    block_scales.append(of_blocks.at[group, block, i])
+                return self.fill_stage(
+                    scratch,
+                    used,
+                    values.at[rows, inner],
+                    scales.at[i, rows],
+                    [matrix.at[group, columns, inner] for matrix in matrices[::2]],
+                    block_scales,
+                )
+
+            used = lax.fori_loop(0, depth // BLOCK, step, used)
+        return used
+
+    def fill_stage(
+        self,
+        scratch: Any,
+        used: jax.Array,
+        left: Any,
+        row_scales: Any,
+        rights: Sequence[Any],
+        block_scales: Sequence[Any],
+    ) -> jax.Array:
+        """Copies operand tiles and their scales into the ring's next stage, once it is empty."""
+        stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
+
+        @pl.when(used >= self.tiles.num_stages)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[stage])
+
+        full = scratch["full"].at[stage]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
+        plgpu.copy_gmem_to_smem(row_scales, scratch["row_scales"].at[stage], full)
+        width = _HALVES * BLOCK // len(rights)
+        for i, right in enumerate(rights):
+            at = scratch["right"].at[stage, i * width : (i + 1) * width]
+            plgpu.copy_gmem_to_smem(right, at, full)
+        for half, scale in enumerate(block_scales):
+            scratch["block_scales"][stage, half] = scale[...]
+        plgpu.barrier_arrive(full)
+        return used + 1
+
+    def accumulate_halves(
+        self,
+        used: jax.Array,
+        row: Any,
+        first_half: Any,
+        num_halves: jax.Array | int,
+        steps: jax.Array | int,
+        scratch: Any,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the totals of 64 rows from `row` of the ring's tiles, [64, 128] for each half.
+
+        They are sums over `steps` stages of the ring. Only `num_halves` of the halves, 1 or 2, are
+        made, from `first_half` on.
+        """
+        num_stages = jnp.int32(self.tiles.num_stages)
+        last = num_halves - 1
+        zero = jnp.zeros((_ROWS, BLOCK), jnp.float32)
+        if not self.interpreted:
+            zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+
+        def add_to(index):
+            def add(part, factor, *totals):
+                sums = list(totals)
+                sums[index] = mosaic.multiply_add(
+                    part, factor, totals[index], interpreted=self.interpreted
+                )
+                return tuple(sums)
+
+            return add
+
+        # One body for both halves: so the tensor cores' instructions, and their registers, are
+        # those of one place in the code. With two, ptxas moves accumulators and spills totals.
+        def step(i, totals):
+            half = i & last
+            stage = lax.rem(used + (i >> last), num_stages)
+
+            @pl.when(half == 0)
+            def _():
+                plgpu.barrier_wait(scratch["full"].at[stage])
+
+            of_rows = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, _ROWS)])
+            of_block = scratch["block_scales"][stage, first_half + half]
+            part = mosaic.float8_matmul(
+                scratch["left"],
+                scratch["right"],
+                stage,
+                row,
+                (first_half + half) * BLOCK,
+                interpreted=self.interpreted,
+            )
+
+            if self.interpreted:  # which reads operands as threads do, and not as tensor cores
+                plgpu.commit_smem()
+
+            @pl.when(half == last)
+            def _():
+                plgpu.barrier_arrive(scratch["empty"].at[stage])
+
+            factor = lax.broadcast_in_dim(of_rows * of_block, (_ROWS, BLOCK), (0,))
+            return lax.cond(half == 0, add_to(0), add_to(1), part, factor, *totals)
+
+        return lax.fori_loop(0, steps << last, step, (zero,) * _HALVES)
+
+    def load_scales(self, ref: Any) -> jax.Array:
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def skip(self, used: jax.Array, scratch: Any) -> None:
+        """Frees a tile's stages without a multiplication."""
+
+        def step(i, _):
+            stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
+            plgpu.barrier_wait(scratch["full"].at[stage])
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
+
+        lax.fori_loop(0, self.steps, step, None)
+
+    def store(
+        self, values: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
+    ) -> None:
+        """Stores rows [begin, end) of 64 rows of a chunk of columns to `out` at (top, left).
+
+        A `begin` of None means all rows.
+        """
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        mosaic.store_swizzled(room, values, interpreted=self.interpreted)
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(left, self.chunk), self.chunk)
+
+        def copy():
+            plgpu.copy_smem_to_gmem(room, out.at[pl.ds(aligned(top), _ROWS), columns])
+
+        if begin is None:
+            copy()
+            return
+        whole = (begin <= 0) & (end >= _ROWS)
+        pl.when(whole)(copy)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            self.store_rows(out, room, top, left, begin, end)
+
+    def store_rows(self, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any) -> None:
+        if not self.interpreted:
+            mosaic.store_rows_of(out, room, top, left, begin, end)
+            return
+
+        def one_row(row, _):
+            @pl.when((row >= begin) & (row < end))
+            def _():
+                out[top + row, pl.ds(left, self.chunk)] = room[row]
+
+        lax.fori_loop(0, _ROWS, one_row, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product(_Float8Kernel):
+    """The kernel of `product`."""
+
+    @property
+    def matrices(self) -> int:
+        return 1
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and its row of blocks.
+
+        The last tile may have one half; scales of the other are not used.
+        """
+        block = lax.div(left_edge, jnp.int32(BLOCK)) + half
+        return scales[0], jnp.minimum(block, self.width // BLOCK - 1)
+
+    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
+        _, first, begin, end, left_edge = tile
+        is_short = end - first <= _ROWS
+        row = pl.multiple_of(jnp.where(is_short, 0, computer * _ROWS), _ROWS)
+        first_half = jnp.where(is_short, computer, 0)
+        totals = self.accumulate_halves(
+            used, row, first_half, jnp.where(is_short, 1, _HALVES), self.steps, scratch
+        )
+        top, left = first + row, left_edge + first_half * BLOCK
+        room = scratch["staged"].at[computer]
+        for half, total in enumerate(totals):
+
+            def store(total=total, left=left + half * BLOCK):
+                for i in range(0, BLOCK, self.chunk):
+                    part = total[:, i : i + self.chunk].astype(self.out_dtype)
+                    self.store(part, outs[0], room, top, left + i, begin - top, end - top)
+
+            exists = (left + half * BLOCK < self.width) & (top < end)
+            pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
+        return used + self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatedProduct(_Float8Kernel):
+    """The kernel of `gated_product`: a half is a matrix's tile at the output's columns."""
+
+    gating: Elementwise
+    keep: bool
+
+    @property
+    def matrices(self) -> int:
+        return _HALVES
+
+    @property
+    def outputs(self) -> int:
+        return 3 if self.keep else 1
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and its row of blocks."""
+        return scales[half], lax.div(left_edge, jnp.int32(BLOCK))
+
+    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
+        _, first, begin, end, left_edge = tile
+        row = pl.multiple_of(computer * _ROWS, _ROWS)
+        top = first + row
+        has_rows = top < end
+
+        @pl.when(has_rows)
+        def _():
+            products = self.accumulate_halves(used, row, 0, _HALVES, self.steps, scratch)
+            room = scratch["staged"].at[computer]
+
+            def store(rows, index):
+                values, scales = _quantize(rows)
+                self.store(values, outs[2 * index], room, top, left_edge, begin - top, end - top)
+                mosaic.store_column(
+                    outs[2 * index + 1],
+                    scales,
+                    top,
+                    lax.div(left_edge, jnp.int32(BLOCK)),
+                    begin - top,
+                    end - top,
+                    interpreted=self.interpreted,
+                )
+
+            store(self.gating(*products, interpreted=self.interpreted), 0)
+            if self.keep:
+                for i, rows in enumerate(products):
+                    store(rows, 1 + i)
+
+        @pl.when(jnp.logical_not(has_rows))
+        def _():
+            self.skip(used, scratch)
+
+        return used + self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drhs(_Float8Kernel):
+    """The kernel of `drhs_of_each`: 128 rows of a matrix's gradient by 2 x 128 columns.
+
+    The sum is over the blocks of 128 rows of a group.
+    """
+
+    height: int  # rows of a matrix
+    num_groups: int
+    num_grads: int
+
+    @property
+    def matrices(self) -> int:
+        return self.num_grads
+
+    @property
+    def rows_of_tiles(self) -> int:
+        return self.height // BLOCK
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        values, scales, *grads = refs[: 2 * (1 + self.num_grads)]
+        groups, *outs = refs[2 * (1 + self.num_grads) :]
+        total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
+
+        def look_up(index):
+            row, left_edge = self.place(index, self.num_groups * self.rows_of_tiles)
+            group = lax.div(row, jnp.int32(self.rows_of_tiles))
+            return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
+
+        def load():
+            def one_tile(tile, _, used):
+                group, top, left_edge, first, count = tile
+                rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
+                width = _HALVES * BLOCK // self.num_grads
+                columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
+
+                def step(i, used):
+                    block = first + i
+                    inner = pl.ds(block * BLOCK, BLOCK)
+                    block_scales = []
+                    for half in range(_HALVES):
+                        of_blocks, column = self.scales_of(half, grads[1::2], left_edge)
+                        block_scales.append(of_blocks.at[block, column])
+                    return self.fill_stage(
+                        scratch,
+                        used,
+                        values.at[rows, inner],
+                        scales.at[block, rows],
+                        [grad.at[columns, inner] for grad in grads[::2]],
+                        block_scales,
+                    )
+
+                return lax.fori_loop(0, count, step, used)
+
+            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_stages)
+
+        def compute(computer):
+            def one_tile(tile, _, used):
+                _, top, left_edge, _, count = tile
+                row = pl.multiple_of(computer * _ROWS, _ROWS)
+                totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
+                room = scratch["staged"].at[computer]
+                for half, total in enumerate(totals):
+                    out, left = self.out_of(half, outs, left_edge)
+
+                    @pl.when(left < self.width)
+                    def _(total=total, out=out, left=left):
+                        for i in range(0, BLOCK, self.chunk):
+                            part = total[:, i : i + self.chunk].astype(self.out_dtype)
+                            self.store(part, out, room, top + row, left + i, None, None)
+
+                return used + count
+
+            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+
+        self.take_roles(load, compute)
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and its column of blocks."""
+        block = lax.div(left_edge, jnp.int32(BLOCK))
+        if self.num_grads > 1:
+            return scales[half], block
+        return scales[0], jnp.minimum(block + half, self.width // BLOCK - 1)
+
+    def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the output of a half, and its first column."""
+        if self.num_grads > 1:
+            return outs[half], left_edge
+        return outs[0], left_edge + half * BLOCK
+
+
+def drhs_of_each(
+    lhs: Transposed,
+    grads: Sequence[Transposed],
+    groups: jax.Array,
+    *,
+    dtype: Any,
+    num_blocks: int,
+    tiles: Float8Tiles | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies each group's rows of lhs, transposed, by its rows of a grad: the gradient of rhs.
+
+    Args:
+      lhs: values [K, P], scales [P / 128, K]: of each column.
+      grads: one or two, values [N, P], scales [P / 128, N / 128]: of 128 columns.
+      groups: the second result of `quantize.row_blocks`, [L, 2] int32.
+      dtype: the dtype of the results: bfloat16, float16 or float32.
+      num_blocks: thread blocks to use.
+      tiles: buffers and order; None: the default.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      For each grad [L, K, N], zero for an empty group.
+    """
+    (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
+    num_groups = groups.shape[0]
+    tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=_HALVES * BLOCK // len(grads))
+    kernel = _Drhs(
+        tiles,
+        num_blocks,
+        bool(interpret),
+        width,
+        (padded,),
+        jnp.dtype(lhs.values.dtype),
+        jnp.dtype(dtype),
+        height,
+        num_groups,
+        len(grads),
+    )
+    results = launch(
+        kernel,
+        kernel.scratch_types(),
+        [jax.ShapeDtypeStruct((num_groups * height, width), dtype)] * len(grads),
+        "grouped_matmul_float8_drhs",
+        interpret,
+    )(*lhs, *(array for grad in grads for array in grad), groups)
+    return tuple(result.reshape(num_groups, height, width) for result in results)
+
+
+def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes rows [64, 128] float32; returns them over their scales, and these scales."""
+    magnitude = jnp.abs(rows)
+    is_finite = magnitude < jnp.inf
+    largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
+    scales = jnp.maximum(
+        largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale
+    )
+    factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
+    return jnp.where(is_finite, rows * factor, jnp.nan), scales
+
+
+def check_fits(tiles: Float8Tiles, out_dtype: Any) -> None:
+    """Raises ValueError if the ring does not fit into shared memory."""
+    stage = BLOCK * (1 + _HALVES) * BLOCK + 4 * (BLOCK + _HALVES)
+    needed = tiles.num_stages * stage + COMPUTERS * _ROWS * _ROW_BYTES + OTHER_BYTES
+    if needed > SHARED_MEMORY_BYTES:
+        raise ValueError(f"{tiles} need {needed} bytes of {SHARED_MEMORY_BYTES} for {out_dtype}.")

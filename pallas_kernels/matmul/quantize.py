@@ -1,0 +1,528 @@
+"""Quantizes rows or matrices to float8, as they lie and transposed, in one pass over memory.
+
+Float8 operands of the tensor cores must have the summed dimension innermost. A product sums along
+the columns of rows and matrices; the gradient of rows needs the matrices transposed, and the
+gradient of matrices needs both operands transposed, with scales along the rows.
+
+A block of 512 threads takes a tile of 128 rows by 128 columns:
+
+            16 columns                   a warp has 32 rows by 32 columns, in 2 steps of 16;
+         +--+--+--+--+                   a thread has 4 x 4 neighbours of each step: 4 bytes of
+    32   |  |  |  |  |  x 2              rows of the values, and 4 of rows of the transposed
+    rows +--+--+--+--+                   values. Of these the threads of a warp have whole
+         |  |  |  |  |                   sectors of 32 bytes.
+
+Transposed rows of a group start at a multiple of 128, so that each sum of 128 products is of one
+group. What is between groups is zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS, Float8
+from pallas_kernels.matmul.row_blocks import BLOCK
+
+_PATCH = 4  # rows and columns of a thread's neighbours
+_ACROSS = 4  # patches of a warp side by side
+_STEP = _PATCH * _ACROSS  # columns of a warp at a time
+_STRIPS = BLOCK // WARP  # of 32 rows
+_SIDES = 4  # warps with the same rows
+_WIDTH = BLOCK // _SIDES  # columns of a warp
+_WALKS = _WIDTH // _STEP
+_WARPS = _STRIPS * _SIDES
+_INFINITY = 0x7F800000
+
+
+class Scaled(NamedTuple):
+    """Float8 numbers and the scales of their blocks.
+
+    Attributes:
+      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
+      scales: [R, K / 128], or [L, N / 128, K / 128], float32.
+    """
+
+    values: Any
+    scales: Any
+
+
+class Transposed(NamedTuple):
+    """Rows, transposed: the rows of each group start at a multiple of 128, and are padded with 0.
+
+    Attributes:
+      values: [K, P] float8. P is `padded_rows`.
+      scales: [P / 128, K] float32, one for 128 rows of a column; or [P / 128, K / 128], one for
+        128 rows and 128 columns.
+    """
+
+    values: Any
+    scales: Any
+
+
+def quantize_rows(
+    rows: jax.Array | Scaled,
+    blocks: jax.Array,
+    *,
+    keep_order: bool,
+    by_column: bool,
+    interpret: Any = None,
+) -> tuple[Scaled | None, Transposed]:
+    """Quantizes rows, transposed, and as they lie.
+
+    Args:
+      rows: [R, K] bfloat16, float16 or float32, or quantized rows.
+      blocks: the first result of `row_blocks`.
+      keep_order: whether to return rows as they lie, too, with a scale for 128 of a row.
+      by_column: whether transposed rows have a scale for 128 rows of one column, or for 128 rows
+        and 128 columns.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      (rows or None, transposed rows). Rows past the last group hold anything.
+    """
+    num_rows, width = (rows.values if isinstance(rows, Scaled) else rows).shape
+    num_blocks = blocks.shape[0]
+    job = _Job(
+        width=width,
+        num_blocks=num_blocks,
+        rows_of_matrix=num_blocks * BLOCK,
+        by_row=keep_order,
+        by_column=by_column,
+        is_scaled=isinstance(rows, Scaled),
+    )
+    values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
+    columns = width if by_column else width // BLOCK
+    out_type = [
+        *([values, scales] if keep_order else []),
+        jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((num_blocks, columns), jnp.float32),
+    ]
+    operands = rows if isinstance(rows, Scaled) else (rows,)
+    results = job.run(out_type, (*operands, blocks), interpret)
+    *kept, values, scales = results
+    return Scaled(*kept) if keep_order else None, Transposed(values, scales)
+
+
+def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
+    """Quantizes matrices [L, K, N], and returns them and their transposes [L, N, K].
+
+    A scale belongs to 128 rows and 128 columns, so both have the same numbers. K and N are
+    multiples of 128; the dtype is bfloat16, float16 or float32.
+    """
+    num_matrices, height, width = matrices.shape
+    num_blocks = num_matrices * height // BLOCK
+    job = _Job(
+        width=width,
+        num_blocks=num_blocks,
+        rows_of_matrix=height,
+        by_row=False,
+        by_column=False,
+        whole=True,
+    )
+    first = jnp.arange(num_blocks, dtype=jnp.int32) * BLOCK
+    blocks = jnp.stack([first, jnp.full_like(first, BLOCK)], axis=1)
+    values, transposed, scales = job.run(
+        [
+            jax.ShapeDtypeStruct((num_blocks * BLOCK, width), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
+        ],
+        (matrices.reshape(-1, width), blocks),
+        interpret,
+    )
+    scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
+    return (
+        Scaled(values.reshape(matrices.shape), scales),
+        Scaled(transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The kernel: tiles of `num_blocks` x (`width` / 128).
+
+    Attributes:
+      width: columns of the rows.
+      num_blocks: blocks of 128 rows.
+      rows_of_matrix: rows after which the transposed values of the next matrix begin.
+      by_row: whether values as they lie have scales of their own, for 128 of a row.
+      by_column: whether transposed values have a scale for each column, and not for all 128.
+      is_scaled: whether the rows are quantized, and scales their second operand.
+      whole: whether all rows exist, and values as they lie have the transposed ones' scales.
+    """
+
+    width: int
+    num_blocks: int
+    rows_of_matrix: int
+    by_row: bool
+    by_column: bool
+    is_scaled: bool = False
+    whole: bool = False
+
+    def run(self, out_type: Any, operands: Any, interpret: Any) -> Any:
+        num_operands = len(operands)
+
+        def kernel(*refs: Any, largest: Any) -> None:
+            blocks, tile = refs[num_operands - 1], lax.axis_index("tile")
+            across = jnp.int32(self.width // BLOCK)
+            block, column = lax.div(tile, across), lax.rem(tile, across)
+            numbers = [block, column, blocks[block, 0], blocks[block, 1]]
+            arrays = [*refs[: num_operands - 1], *refs[num_operands:]]
+            if interpret:
+                self.interpreted(arrays, *numbers)
+                return
+            arrays.append(largest)
+
+            def emit(*values: Any) -> None:
+                *memrefs, block, column, first, count = values
+                scalars = [mosaic.scalar(v) for v in (block, column, first, count)]
+                self.emit(memrefs, scalars)
+
+            layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
+            mosaic.inline(emit, [*arrays, *numbers], layouts)
+
+        return mosaic.kernel(
+            kernel,
+            out_type=out_type,
+            scratch_types=dict(largest=plgpu.SMEM(((_SIDES + _STRIPS) * BLOCK,), jnp.float32)),
+            num_threads=_WARPS * WARP // LANES,
+            thread_name="warpgroup",
+            grid=(self.num_blocks * (self.width // BLOCK),),
+            grid_names=("tile",),
+            auto_barriers=False,
+            interpret=interpret,
+            kernel_name="quantize_tiles",
+        )(*operands)
+
+    def interpreted(self, refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
+        """Does a tile's work in Pallas' interpreter, in one of the warpgroups."""
+        source, *rest = refs
+        source_scales = rest.pop(0) if self.is_scaled else None
+        columns = pl.ds(column * BLOCK, BLOCK)
+
+        def row_of(i: Any) -> Any:
+            return first + jnp.where(i < count, i, 0)
+
+        def load(i: Any, tile: Any) -> Any:
+            row = source[row_of(i), columns].astype(jnp.float32)
+            if source_scales is not None:
+                row *= source_scales[row_of(i), column]
+            return tile.at[i].set(jnp.where(i < count, row, 0))
+
+        def store() -> None:
+            tile = lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+            outs = list(rest)
+            if self.by_row:
+                self.store_kept(outs.pop(0), outs.pop(0), tile, FLOAT8_ROWS, first, count, column)
+            if self.by_column:
+                values, scales = FLOAT8_ROWS.encode(tile.T)
+                outs[-1][block, columns] = scales[:, 0]
+            else:
+                values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
+                outs[-1][block, column] = scales[0, 0]
+                if self.whole:
+                    outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
+                values = values.T
+            matrix, row = _quotient_and_rest(block * BLOCK, self.rows_of_matrix)
+            at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
+            outs[-2][at] = values
+
+        pl.when(lax.axis_index("warpgroup") == 0)(store)
+
+    def store_kept(self, values_ref, scales_ref, tile, format, first, count, column):
+        values, scales = format.encode(tile)
+
+        def store(i: Any, _: Any) -> None:
+            @pl.when(i < count)
+            def _() -> None:
+                values_ref[first + i, pl.ds(column * BLOCK, BLOCK)] = values[i]
+                scales_ref[first + i, column] = scales[i, 0]
+
+        lax.fori_loop(0, BLOCK, store, None)
+
+    def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
+        """Emits a tile's work for one thread."""
+        source, *rest = memrefs
+        source_scales = rest.pop(0) if self.is_scaled else None
+        *outs, shared = rest
+        i32 = mosaic.i32
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
+        row = arith.addi(
+            arith.muli(strip, i32(WARP)), arith.muli(arith.divui(lane, i32(_ACROSS)), i32(_PATCH))
+        )
+        place = arith.addi(
+            arith.muli(side, i32(_WIDTH)), arith.muli(arith.remui(lane, i32(_ACROSS)), i32(_PATCH))
+        )
+        block, column, first, count = scalars
+        left = arith.muli(column, i32(BLOCK))
+        tile = _Tile(self, row, place, left, block, column, first, count)
+        numbers = tile.load(source, source_scales)  # [walk][row][column]
+
+        # Each warp's largest of its rows and columns, and then those of the whole tile.
+        sizes = [[[_size(x) for x in of_row] for of_row in walk] for walk in numbers]
+        if self.by_row:
+            rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
+            for distance in (1, 2):
+                rows = [_max((x, _shuffle(x, distance))) for x in rows]
+            with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
+                tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
+        of_columns = [
+            arith.addi(i32(_SIDES * BLOCK + walk * _STEP), place) for walk in range(_WALKS)
+        ]
+        if self.by_column:
+            columns = [
+                [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in sizes
+            ]
+            for distance in (4, 8, 16):
+                columns = [[_max((x, _shuffle(x, distance))) for x in walk] for walk in columns]
+            with mosaic.when(mosaic.below(lane, i32(_ACROSS))):
+                for at, four in zip(of_columns, columns, strict=True):
+                    tile.share(shared, arith.addi(at, arith.muli(strip, i32(BLOCK))), four)
+        else:
+            total = _largest_of_warp(_max(x for walk in sizes for of_row in walk for x in of_row))
+            with mosaic.when(mosaic.equal(lane, i32(0))):
+                tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+        mosaic.block_barrier()
+
+        if self.by_row:
+            halves = [
+                tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
+                for side in range(_SIDES)
+            ]
+            of_rows = [_scale_of(_max(x)) for x in zip(*halves, strict=True)]
+            with mosaic.when(mosaic.equal(place, i32(0))):
+                tile.store_scales_of_rows(outs[1], [scale for scale, _ in of_rows])
+            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for _, f in of_rows]] * _WALKS)
+        if self.by_column:
+            of_strips = [
+                [
+                    tile.shared(shared, arith.addi(at, i32(strip * BLOCK)), _PATCH)
+                    for strip in range(_STRIPS)
+                ]
+                for at in of_columns
+            ]
+            both = [
+                [_scale_of(_max(x)) for x in zip(*of_walk, strict=True)] for of_walk in of_strips
+            ]
+            factors = [[factor for _, factor in walk] for walk in both]
+            with mosaic.when(
+                arith.andi(mosaic.equal(strip, i32(0)), mosaic.below(lane, i32(_ACROSS)))
+            ):
+                tile.store_scales_of_columns(outs[-1], [[s for s, _ in walk] for walk in both])
+        else:
+            totals = tile.shared(shared, i32(_SIDES * BLOCK), _WARPS)
+            scale, factor = _scale_of(_max(totals))
+            factors = [[factor] * _PATCH] * _WALKS
+            with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
+                at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
+        if self.whole:
+            tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
+        tile.store_transposed(outs[1] if self.whole else outs[-2], numbers, factors)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """What one thread has of a tile; `row` and `place` are its patch's in the first walk."""
+
+    job: _Job
+    row: Value
+    place: Value
+    left: Value
+    block: Value
+    column: Value
+    first: Value
+    count: Value
+
+    def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
+        """Returns the numbers of all patches, float32; 0 in rows that do not exist."""
+        i32, f32 = mosaic.i32, mosaic.float_type()
+        element = mosaic.element_of(source)
+        size = mosaic.bytes_of(element)
+        zero = mosaic.f32(0.0)
+        numbers = [[[zero] * _PATCH for _ in range(_PATCH)] for _ in range(_WALKS)]
+        for i in range(_PATCH):
+            row = arith.addi(self.row, i32(i))
+            exists = mosaic.below(row, self.count)
+            if not self.job.whole:
+                # A row that does not exist is read where its block starts, a row of the array.
+                row = arith.select(exists, row, i32(0))
+            row = arith.addi(self.first, row)
+            start = self.pointer(source, row, self.job.width, self.column_of_thread, size)
+            scale = None
+            if scales is not None:
+                at = self.pointer(scales, row, self.job.width // BLOCK, self.column, 4)
+                scale = llvm.load(f32, at)
+            for walk in range(_WALKS):
+                four = _numbers(_past(start, walk * _STEP * size), element, size)
+                for j, number in enumerate(four):
+                    if scale is not None:
+                        number = arith.mulf(number, scale)
+                    if not self.job.whole:
+                        number = arith.select(exists, number, zero)
+                    numbers[walk][i][j] = number
+        return numbers
+
+    @property
+    def column_of_thread(self) -> Value:
+        return arith.addi(self.left, self.place)
+
+    def pointer(self, ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
+        """Returns the pointer to an element of an array [..., width]."""
+        wide = mosaic.integer_type(64)
+        at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
+        at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
+        return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
+
+    def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
+        """Stores neighbours to shared memory."""
+        word = mosaic.integer_type(32)
+        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
+        of_all = mosaic.vector_type(len(numbers), word)
+        llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
+
+    def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
+        """Loads neighbours from shared memory."""
+        word = mosaic.integer_type(32)
+        loaded = []
+        for first in range(0, count, _PATCH):
+            place = arith.addi(at, mosaic.i32(first))
+            pointer = mosaic.element_pointer(mosaic.pointer(ref), place, word)
+            four = llvm.load(mosaic.vector_type(_PATCH, word), pointer, alignment=4 * _PATCH)
+            loaded += [vector.extract(four, [], [j]) for j in range(_PATCH)]
+        return loaded
+
+    def store_rows(self, out: Any, numbers: Any, factors: Any) -> None:
+        row = arith.addi(self.first, self.row)
+        start = self.pointer(out, row, self.job.width, self.column_of_thread, 1)
+        for i in range(_PATCH):
+            row = arith.addi(self.row, mosaic.i32(i))
+            with mosaic.when(mosaic.below(row, self.count)):
+                for walk in range(_WALKS):
+                    four = map(_scaled, numbers[walk][i], factors[walk][i])
+                    at = _past(start, i * self.job.width + walk * _STEP)
+                    llvm.store(_packed(*four), at, alignment=_PATCH)
+
+    def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
+        i32, height = mosaic.i32, self.job.rows_of_matrix
+        top = arith.muli(self.block, i32(BLOCK))
+        matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
+        column = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
+        start = self.pointer(out, column, height, arith.addi(row, self.row), 1)
+        for walk in range(_WALKS):
+            for j in range(_PATCH):
+                four = (_scaled(numbers[walk][i][j], factors[walk][j]) for i in range(_PATCH))
+                at = _past(start, (walk * _STEP + j) * height)
+                llvm.store(_packed(*four), at, alignment=_PATCH)
+
+    def store_scales_of_rows(self, out: Any, scales: list[Value]) -> None:
+        i32 = mosaic.i32
+        for i, scale in enumerate(scales):
+            row = arith.addi(self.row, i32(i))
+            with mosaic.when(mosaic.below(row, self.count)):
+                at = arith.addi(
+                    arith.muli(arith.addi(self.first, row), i32(self.job.width // BLOCK)),
+                    self.column,
+                )
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(out), at, scale.type))
+
+    def store_scales_of_columns(self, out: Any, scales: list[list[Value]]) -> None:
+        f32 = mosaic.float_type()
+        for walk, four in enumerate(scales):
+            at = arith.addi(
+                arith.muli(self.block, mosaic.i32(self.job.width)),
+                arith.addi(self.left, arith.addi(self.place, mosaic.i32(walk * _STEP))),
+            )
+            pointer = mosaic.element_pointer(mosaic.pointer(out), at, f32)
+            of_four = mosaic.vector_type(_PATCH, f32)
+            llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
+
+
+def _quotient_and_rest(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+
+
+def _past(pointer: Value, num_bytes: int) -> Value:
+    return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
+
+
+def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
+    """Loads four neighbours as float32."""
+    if size == 1:
+        word = llvm.load(mosaic.integer_type(32), pointer, alignment=4)
+        half = mosaic.integer_type(16)
+        results = []
+        for shift in (0, 16):
+            pair = arith.trunci(half, arith.shrui(word, mosaic.i32(shift)))
+            text = "cvt.rn.f16x2.e4m3x2 $0, $1;"
+            both = mosaic.asm(text, "=r,h", pair, returns=mosaic.integer_type(32))
+            for i in range(2):
+                text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, %s; }" % (
+                    "lo" if i == 0 else "hi"
+                )
+                results.append(mosaic.asm(text, "=f,r", both, returns=mosaic.float_type()))
+        return results
+    loaded = llvm.load(mosaic.vector_type(_PATCH, element), pointer, alignment=size * _PATCH)
+    numbers = [vector.extract(loaded, [], [j]) for j in range(_PATCH)]
+    if size == 4:
+        return numbers
+    return [arith.extf(mosaic.float_type(), number) for number in numbers]
+
+
+def _size(number: Value) -> Value:
+    """Returns the bits of a number's magnitude, 0 if it is not finite; they are in its order."""
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
+    return arith.select(mosaic.below(bits, mosaic.i32(_INFINITY)), bits, mosaic.i32(0))
+
+
+def _max(sizes: Any) -> Value:
+    return functools.reduce(arith.maxui, sizes)
+
+
+def _shuffle(size: Value, distance: int) -> Value:
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
+
+
+def _largest_of_warp(size: Value) -> Value:
+    text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
+
+
+def _scale_of(largest: Value) -> tuple[Value, Value]:
+    """Returns the scale of a block, and 1 / scale."""
+    largest = arith.bitcast(mosaic.float_type(), largest)
+    scale = arith.mulf(largest, mosaic.f32(FLOAT8_ROWS.scale_of_largest))
+    scale = arith.maximumf(scale, mosaic.f32(FLOAT8_ROWS.least_scale))
+    text = "rcp.rn.f32 $0, $1;"
+    return scale, mosaic.asm(text, "=f,f", scale, returns=mosaic.float_type())
+
+
+def _scaled(number: Value, factor: Value) -> Value:
+    """Returns number * factor, NaN if the number is not finite."""
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
+    is_finite = mosaic.below(bits, mosaic.i32(_INFINITY))
+    return arith.select(is_finite, arith.mulf(number, factor), mosaic.f32(math.nan))
+
+
+def _packed(*four: Value) -> Value:
+    """Returns four float32 as float8, the first in the lowest byte."""
+    text = (
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+    )
+    return mosaic.asm(text, "=r,f,f,f,f", *four, returns=mosaic.integer_type(32))
