@@ -47,15 +47,20 @@ def unavailable_reason(problem: Problem) -> str | None:
     multiple, sides = _MULTIPLES[dtype], list(problem.matrix_shape)
     if any(side % multiple for side in sides):
         return f"it needs both sides of each group's matrix in multiples of {multiple}, not {sides}"
+    return _platform_reason(problem.platform)
+
+
+def _platform_reason(platform: str | None) -> str | None:
+    """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can.
+
+    A platform of None is not known yet.
+    """
+    if platform not in ("cuda", None):
+        return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
     if reason := availability.jax_unavailable_reason():
         return reason
-    return None if problem.platform is None else _platform_reason(problem.platform)
-
-
-def _platform_reason(platform: str) -> str | None:
-    """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can."""
-    if platform != "cuda":
-        return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
+    if platform is None:
+        return None
     if reason := availability.mosaic_unavailable_reason():
         return reason
     device = jax.devices()[0]

@@ -200,8 +200,7 @@ class _Keys:
 
 def _best_first(keys: _Keys, k: int) -> jax.Array:
     """Returns the indices [..., k] int32 of the largest of the last axis, the first of equals."""
-    # Without the barrier XLA sorts all elements where what follows slices the results.
-    values, best = lax.optimization_barrier(lax.top_k(keys.first, k))
+    values, best = _top_k(keys.first, k)
     best = best.astype(jnp.int32)
     if keys.others is list:
         return best
@@ -210,6 +209,15 @@ def _best_first(keys: _Keys, k: int) -> jax.Array:
     equals_last = (_bits(keys.first) == bits[..., -1:]) & (columns != best[..., -1:])
     has_ties = _any(equals_last) | jnp.any(bits[..., 1:] == bits[..., :-1])
     return lax.cond(has_ties, lambda: _best_of_ties(keys.all(), best), lambda: best)
+
+
+def _top_k(x: jax.Array, k: int) -> list[jax.Array]:
+    """Returns the values and indices of `lax.top_k`, behind a barrier each.
+
+    Without a barrier XLA sorts all elements where what follows slices the results. XLA for CPUs
+    crashes if one barrier is behind both.
+    """
+    return [lax.optimization_barrier(result) for result in lax.top_k(x, k)]
 
 
 def _any(x: jax.Array) -> jax.Array:
@@ -351,9 +359,9 @@ def _best_groups_of_two(grouped: _Keys, scores: str, kept: int) -> jax.Array:
     `grouped` are the keys [T, groups, size]. Sums of the first keys decide, unless they are so
     close that what they round off may count.
     """
-    values, _ = lax.optimization_barrier(lax.top_k(grouped.first, 2))
+    values, _ = _top_k(grouped.first, 2)
     total, lower, upper = order.bounds_of_two(_ARRAYS, values[..., 0], values[..., 1])
-    lowest, best = lax.optimization_barrier(lax.top_k(lower, kept))
+    lowest, best = _top_k(lower, kept)
     best = best.astype(jnp.int32)
     may_be_larger = _total_order(upper) >= _total_order(lowest)[:, -1:]
     is_unsure = jnp.isnan(total) | (may_be_larger & ~_is_among(best, total.shape[1]))

@@ -2,8 +2,9 @@
 
 A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in a program
 that is being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns
-None, or a reason that completes "the kernels cannot run: ...". The table of each operation, in
-`jax_ep.implementations`, checks the operands.
+None, or a reason that completes "the kernels cannot run: ...". A reason names a platform without
+kernels before it names a version of JAX, which a user would change in vain. The table of each
+operation, in `jax_ep.implementations`, checks the operands.
 """
 
 from __future__ import annotations
@@ -117,10 +118,10 @@ def program_unavailable_reason(
         number of ranks of each host, among which alone they communicate. The answer is then the
         same on all hosts.
     """
-    if reason := jax_unavailable_reason():
-        return reason
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    if reason := jax_unavailable_reason():
+        return reason
     if len(program.platforms) > 1:
         # A program for several platforms branches over them, and XLA forbids collectives there.
         platforms = ", ".join(program.platforms)
@@ -199,7 +200,7 @@ class _Traced:
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        return tracing_unavailable_reason() or traced_devices_unavailable_reason()
+        return traced_devices_unavailable_reason() or tracing_unavailable_reason()
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         reason = jax_compat.primitives_unavailable_reason()

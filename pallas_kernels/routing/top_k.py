@@ -1,24 +1,23 @@
-"""The k best columns of every row, without sorting the row: one warp for a row, in registers.
+"""Chooses the k best columns (experts) of every row without sorting: one warp per row.
 
-A lane holds neighbouring columns of its row, each as a tuple of unsigned 32-bit words. The last
-word shrinks with the column. The words before it are keys of the numbers that columns are compared
-by, the first first. A key grows with its number in the total order of IEEE 754, which is that of
-`lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN. So of columns alike the first has the largest tuple.
-Each of k steps takes the largest tuple of the row, by one reduction over the warp for each word,
-and empties it in the lane that holds it.
+A lane holds neighbouring columns of its row in registers, each as a tuple of unsigned 32-bit words.
+The first words are keys of the numbers by which columns are compared. A key grows with its number
+in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The
+last word falls with the column's index, so that among equal columns the first has the largest
+tuple. Each of k steps takes the largest tuple of the row, by one reduction over the warp per word,
+and clears it in its lane.
 
 Columns without a bias are compared by their logits. With a bias they are compared by (high, low,
-logit) of `order`. The warp first chooses by `high` alone, which is almost always enough. Only where
-two of the best, or the last of them and another column, have equal highs does it choose again, by
-all three.
+logit) of `order`. The warp first chooses by `high` alone. It chooses again, by all three, only if
+two of the best columns, or the last of them and another column, have equal highs.
 
-With groups, the lanes of a group first make its keys, the warp chooses the best groups in the same
-way, and what lies outside of them counts as -inf. The sums of groups' two best highs choose the
-groups, unless they are so close that what they round off may count.
+With groups, the lanes of a group first compute the group's keys, the warp chooses the best groups
+in the same way, and columns of other groups count as -inf. The sums of the groups' two best highs
+choose the groups, unless their rounding errors may decide.
 
-Where the softmax of the row is wanted the warp makes it, too. Weights follow from what the lanes of
-the choices hold. Arithmetic is that of XLA's kernels but for the order of sums, which is that of
-the lanes, whatever the number of rows.
+If asked for, the warp also computes the row's softmax. The lanes that hold the choices compute the
+weights. The arithmetic is that of XLA's kernels, except that sums are taken in the order of the
+lanes, which does not depend on the number of rows.
 """
 
 from __future__ import annotations

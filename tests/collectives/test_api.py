@@ -520,6 +520,7 @@ def lower_for_cuda(apply, shape, dtype, num_ranks: int = 2) -> str:
     return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_kernels
 def test_payloads_that_the_kernels_cannot_sum_are_refused():
     with pytest.raises(ValueError, match="x is float8_e4m3fn, not one of bfloat16"):
         lower_for_cuda(function("all_reduce", "one_shot"), (4, 8), jnp.float8_e4m3fn)
@@ -576,6 +577,7 @@ def test_the_jaxpr_names_the_collective():
         assert f"ep_{op}[" in str(jaxpr) and not jaxpr.effects
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", ["residual", "scale"])
 def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
     """None has them normalized by XLA, after a sum that may be a kernel's."""

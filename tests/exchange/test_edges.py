@@ -98,7 +98,7 @@ def test_rows_of_less_than_a_byte_are_refused(name):
 @pytest.mark.parametrize("function", [expert_major, rank_major])
 def test_an_axis_of_vmap_is_no_axis_of_ranks(function):
     stacked = (array.reshape(2, 4, -1) for array in (X, TOPK_IDX, WEIGHTS))
-    with pytest.raises(ValueError, match=r"axis_name .*must be mesh axes.*jax\.vmap"):
+    with pytest.raises(ValueError, match=r"axis_name .*must name mesh axes.*jax\.vmap"):
         jax.vmap(function, axis_name=AXIS)(*stacked)
 
 

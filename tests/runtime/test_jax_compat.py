@@ -21,6 +21,8 @@ from support.kernels import needs_kernels
 from support.processes import environment_of_program
 
 import jax_ep
+from jax_ep.matmul import pallas as pallas_matmul
+from jax_ep.matmul.backend import Problem
 from jax_ep.runtime import availability, jax_compat
 
 # What a program does where something is missing: removes it, imports jax_ep anew, and dispatches.
@@ -287,6 +289,11 @@ def test_old_versions_of_jax_have_no_kernels(monkeypatch):
         availability.program_unavailable_reason(program(platforms=("cuda",)), ("expert",)),
     ):
         assert reason == "it needs JAX 0.11 or newer, and this is JAX 0.10.2"
+    for_cpu = availability.program_unavailable_reason(program(platforms=("cpu",)), ("expert",))
+    assert for_cpu is not None and "needs NVIDIA GPUs" in for_cpu  # newer JAX would not help
+    product = Problem((64, 64), jnp.bfloat16, "cpu")
+    by_kernel = pallas_matmul.unavailable_reason(product)
+    assert by_kernel is not None and "for NVIDIA Hopper GPUs" in by_kernel
 
 
 def test_a_program_to_export_has_no_kernels():
