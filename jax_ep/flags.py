@@ -18,7 +18,7 @@ DTYPES = ("bfloat16", "float16", "float32")  # the values of --dtype
 
 
 class Flags:
-    """The flags of one command, with `--help`; those of other commands are kept apart.
+    """The flags of one command, kept apart from the flags of other commands.
 
     A method named after a kind of value defines a flag and returns its holder. The holder's
     `.value` is the flag's value, parsed and checked.
@@ -97,7 +97,7 @@ class Flags:
         )
 
     def plot(self, drawn: str) -> Holder:
-        """Defines --plot: the file of a picture of what `drawn` names."""
+        """Defines --plot, the file for a plot of `drawn`."""
         return self.output(
             "plot",
             f"The file to draw {drawn} to; its ending sets the format, such as out.png. "

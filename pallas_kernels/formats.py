@@ -1,10 +1,10 @@
-"""Number formats: numbers stored in few bits, with a scale for each block of them.
+"""Defines number formats: numbers stored in few bits, with a scale for each block of numbers.
 
 A number is its stored value times the scale of its block. `Format` states the shapes that follow
 from the blocks, `Float8` is float8 with a scale for each block of rows and columns, and `PLAIN`
-stands for rows that travel as they are. `encode` and `decode` take NumPy and JAX arrays, and return
-arrays of the same kind. `pallas_kernels.exchange.quantized_rows` takes the steps of `Float8` within
-kernels; `jax_ep.formats` has what users see, and the formats that no kernel reads.
+stands for rows in their own dtype. `encode` and `decode` take NumPy and JAX arrays, and return
+arrays of the same kind. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels;
+`jax_ep.formats` has the public names, and the formats that no kernel reads.
 
 Nothing here imports Pallas or Mosaic.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = Any  # jax.Array or np.ndarray
+Array = Any  # a jax.Array or np.ndarray
 DType = jax.typing.DTypeLike
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -29,7 +29,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How numbers are stored: as values in few bits, and a scale for each block of them.
+    """A way to store numbers: as values in few bits, and a scale for each block of numbers.
 
     Formats are hashable, and equal formats store equal numbers in the same way. A number is its
     value times the scale of its block. Blocks divide the last two axes; in a format whose blocks
@@ -51,7 +51,7 @@ class Format:
     numbers_per_value: ClassVar[int] = 1  # neighbours of the last axis that share an element
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError, naming the argument `name`, unless `shape` is of whole blocks."""
+        """Raises ValueError, naming the argument `name`, unless blocks divide `shape`."""
         rows, columns = self.block
         dims = 1 if rows == 1 else 2
         sizes = shape[-dims:]
@@ -63,7 +63,7 @@ class Format:
             )
 
     def check_scales(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless scales of a shape belong to numbers of another."""
+        """Raises ValueError unless scales of one shape fit numbers of another shape."""
         expected = self.scales_shape(shape)
         if tuple(scales_shape) != expected:
             raise ValueError(
@@ -72,17 +72,17 @@ class Format:
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the values of numbers of a shape."""
+        """Returns the shape of the values that store numbers of a shape."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the scales of numbers of a shape; blocks may exceed the numbers."""
+        """Returns the shape of the scales for numbers of a shape; last blocks may be partial."""
         rows, columns = self.block
         blocks = shape[:-1] if rows == 1 else (*shape[:-2], -(-shape[-2] // rows))
         return *blocks, -(-shape[-1] // columns)
 
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the numbers whose values have a shape."""
+        """Returns the shape of the numbers that values of a shape store."""
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
@@ -96,16 +96,16 @@ class Format:
 
     @property
     def row_block(self) -> int:
-        """The number of which the length of a row is a multiple."""
+        """The divisor of the length of every row."""
         return self.block[1]
 
     @property
     def relative_error(self) -> float:
-        """The largest |decoded - number| / |number| of numbers that are near a block's largest."""
+        """The largest |decoded - number| / |number| for numbers near the largest of their block."""
         raise NotImplementedError
 
     def sum_dtype(self, dtype: DType) -> DType:
-        """Returns the dtype that sums of rows of `dtype` have before they are encoded."""
+        """Returns the dtype of sums of rows of `dtype` before they are encoded."""
         return jnp.float32
 
     def encode(self, x: Array) -> tuple[Array, Array]:
@@ -126,13 +126,13 @@ class Format:
 
     @property
     def _axes(self) -> tuple[int, ...]:
-        """The axes within a block, of an array of the shape that `_in_blocks` returns."""
+        """The axes of `_in_blocks`' result that run within a block."""
         return (-1,) if self.block[0] == 1 else (-3, -1)
 
     def _in_blocks(self, x: Array) -> Array:
         """Reshapes [..., R, C] to [..., R / rows, rows, C / columns, columns].
 
-        Each reshape splits one axis, since JAX's rule for arrays on Explicit axes knows no more.
+        Each reshape splits one axis, since JAX supports no others for arrays on Explicit axes.
         """
         rows, columns = self.block
         *lead, width = x.shape
@@ -148,9 +148,9 @@ class Format:
         return blocks.reshape(*lead, across * columns)
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
-        """Returns x [..., R, C] in blocks, as float32, with what decides the blocks' scales.
+        """Splits x [..., R, C] into blocks of float32, and finds each block's largest magnitude.
 
-        Returns (blocks, finite, largest): the numbers, which of them are finite, and the largest
+        Returns (blocks, finite, largest): the numbers, whether each is finite, and the largest
         finite magnitude of each block.
         """
         self.check_shape("x", x.shape)
@@ -183,7 +183,7 @@ class Float8(Format):
 
     power_of_two: bool = False
 
-    # So that no product of a value and a scale is subnormal.
+    # The least scale is chosen so that no product of a value and a scale is subnormal.
     least_scale: ClassVar[float] = 2.0**-117
 
     @classmethod
@@ -275,7 +275,7 @@ class Float8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """Rows that travel as they are. It answers what a `Format` answers about rows."""
+    """Rows that are sent in their own dtype; has the methods of `Format` for rows."""
 
     name: ClassVar[str] = "plain"
     quantized: ClassVar[bool] = False

@@ -162,6 +162,7 @@ def test_attributes_reach_the_core():
         "activation": jax.nn.gelu,
         "gating": jnp.multiply,
         "clamp": 7.0,
+        "matmul_dtype": jnp.float8_e4m3fn,
         "weights_on": "input",
         "dtype": jnp.bfloat16,
         "expert_axis": ("a", "b"),

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
+    "jax_ep/collectives/problem.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     # What decides whether collectives run as kernels is mostly whether GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
@@ -36,6 +37,7 @@ ELSEWHERE = {
     "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/selection.py": "tests/exchange/test_pallas.py",
+    "jax_ep/exchange/rows.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
@@ -136,3 +138,23 @@ def test_rooms_import_each_other_one_way():
             arrows[source] |= {room(module) for module in imported(path)} - {source, None}
     assert {"jax_ep.runtime", "pallas_kernels.fabric"} <= arrows["jax_ep.exchange"]
     graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the rooms of a cycle
+
+
+def module_of(name: str) -> str | None:
+    """The module of our packages that an imported name is, or is in; packages are none."""
+    parts = name.split(".")
+    for length in (len(parts), len(parts) - 1):
+        path = REPOSITORY.joinpath(*parts[:length]).with_suffix(".py")
+        if parts[0] in TESTS and path.exists():
+            return ".".join(parts[:length])
+    return None
+
+
+def test_modules_import_each_other_one_way():
+    arrows = {}
+    for package in TESTS:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+            arrows[module] = {module_of(name) for name in imported(path)} - {module, None}
+    assert "jax_ep.exchange.primitives" in arrows["jax_ep.exchange.gradients"]
+    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the modules of a cycle

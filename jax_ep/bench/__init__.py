@@ -1,1 +1,1 @@
-"""The commands `bench` and `model` of `python -m jax_ep`, which measure and predict times."""
+"""The commands `bench` and `estimate` of `python -m jax_ep`, which measure and predict times."""

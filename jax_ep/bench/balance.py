@@ -95,7 +95,7 @@ class Placed(NamedTuple):
       state: parameters, x, choices of experts and placement, or None for experts in order; the
         ranks stacked.
       mesh: the mesh of its ranks.
-      config: the layer's configuration, but for its capacity.
+      config: the layer's configuration; its capacity is set later.
       needed: the number of rows that the rank with most rows receives.
       facts: times of moving the weights, as fields of a row.
     """
@@ -295,7 +295,7 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
     stacked = jax.tree.map(lambda leaf: leaf.reshape(mesh.size, -1, *leaf.shape[1:]), slots)
     params = params._replace(**stacked)
     return (params, x, after[0]), {
-        "redistribute_us": statistics.median(seconds[2:]) * 1e6,  # the first two compiled
+        "redistribute_us": statistics.median(seconds[2:]) * 1e6,  # the first two runs compiled
         "redistributed_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(slots)),
     }
 
@@ -326,7 +326,7 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
 
 
 def compare(rows: list[Row], steps: int) -> None:
-    """Adds to each row its wall time divided by that of uniform routing.
+    """Adds to each row its wall time divided by the wall time of uniform routing.
 
     The wall time includes a share of one redistribution of the experts in every `steps` steps.
     """

@@ -1,4 +1,4 @@
-"""Baselines of the exchange: XLA's collectives alone, as plain JAX offers them.
+"""Defines baselines of the exchange: XLA's collectives alone, as plain JAX offers them.
 
 Each baseline moves rows in one direction: "out", as dispatch and the gradient of combine do, or
 "back", as combine and the gradient of dispatch do. All other work is left out: rows are already
@@ -158,8 +158,8 @@ def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     `out_counts` [source, destination] are the rows between ranks in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination]: in the operand
-    recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination]: in the output
+    send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination] offsets in operands
+    recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination] offsets in the output
     send_rows = max(int(counts.sum(axis=1).max()), 1)
     recv_rows = max(int(counts.sum(axis=0).max()), 1)
 

@@ -33,7 +33,8 @@ from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.problem import Problem
 from jax_ep.flags import Error
 from jax_ep.runtime import availability
 
@@ -45,8 +46,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce_rms_norm": collectives.all_reduce_rms_norm,
 }
 OPERATIONS = tuple(FUNCTIONS)
-# Not measured by default: "fused", which is one of two others, and "multimem", which needs
-# multicast.
+# These are not measured by default: "fused", since it runs one of two others, and "multimem", since
+# it needs multicast memory.
 MEASURED = {
     op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
     for op, algorithms in ALGORITHMS.items()
@@ -150,7 +151,7 @@ class CollectivesCase(runner.Case):
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
     def problem(self, rows: int) -> Problem:
-        """Returns the collective on an array of so many rows, as its algorithm is selected."""
+        """Returns the problem by which the algorithm for an array of `rows` rows is selected."""
         x = self.x(rows)
         others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
         operands = [x, *(others if self.op == "all_reduce_rms_norm" else [])]
@@ -247,7 +248,7 @@ class CollectivesBench(runner.Bench):
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:
-        """Writes the table of choices, if it is asked for."""
+        """Writes the table from which algorithm=None chooses, if --write_table asks for it."""
         if _WRITE_TABLE.value:
             write_table(_WRITE_TABLE.value, rows, jax.devices())
 
@@ -366,7 +367,7 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            and record["implementation"] in MEASURED[op]  # with its own plan
+            and record["implementation"] in MEASURED[op]  # only the algorithm's own plan counts
             and record.get("wall")
         ]
         clock = "device" if all(record.get("device") for record in timed) else "wall"
@@ -406,14 +407,14 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which kernels have a plan such as "64x4x1"; "": their own."""
     if not text:
         return contextlib.nullcontext()
-    from jax_ep.collectives.pallas import forced_plan  # not on a machine without GPUs
+    from jax_ep.collectives.pallas import forced_plan  # loads Mosaic
     from pallas_kernels.collectives.tiles import TilePlan
 
     return forced_plan(TilePlan(*map(int, text.split("x"))))
 
 
 def _check_implementations(ranks: Sequence[int]) -> None:
-    """Raises `Error` for what is named and would not be measured."""
+    """Raises `Error` if a named implementation would not be measured."""
     names = _IMPLEMENTATIONS.value
     refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:

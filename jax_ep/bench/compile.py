@@ -51,18 +51,18 @@ _LAYERS = FLAGS.integer(
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
-# In a lowered program: the hash of each kernel, and the name of its function on the host.
+# Matches, in a lowered program, the hash of each kernel and the name of its function on the host.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
 _SECONDS = ("trace_s", "lower_s", "compile_s")
 
 
 class Program:
-    """A function of each rank's arrays, as one of the programs that are compiled.
+    """A program to compile: a function of each rank's arrays.
 
     Attributes:
-      function: takes the arrays of `operands`, of one rank.
-      operands: each rank's arrays, as a pytree of `jax.ShapeDtypeStruct`.
+      function: the function of one rank's `operands`.
+      operands: one rank's arrays, a pytree of `jax.ShapeDtypeStruct`.
     """
 
     def __init__(self, function: Callable[..., Any], *operands: Any):
@@ -238,7 +238,7 @@ def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
     """Makes programs lowered within compile kernels that an earlier program has, too."""
     if mesh.devices.flat[0].platform == "cpu":
         return contextlib.nullcontext()
-    from pallas_kernels.fabric import mosaic  # not on a machine without GPUs
+    from pallas_kernels.fabric import mosaic  # loads Mosaic, which machines without GPUs may lack
 
     return mosaic.compiled_anew()
 

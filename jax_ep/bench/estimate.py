@@ -65,7 +65,7 @@ def run() -> int:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
-    if _JSON.value:  # files come first: the reader of what is printed may end early
+    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
         facts = {"rows": rows, "published": published}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
@@ -110,7 +110,7 @@ def estimate(hosts: int) -> list[Row]:
 
 
 def _sizes() -> str:
-    """Says in words what exchange is estimated, but for the number of hosts."""
+    """Describes the estimated exchange in words, without the number of hosts."""
     limit = _HOSTS_PER_TOKEN.value
     wire_dtype = "bfloat16" if _WIRE_DTYPE.value == "none" else _WIRE_DTYPE.value
     return (

@@ -6,8 +6,8 @@ where there is one, and elsewhere from the wall time.
 
 Columns: "rows" are the rows of a receive buffer that tokens fill, mean over ranks: one for each
 (token, choice), or in the rank-major layout one for each (token, rank). Logical GB/s count these
-rows, wire GB/s those that must cross to another rank, one for each (token, other rank that it
-chose), whatever an implementation sends beyond them; MB is 10^6 and GB is 10^9 bytes. "Floor" is
+rows. Wire GB/s count only rows that must cross to another rank, one for each (token, other rank
+with an expert of it), even if an implementation sends more. MB is 10^6, GB 10^9 bytes. "Floor" is
 the time that no implementation can beat on this machine (`jax_ep.bench.floor`), "set by" says
 whether the link or the memory sets it, and "of floor" is the floor over the measured time.
 """
@@ -92,7 +92,7 @@ _OUTPUT = FLAGS.choice(
     "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
-_ITERATIONS_OF_RAGGED = 20  # `lax.ragged_all_to_all` takes milliseconds
+_ITERATIONS_OF_RAGGED = 20  # fewer, since `lax.ragged_all_to_all` takes milliseconds
 _UNROLL = FLAGS.integer(
     "unroll",
     10,
@@ -318,7 +318,7 @@ def make_work(case: Row) -> Work:
 
 
 def _rows(ranks: Sequence[int], platform: str) -> Iterator[Row]:
-    """Yields, for each program, the fields of its row that say what it is."""
+    """Yields, for each program, the fields of its row that identify it."""
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
     baselines = _BASELINES.value
@@ -374,7 +374,7 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             if wire_dtype != "none":
                 if op not in QUANTIZED:
                     continue
-                if op == "group_by_expert":  # which permutes float8 rows, always by "xla"
+                if op == "group_by_expert":  # it always permutes float8 rows by "xla"
                     if _OUTPUT.value != "quantized":
                         continue
                     available = ["xla"]
@@ -390,7 +390,7 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _problem(num_ranks: int) -> Problem:
-    """Returns an exchange between the first devices, of whatever rows."""
+    """Returns the problem of an exchange between the first devices, without its rows."""
     return Problem(availability.Machine(jax.devices()[:num_ranks]))
 
 

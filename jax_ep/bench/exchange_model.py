@@ -1,4 +1,4 @@
-"""A model of an exchange between hosts: the rows that cross each level, and lower bounds of time.
+"""Models an exchange between hosts: the rows that cross each level, and lower bounds of time.
 
 N = M G ranks on M hosts of G ranks each; a rank has one NIC and one NVLink port. A token's experts
 are drawn by a router whose scores are independent and random, which spreads tokens evenly over
@@ -15,7 +15,7 @@ Four designs, in rows per token (h hosts and r ranks have an expert of the token
   two-level          one row for each (token, host), to the rank there of the sender's own place,
                      which forwards it to the ranks of its host. between h (1 - 1/M),
                      inside r (1 - 1/G)
-  two-level, static  the same with every token sent to every host, as static shapes ask for.
+  two-level, static  the same with every token sent to every host, as static shapes require.
                      between M - 1, inside r (1 - 1/G)
 
 The lower bound of a design is the longer of its two levels' times: the model lets both overlap
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SAMPLE = 8192  # tokens, with which the means h and r are right to 1 %
+_SAMPLE = 8192  # this many tokens give the means h and r to 1 %
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Describes in words what the model explains of a published figure, and what it does not."""
+    """Describes in words how far the model explains a published figure."""
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (
@@ -253,7 +253,7 @@ def why(found: Comparison) -> str:
     text += "NVLink is the limit, and the NIC waits"
     if published.inside_gb_per_s is None:
         return text + "."
-    stays = 1 / cluster.ranks_per_host  # rows that the forwarding GPU keeps
+    stays = 1 / cluster.ranks_per_host  # the share of rows that the forwarding GPU keeps
     reached = published.inside_gb_per_s * (1 - stays)
     slower = found.model_gb_per_s * reached / cluster.nvlink_gb_per_s
     return text + (

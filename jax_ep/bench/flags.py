@@ -13,7 +13,7 @@ from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 from pallas_kernels.formats import RowFormat
 
-# Of --wire_dtype; "none": rows are sent as they are.
+# The values of --wire_dtype; "none" sends rows in their own dtype.
 WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
@@ -32,11 +32,11 @@ class Iterations(NamedTuple):
 
     on_cpus: int
     many_tokens: int
-    few_tokens: int  # up to FEW_TOKENS a rank
+    few_tokens: int  # the default for up to FEW_TOKENS tokens per rank
 
 
 class Timing(NamedTuple):
-    """The flags that say how loops (`timing.Loop`) are timed, and what one of them defaults to."""
+    """The flags that say how loops (`timing.Loop`) are timed, and the default of --iterations."""
 
     iterations: Holder
     repeats: Holder
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
     default_iterations: Iterations
 
     def iterations_of(self, num_tokens: int) -> int:
-        """Returns --iterations, or its default for so many tokens a rank."""
+        """Returns --iterations, or its default for this number of tokens per rank."""
         if self.iterations.value is not None:
             return self.iterations.value
         if jax.default_backend() != "gpu":
@@ -75,13 +75,13 @@ class BenchFlags(Flags):
         check: Holder | None = None,
         seconds: float | None = None,
     ) -> Shared:
-        """Defines --json and --plot, and of the other shared flags those that are not None.
+        """Defines --json and --plot, and each further shared flag whose argument is not None.
 
         Args:
-          plot: what is drawn.
+          plot: the contents of the plot, for the help of --plot.
           ranks: the default of --ranks, in words.
-          timing: what `timing` returned.
-          check: what `check` returned.
+          timing: the result of `timing`.
+          check: the result of `check`.
           seconds: the default of --seconds.
         """
         return Shared(

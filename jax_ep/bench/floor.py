@@ -1,4 +1,4 @@
-"""The floor of an exchange: the time that no implementation can beat on this machine.
+"""Computes the floor of an exchange: the time that no implementation can beat on this machine.
 
 The rows that must cross to another rank take at least their bytes over the bandwidth of a plain
 copy between two GPUs. The operands and results take at least their bytes over the bandwidth of a
@@ -88,8 +88,8 @@ def traffic(op: str, work: Work) -> Traffic:
     wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
-    here = work.num_tokens * own  # x, g or out [T, H]
-    rows = filled * own  # y or dy [R, H]
+    here = work.num_tokens * own  # the bytes of x, g or out [T, H]
+    rows = filled * own  # the bytes of y or dy [R, H]
     local = {
         "dispatch": here + filled * dispatched,
         "combine": rows + here,
@@ -103,7 +103,7 @@ def traffic(op: str, work: Work) -> Traffic:
     crossing = case.wire_rows()
     if op in OF_RANK_MAJOR:
         remote = 0.0
-    elif op == "round_trip":  # its combine is not quantized
+    elif op == "round_trip":  # the combine of a round trip is not quantized
         remote = crossing * (wire + own)
     else:
         remote = crossing * wire

@@ -50,7 +50,7 @@ from jax_ep.moe.routing import Score
 
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
-# Kernels of the exchange and of XLA's collectives, and of this library's matmuls.
+# Names of kernels: of the exchange and XLA's collectives, and of this library's matmuls.
 EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 MATMUL = re.compile(r"^grouped_matmul")
 # The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
@@ -73,7 +73,7 @@ SHAPES = {
     "qwen3-moe": Shape(2048, 768, 128, 8),
     "mixtral": Shape(4096, 14336, 8, 2),
 }
-SMALL_SHAPES = {  # for CPUs
+SMALL_SHAPES = {  # CPUs measure these shapes
     "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
     "qwen3-moe": Shape(128, 64, 16, 8),
     "mixtral": Shape(128, 256, 8, 2),
@@ -131,7 +131,7 @@ _MATMUL_DTYPE = FLAGS.choice(
     "multiply in any case.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
-_ITERATIONS_OF_RAGGED_DOT = 2  # it takes tens of milliseconds
+_ITERATIONS_OF_RAGGED_DOT = 2  # few, since `lax.ragged_dot` takes tens of milliseconds
 _SEED = FLAGS.seed("parameters and tokens")
 _SHARED = FLAGS.share(
     plot="the throughputs",
@@ -170,7 +170,7 @@ class LayerCase(runner.Case):
                 for name in names
             ],
         )
-        self.expected: dict[str, tuple[str, Any]] = {}  # by direction: a layer and its outputs
+        self.expected: dict[str, tuple[str, Any]] = {}  # a layer's name and outputs
 
     def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
         mesh = Mesh(np.asarray(jax.devices()[: self.ranks]), (AXIS,))
@@ -468,7 +468,7 @@ def _differing_rows(
     error = jnp.linalg.norm(got - wanted, axis=-1)
     size = jnp.linalg.norm(wanted, axis=-1)
     relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
-    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # so that NaN differs
+    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # a NaN differs, too
 
 
 def compare(rows: list[Row]) -> None:

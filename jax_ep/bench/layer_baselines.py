@@ -1,4 +1,4 @@
-"""The MoE layers that `bench layer` compares: this library's, and those of plain JAX.
+"""Defines the MoE layers that `bench layer` compares: this library's, and layers of plain JAX.
 
 Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`. All have
 the same router, give the experts the same rows in a buffer of the same size, and are differentiable
@@ -24,7 +24,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-Layer = Callable[[MoEParams, jax.Array], jax.Array]  # x [T, H] -> [T, H]
+Layer = Callable[[MoEParams, jax.Array], jax.Array]  # a function (params, x [T, H]) -> [T, H]
 
 
 class Exchange(NamedTuple):
@@ -118,7 +118,7 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
-    token = choice // top_k  # past the last token where the row is empty
+    token = choice // top_k  # an empty row gets an index past the last token
 
     def bring_back(y, weights):
         all_weights = lax.all_gather(weights, AXIS, tiled=True).reshape(-1)

@@ -133,14 +133,14 @@ class MatmulCase(runner.Case):
         return found
 
     def measure(self, run: runner.Run) -> list[Row]:
-        """Returns the row of the dense matmul, and then the others', the fastest first."""
+        """Returns the row of the dense matmul, then the backends' rows, the fastest first."""
         dense, *others = super().measure(run)
         others.sort(key=lambda row: row["wall"]["median_us"] if "wall" in row else math.inf)
         return [dense, *others]
 
 
 class SmallCase(MatmulCase):
-    """One operation on small operands, whose results are checked: its rows are those that fail."""
+    """One operation on small operands, whose results are checked; only failures become rows."""
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"

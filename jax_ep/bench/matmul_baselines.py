@@ -1,4 +1,4 @@
-"""Grouped matmuls of others, which `bench matmul` compares with the library's own.
+"""Wraps grouped matmuls of other libraries, which `bench matmul` compares with this library's.
 
 "mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs; "tokamax" is the package of that name.
 Both follow the contract of `jax_ep.matmul.backend`.
@@ -156,8 +156,8 @@ MOSAIC = Backend(
     product=mosaic_product,
     drhs=mosaic_drhs,
 )
-# The gradient of rhs is that of "xla": tokamax's own, as of 0.0.17, is wrong on an H200, where sums
-# of groups with more rows than one of its blocks were off by a fifth.
+# "xla" computes the gradient of rhs, because tokamax's own (0.0.17) is wrong on an H200: the sums
+# of groups with more rows than one block were off by a fifth.
 TOKAMAX = Backend(
     name="tokamax",
     unavailable_reason=_tokamax_reason,
@@ -201,7 +201,7 @@ def _backends() -> dict[str, Backend]:
     return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
-PALLAS_TILES = (  # heights, block_n, the most that band may be
+PALLAS_TILES = (  # each: heights that are tried, block_n, and the largest band
     ((128,), 128, 16),
     ((256,), 128, 16),
     ((128, 192, 256), 128, 16),
@@ -209,7 +209,7 @@ PALLAS_TILES = (  # heights, block_n, the most that band may be
     ((64, 96, 128, 136, 144), 256, 8),
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
-PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # block_n, the most that band may be
+PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # each: block_n and the largest band
 
 
 def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
@@ -219,7 +219,7 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     """
     if op == "gated" or pallas.BACKEND.name not in names:
         return []
-    # Not on a machine without GPUs.
+    # This import loads Mosaic, which machines without GPUs may lack.
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -231,7 +231,7 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     )
     if op == "drhs":
         kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)
-    found = {}  # by name: narrow cases give some bands twice
+    found = {}  # a dictionary by name, since narrow cases give some bands twice
     for *shape, block_n, most in shapes:
         if columns % block_n == 0:
             tiles = kind.fitting(*shape, block_n, pallas.band(columns, block_n, most))

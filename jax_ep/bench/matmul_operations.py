@@ -16,7 +16,7 @@ from jax import lax
 from jax_ep.matmul.backend import Backend
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
-OF_TWO_PAIRS = ("gated", "sum_of_dlhs")  # the dense matmul they are compared with is of one
+OF_TWO_PAIRS = ("gated", "sum_of_dlhs")  # two products, compared with one dense matmul
 
 # The largest relative error that a result may have, in norm, by the operands' dtype.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
@@ -35,7 +35,7 @@ class Case:
     mlp: int
     num_groups: int
     live: int
-    slow: bool = False  # time "xla" and "loop" too
+    slow: bool = False  # whether to time "xla" and "loop" too
 
     def flops(self, operation: str, rows: int) -> float:
         pairs = 2 if operation in OF_TWO_PAIRS else 1
@@ -56,7 +56,7 @@ CASES = (
     Case("qwen3-moe up, decode", 1152, 2048, 768, 64, 1024),
     Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
 )
-SMALL_CASES = (  # for CPUs
+SMALL_CASES = (  # CPUs measure these cases
     Case("small", 256, 64, 128, 4, 200, slow=True),
     Case("small, wide", 64, 128, 64, 2, 64, slow=True),
 )
@@ -64,7 +64,7 @@ SMALL_CASES = (  # for CPUs
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of all operations; rhs_1 and grad_1 are those of a second product.
+    """The operands of all operations; rhs_1 and grad_1 belong to a second product.
 
     They are arrays on a device or on the host.
     """

@@ -82,7 +82,7 @@ def save_json(path: str, record: dict[str, Any]) -> None:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(f"{path}.part", path)
-    except OSError:  # nor can a file be replaced in a folder that is not writable
+    except OSError:  # the folder is not writable, so the file is written in place
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

@@ -123,7 +123,7 @@ def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignm
 
 
 def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
-    """Makes one of OPERATIONS by its name; `seed` is that of the rows."""
+    """Makes one of OPERATIONS by its name; `seed` seeds the random rows."""
     arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
     return OPERATIONS[name](work, implementation, arrays)
 
@@ -176,7 +176,7 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
-    if work.wire.quantized:  # absolute, since values are below 1
+    if work.wire.quantized:  # an absolute tolerance, since values are below 1
         tolerance = work.wire.relative_error + float(jax.numpy.finfo(work.dtype).eps)
     if isinstance(tokens, QuantizedArray):
         tokens = jax.tree.map(np.asarray, tokens).dequantize(np.float32)
@@ -346,8 +346,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # On a GPU, a value halfway between two numbers of the wire's format may be rounded to
-        # another one than here. Then the two differ by a step.
+        # A GPU and this code may round a value halfway between two numbers of the wire's format to
+        # different ones. Then the results differ by a step of the format.
         slack = 2 * work.wire.relative_error
         g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":
@@ -357,7 +357,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A sum of H products of numbers below 1, in float32, of which few differ by such a step.
+        # A weight's gradient is a float32 sum of H products of numbers below 1. Few of the products
+        # differ by a step.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
@@ -372,7 +373,7 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "group_by_expert": _group_by_expert,
     "sum_by_token": _sum_by_token,
 }
-# The direction in which an operation moves rows: that of the baselines it is compared with.
+# The direction in which an operation moves rows, by which its baselines are chosen.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
@@ -424,7 +425,7 @@ def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None
         wrong = got != wanted
     else:
         error = np.abs(got.astype(np.float32) - wanted.astype(np.float32))
-        wrong = ~(error <= tolerance)  # so that NaN is wrong
+        wrong = ~(error <= tolerance)  # a NaN is wrong, too
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise AssertionError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points (x, y) by panel and by line
+Panels = dict[str, dict[str, list[tuple[float, float]]]]  # maps panels to lines to points (x, y)
 
 
 class Column(NamedTuple):
@@ -129,11 +129,11 @@ def lines(
     Args:
       panels: the points (x, y) by panel and by line.
       path: the file to write.
-      title: what is shown, and its sizes.
-      x_label: what x is, with its unit.
-      y_label: what y is, with its unit.
-      logarithmic: whether both axes are.
-      mark: an x to draw a dashed vertical line at, and what it means.
+      title: the plot's title: its contents and sizes.
+      x_label: the label of the x axis, with its unit.
+      y_label: the label of the y axis, with its unit.
+      logarithmic: whether both axes are logarithmic.
+      mark: an x at which to draw a dashed vertical line, and the line's label.
     """
     panels = panels or {"nothing measured": {}}
     styles = _styles(label for found in panels.values() for label in found)
@@ -272,7 +272,7 @@ def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[
             ncols=max(1, int(width * columns / 2.7)),
             fontsize="small",
         )
-    letters = int(width * columns * 13)  # of a line that fits
+    letters = int(width * columns * 13)  # the characters that fit on a line
     wrapped = [textwrap.fill(line, letters) for line in title.splitlines()]
     figure.suptitle("\n".join(wrapped), fontsize="medium")
     figure.savefig(path, dpi=120)

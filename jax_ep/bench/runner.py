@@ -22,17 +22,17 @@ from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 
-_SLOW_REPEATS = 3  # of a loop that takes seconds
+_SLOW_REPEATS = 3  # the repeats of a loop that takes seconds
 Program = tuple[Row, Loop]
 
 
 class Run(NamedTuple):
-    """What the flags of a command say about its measurements.
+    """Settings of a command's measurements, from its flags.
 
     Attributes:
       check: whether results are checked before they are timed.
       repeats: how many times each loop is run and timed.
-      timer: what measures device times, one of `flags.TIMERS`.
+      timer: the profiler that measures device times, one of `flags.TIMERS`.
       seconds: the seconds after which no measurement is begun; None: no limit.
       started: when the command started, in seconds of `time.monotonic`.
     """
@@ -54,9 +54,9 @@ class Case:
 
     Attributes:
       name: the work in words, for the progress line.
-      rows: for each program, the fields of its row that say what it is.
+      rows: for each program, the fields of its row that identify it.
       in_turns: whether the loops of all programs run in turns; if not, one after the other.
-      spaced: whether device times are those of spaced calls, as in `Loop.device_time`.
+      spaced: whether device times are measured with spaced calls; see `Loop.device_time`.
       device_repeats: how many times a loop runs for its device time, at most.
     """
 
@@ -68,7 +68,7 @@ class Case:
         self.name, self.rows = name, list(rows)
 
     def prepare(self) -> Any:
-        """Makes what all programs share, such as operands; `build` and `check` receive it."""
+        """Makes the data that all programs share, such as operands, for `build` and `check`."""
 
     def build(self, row: Row, shared: Any) -> Loop:
         """Compiles the loop of a row's program."""
@@ -175,7 +175,7 @@ class Bench:
         raise NotImplementedError
 
     def header(self) -> list[str]:
-        """Returns what holds for all rows, as lines to print before anything is measured."""
+        """Returns the facts that hold for all rows, as lines to print before measuring."""
         return []
 
     def name(self, row: Row) -> str:
@@ -183,10 +183,10 @@ class Bench:
         raise NotImplementedError
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to the rows what follows from other rows, such as speed-ups."""
+        """Adds to the rows the fields that follow from other rows, such as speed-ups."""
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders rows as lines, with what is explained below the table."""
+        """Renders rows as lines: the table, and the notes below it."""
         return report.table(self.columns, rows)
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
@@ -217,7 +217,7 @@ def run(bench: Bench, by_case: bool = False) -> int:
         found = case.measure(run)
         rows += found
         measuring.progress("")
-        if shared.json.value:  # as it goes: a run that is ended early leaves what it has
+        if shared.json.value:  # after each case, so that an interrupted run keeps its results
             measuring.write_json(shared.json.value, rows, **bench.facts)
         if by_case:
             _print_table(bench, found)
@@ -232,7 +232,7 @@ def run(bench: Bench, by_case: bool = False) -> int:
 
 
 def make_run(shared: Shared) -> Run:
-    """Returns what the flags of a command say about its measurements, from now on."""
+    """Returns the settings of a command's measurements, whose time begins now."""
     started, timing = time.monotonic(), shared.timing
     if timing is None:
         return Run(started=started)

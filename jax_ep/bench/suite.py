@@ -23,8 +23,8 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
-_TAIL = 4000  # last characters of a failed step's error output that are kept
-_SECONDS_TO_END = 10  # between SIGTERM and SIGKILL
+_TAIL = 4000  # the last characters of a failed step's error output are kept
+_SECONDS_TO_END = 10  # the time between SIGTERM and SIGKILL
 _OK = "ok"
 _INTERRUPTED = "interrupted"
 
@@ -128,7 +128,7 @@ def _run() -> int:
     machine = _machine()
     on_gpu = machine["backend"] == "gpu"
     record = measuring.run_record() | {"machine": machine, "steps": []}
-    kind = machine["devices"][0]["kind"]  # on CPUs each step makes as many as it has ranks
+    kind = machine["devices"][0]["kind"]  # on CPUs each step makes its own virtual devices
     print(f"{len(machine['devices'])} x {kind}" if on_gpu else kind, flush=True)
     steps = list(_chosen(on_gpu))
     for number, (name, command, measures) in enumerate(steps, 1):
@@ -162,7 +162,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _machine() -> dict[str, Any]:
-    """Returns what `python -m jax_ep info --json=FILE` says of the machine.
+    """Returns the facts about the machine that `python -m jax_ep info --json=FILE` writes.
 
     It runs in another process, since this one must not take the GPUs' memory.
     """

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Kernel = tuple[str, float]  # name, microseconds
+Kernel = tuple[str, float]  # a kernel's name and its microseconds
 # "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but not made for
 # several GPUs: its threads append to one list without a lock. Two of nine long runs with it on four
 # GPUs crashed.
@@ -58,13 +58,13 @@ class DeviceTime(NamedTuple):
     "cupti" sees kernels only, and not of which rank; with it, `slowest` equals `median`.
     """
 
-    median: float  # over ranks and calls
+    median: float  # the median over ranks and calls
     slowest: float  # the slowest rank's median over calls
-    low: float  # 10th percentile over ranks and calls
-    high: float  # 90th percentile over ranks and calls
-    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks, loop included
-    timer: str  # one of DEVICE_TIMERS
-    of_loop: float = 0.0  # microseconds of the loop itself for each call, which are subtracted
+    low: float  # the 10th percentile over ranks and calls
+    high: float  # the 90th percentile over ranks and calls
+    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks, with the loop
+    timer: str  # the profiler, one of DEVICE_TIMERS
+    of_loop: float = 0.0  # the loop's own microseconds per call, which are subtracted
 
     def without(self, of_loop: float) -> DeviceTime:
         """Returns the device time less `of_loop`, the microseconds of the loop itself per call."""
@@ -176,7 +176,7 @@ class Loop:
             try:
                 device = self.timed_by(timer, repeats, spaced)
                 return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
-            except Exception as error:  # profilers fail in their own ways; say how and go on
+            except Exception as error:  # profilers raise many kinds of errors
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
 
@@ -185,7 +185,7 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures the device time of a call by one of `DEVICE_TIMERS`, the loop's own included."""
+        """Measures a call's device time, plus the loop's own, by one of `DEVICE_TIMERS`."""
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations
@@ -260,7 +260,7 @@ def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # not on a machine without GPUs
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # loads Mosaic
 
     from pallas_kernels.fabric import ptx
 
@@ -275,7 +275,7 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
-    """Lists what each GPU ran, in the order of its start, without spacers and idle GPUs."""
+    """Lists the launches of each GPU, in order of their start, without spacers and idle GPUs."""
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
@@ -336,7 +336,7 @@ def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> D
     by_kernel: dict[str, float] = {}
     for name, values in durations.items():
         values.sort()
-        launched = len(values) / (calls * num_ranks)  # times in each call of each rank
+        launched = len(values) / (calls * num_ranks)  # the launches per call of each rank
         median += launched * statistics.median(values)
         low += launched * values[int(0.1 * (len(values) - 1))]
         high += launched * values[round(0.9 * (len(values) - 1))]

@@ -387,7 +387,7 @@ TABLE = (
         model_types=("granitemoe",),
         sizes=_MIXTRAL_SIZES,
         fields=_K,
-        # The softmax of the chosen logits is that of all logits, normalized.
+        # A softmax over the chosen logits equals the softmax over all logits, normalized.
         fixed=_SOFTMAX,
         tensors=_GRANITE,
     ),

@@ -243,7 +243,7 @@ class Block:
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
             return encoding.scale_dtype if isinstance(encoding, Float8) else None
-        # Of a layer, only the matrices of experts are float8.
+        # Only the experts' matrices are stored as float8.
         parameter = PARAMETERS[tensor.params[0]]
         is_of_experts = parameter.init == "kernel" and "mlp" in parameter.logical_axes
         if is_of_experts and self.quantization.is_float8(self.prefix + name):
@@ -413,7 +413,7 @@ def _block(
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
-    """Reads config.json; returns the language model's part of it, and whether there are others."""
+    """Reads config.json; returns the language model's part, and whether that is only a part."""
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")

@@ -63,7 +63,7 @@ class Plain:
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns where `values` are not what `old`, in the dtype of `values`, is; NaN is NaN."""
+    """Returns where `values` differ from `old`, cast to their dtype; two NaNs are equal."""
     old = old.astype(values.dtype)
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
@@ -129,12 +129,12 @@ class _InBlocks:
 
     @property
     def _block(self) -> tuple[int, ...]:
-        """The sizes of a block of numbers along the last axes that blocks divide."""
+        """The sizes of a block of numbers along the axes that blocks divide."""
         return self.format.block[1:] if self.format.block[0] == 1 else self.format.block
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The sizes of a block of stored values along these axes."""
+        """The sizes of a block of stored values along the axes that blocks divide."""
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ class Float8(_InBlocks):
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
     def _of_values(self, blocks: Index) -> Index:
-        """Returns the index of the values of blocks."""
+        """Returns the slices of the stored values that belong to a slice of blocks."""
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
@@ -286,7 +286,7 @@ Encoding = Plain | Float8 | MXFP4
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What config.json says of a model's quantized tensors.
+    """The quantization of a model, as config.json states it.
 
     Attributes:
         method: "fp8", "mxfp4", or None for a model that is not quantized.

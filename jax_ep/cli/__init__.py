@@ -14,7 +14,7 @@ from jax_ep.flags import Error, Flags
 
 
 class Command(NamedTuple):
-    module: str  # imported only when the command runs
+    module: str  # the module, imported only when the command runs
     summary: str
 
 
@@ -100,14 +100,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as shells have it for a command that SIGINT ended
+        return 130  # the status that shells use after SIGINT
     except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Returns the command that the words before the first flag name, or None if there is none."""
+    """Returns the command that is named by the words before the first flag, or None."""
     name = " ".join(_before_flags(words))
     return name if name in COMMANDS else None
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ep info`: prints what a bug report needs, and which implementation runs here."""
+"""`python -m jax_ep info`: prints facts for a bug report, and which implementations run here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JSON = FLAGS.json()
 def run() -> int:
     FLAGS.check_outputs()
     facts = collect()
-    if _JSON.value:  # files come first: the reader of what is printed may end early
+    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
     return 0 if facts["backend_error"] is None else 1

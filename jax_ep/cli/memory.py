@@ -43,7 +43,7 @@ _ALIGNMENT = FLAGS.integer(
 _JSON = FLAGS.json()
 
 _MIB = 2**20
-_NAME = 44  # columns for an operation's name
+_NAME = 44  # an operation's name gets this many columns
 
 
 def run() -> int:
@@ -54,7 +54,7 @@ def run() -> int:
     if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
         raise Error("--host_capacity: needs several hosts, such as --hosts=2")
     facts = collect()
-    if _JSON.value:  # files come first: the reader of what is printed may end early
+    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
     return 0
@@ -81,7 +81,7 @@ def collect() -> dict[str, Any]:
             buffers = memory.workspace_bytes(**way, **rows, **model, **hosts)
             results = memory.result_bytes(**way, **rows, **model, **hosts)
             here.append(way | {"buffers": buffers, "results": results})
-        except ValueError as error:  # the flags were checked: kernels do not support these sizes
+        except ValueError as error:  # the flags are valid, so kernels do not support these sizes
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
     others = [
@@ -108,7 +108,7 @@ def collect() -> dict[str, Any]:
 def _ways() -> Iterator[dict[str, Any]]:
     """Yields the arguments of every operation in every implementation, layout and wire dtype.
 
-    Not every one of them supports the sizes that the flags give.
+    Some of them do not support the sizes that the flags give.
     """
     wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
@@ -169,7 +169,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _line(use: dict[str, Any]) -> str:
-    """Renders an operation's workspace and results: the sums, and what they consist of."""
+    """Renders the total bytes of an operation's workspace and results, and each buffer's bytes."""
     kinds = [use["buffers"], use["results"]]
     totals = "".join(f"{_mib(sum(kind.values())):>10}" for kind in kinds)
     parts = [", ".join(f"{part} {_mib(size)}" for part, size in kind.items()) for kind in kinds]

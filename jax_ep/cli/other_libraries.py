@@ -1,4 +1,4 @@
-"""The low-latency buffers of other libraries, by the formulas that these state."""
+"""Computes the sizes of other libraries' low-latency buffers, by the formulas that they publish."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class OtherLibrary(NamedTuple):
     """The low-latency buffers of another library.
 
     Attributes:
-      name: which, and in which state.
-      formula: bytes per rank, of B = T tokens and P bytes of a message.
+      name: the library and its version.
+      formula: bytes per rank, in words, for B = T tokens and messages of P bytes.
       source: where the formula comes from.
       size: the formula, of (N, E, K, B·P).
     """

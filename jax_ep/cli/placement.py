@@ -72,8 +72,8 @@ _MATMUL = FLAGS.number(
 _JSON = FLAGS.json()
 _PLOT = FLAGS.plot("the balance by step")
 
-_ROW_BYTES = 2  # of a value, bfloat16
-_AGES = 6  # parts of the evaluated steps, by age of the placement
+_ROW_BYTES = 2  # a value of a row is a bfloat16
+_AGES = 6  # the evaluated steps are split into this many parts, by age of the placement
 
 
 def run() -> int:
@@ -100,7 +100,7 @@ def run() -> int:
     )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
-    if _JSON.value:  # files come first: the reader of what is printed may end early
+    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
         facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
@@ -115,7 +115,7 @@ def run() -> int:
 
 
 def _read() -> tuple[np.ndarray, int | None]:
-    """Reads the trace and its num_experts, if it says it; raises `Error` where there is none."""
+    """Reads the trace, and its num_experts if the file has it; raises `Error` without a trace."""
     path = _TRACE.value
     if path is None:
         raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
@@ -148,7 +148,7 @@ def _read() -> tuple[np.ndarray, int | None]:
 def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
     """Returns E; raises `Error` if the trace has an id that is not below it.
 
-    `in_file` is that of the trace's file, or None.
+    `in_file` is the `num_experts` of the trace's file, or None.
     """
     largest = int(trace.max())
     num_experts: int = _EXPERTS.value or in_file or largest + 1
@@ -184,7 +184,7 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
 
 
 def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
-    """Computes the figures of a step [layers, tokens, K], by layer where there is one per layer."""
+    """Computes the figures of a step [layers, tokens, K]; some have one value per layer."""
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
     mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
@@ -249,7 +249,7 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
 
 
 def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str, sizes: str) -> None:
-    """Draws the load of the busiest rank over the mean, by step, to a file."""
+    """Draws to a file, for each step, the load of the busiest rank relative to the mean."""
     points: dict[str, list[tuple[float, float]]] = {
         name: [(step, float(np.mean(f["balance"]))) for step, f in enumerate(figures)]
         for name, figures in found.items()

@@ -6,40 +6,13 @@ kernels and allocates no symmetric memory.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
 
+from jax_ep.collectives.problem import FUSED, Problem
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
 Algorithm = str | None  # None selects the fastest algorithm that can run
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The properties of a collective by which its algorithm is selected.
-
-    Attributes:
-      op: a key of `ALGORITHMS`.
-      operands: a rank's operands, or their shapes and dtypes: x, and for all_reduce_rms_norm also
-        the residual and the scale.
-      num_ranks: N.
-      axis_name: the mesh axes of the ranks.
-      place: where the collective runs.
-    """
-
-    op: str
-    operands: Sequence[Any]
-    num_ranks: int
-    axis_name: tuple[str, ...]
-    place: availability.Place
-
-    @functools.cached_property
-    def kernels_unavailable_reason(self) -> str | None:
-        """The reason why no kernel can run at `place`; None if kernels can run there."""
-        return self.place.unavailable_reason(self.axis_name)
 
 
 def _kernel(name: str) -> Implementation:
@@ -59,14 +32,6 @@ def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementation
     return Implementations((*map(_kernel, kernels), *by_xla), "algorithm", op)
 
 
-# The names of all_reduce_rms_norm's algorithms that sum and normalize in one kernel.
-FUSED = (
-    "fused",
-    "fused_one_shot_ll",
-    "fused_two_shot_ll",
-    "fused_one_shot",
-    "fused_two_shot",
-)
 _ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")
 # Each operation's algorithms; `jax_ep.collectives.table` has the times by which None selects one.
 ALGORITHMS: dict[str, Implementations[Implementation]] = {
@@ -76,8 +41,3 @@ ALGORITHMS: dict[str, Implementations[Implementation]] = {
     "all_to_all": _algorithms("all_to_all", ("ll", "direct")),
     "all_reduce_rms_norm": _algorithms("all_reduce_rms_norm", FUSED, "unfused"),
 }
-
-
-def is_low_latency(algorithm: str) -> bool:
-    """Returns whether the algorithm uses the low-latency protocol; its name ends in "ll"."""
-    return algorithm.endswith("ll")

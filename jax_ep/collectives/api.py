@@ -1,9 +1,9 @@
 """Defines all_reduce, all_gather, reduce_scatter, all_to_all and all_reduce_rms_norm.
 
 Call each function inside `jax.shard_map` over `axis_name`, a mesh axis or a tuple of mesh axes, of
-N ranks. The order of a tuple defines the order of the ranks, and must be that of the specs. All are
-differentiable in forward and reverse mode; their gradients are those of the functions of `jax.lax`
-that they replace.
+N ranks. The order of a tuple defines the order of the ranks, and must equal the specs' order. All
+functions are differentiable in forward and reverse mode, with the gradients of the functions of
+`jax.lax` that they replace.
 
 Algorithms. `algorithm=None` picks the fastest algorithm that was measured for the operation, the
 number of ranks, the bytes and the GPU generation (`jax_ep.collectives.table`). On any other
@@ -45,7 +45,8 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
 from jax_ep.collectives import primitives, table
-from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
+from jax_ep.collectives.problem import Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.collectives import xla
-from jax_ep.collectives.algorithms import FUSED, Problem, is_low_latency
+from jax_ep.collectives.problem import FUSED, Problem, is_low_latency
 from jax_ep.runtime import availability, jax_compat, multicast
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
@@ -227,8 +227,8 @@ class PallasCollectives:
     ) -> jax.Array:
         """Runs a kernel on x [..., S]: `low_latency_kernel` if the algorithm is a low-latency one.
 
-        The plan of `kernel` is for `num_elements`, how many elements the blocks of a rank process;
-        that of `low_latency_kernel` is for S.
+        The plan of `kernel` is made for `num_elements`, the number of elements that the blocks of a
+        rank process; the plan of `low_latency_kernel` is made for S.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.collectives import selection
-from jax_ep.collectives.algorithms import Algorithm, Problem
+from jax_ep.collectives.algorithms import Algorithm
+from jax_ep.collectives.problem import Problem
 from jax_ep.collectives.xla import XlaCollectives
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 
 from jax_ep.collectives import table
-from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
+from jax_ep.collectives.problem import Problem
 
 
 def select(algorithm: Algorithm, problem: Problem) -> str:

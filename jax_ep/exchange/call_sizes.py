@@ -1,4 +1,4 @@
-"""The sizes of a call of an exchange, from which each implementation states what it holds."""
+"""Describes the sizes of an exchange's call, from which each implementation counts its buffers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_ax
 
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends the number of each choice, [T, K], to the choice's row; returns [R], else zero.
+    """Sends the number of each choice, [T, K], to the choice's row; returns [R], zero elsewhere.
 
     `implementation` names the implementation of the exchange.
     """

@@ -2,10 +2,10 @@
 
 The caller's inputs and outputs are not counted. The counts follow from shapes, so they need no
 machine with that many ranks. The kernels' plans state what the kernels allocate, and
-`jax_ep.exchange.xla` and `two_level` what they hold. What XLA holds of a program can be asked of
-the compiled program alone (`compiled.memory_analysis()`), and compiling for N CPUs takes N devices:
-JAX has no topology of CPUs. So the tests ask: they compare the counts of "xla" with XLA's analysis,
-and those of "pallas" with the buffers that the kernels' calls are lowered with.
+`jax_ep.exchange.xla` and `two_level` what they hold. XLA knows the memory of
+compiled programs only (`compiled.memory_analysis()`), and compiling for N CPUs needs N devices. The
+tests therefore compare the counts of "xla" with XLA's analysis, and the counts of "pallas" with the
+buffers in the lowered kernels' calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # Operations between the rank-major and the expert-major layout, which communicate nothing.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-_CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}  # what they are in one rank
+# A local operation allocates what this exchange allocates on a single rank.
+_CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
 def workspace_bytes(

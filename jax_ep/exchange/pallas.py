@@ -33,7 +33,7 @@ from pallas_kernels.fabric.symmetric import Gpus
 def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
-    """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
+    """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     sizes = (fabric.num_ranks, *topk_idx.shape)
@@ -62,7 +62,7 @@ def dispatch(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
+    """Sends x [T, H] along the routes of a dispatch; see `ExchangeInParts.dispatch_like`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
@@ -130,7 +130,7 @@ def combine_grad(
     config: Config,
     into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
+    """Computes the cotangents of a weighted combine; see `ExchangeInParts.combine_grad`.
 
     Quantized cotangents are sent by `dispatch_like`, and XLA multiplies the received rows.
     """

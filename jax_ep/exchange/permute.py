@@ -53,7 +53,7 @@ def group_by_expert(
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
-    leaves, tree = jax.tree.flatten(received.tokens)  # of quantized tokens values, then scales
+    leaves, tree = jax.tree.flatten(received.tokens)  # values, then scales
     first, *others = (leaf.reshape(flat) for leaf in leaves)
     grouped = dispatch(
         first,

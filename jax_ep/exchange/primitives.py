@@ -75,13 +75,12 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     """Defines a primitive; returns the function (*operands, config) that binds it.
 
     Args:
-      name: the name of the exchanges' function that the primitive computes.
-      results: (*operands, config) -> what that function returns, with a shape and dtype for each
-        array.
+      name: the name of the function of `Exchange` that the primitive computes.
+      results: (*operands, config) -> the function's results, as shapes and dtypes.
     """
 
     def abstract_eval(*types, tree, config):
-        # The operands vary over the same axes, and so does every result.
+        # All operands and results vary over the same mesh axes.
         shapes = jax.tree.leaves(results(*jax.tree.unflatten(tree, types), config))
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 

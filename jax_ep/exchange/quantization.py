@@ -1,6 +1,6 @@
-"""The formats in which rows cross the wire, and rows as the unsigned integers that XLA moves.
+"""Selects the formats in which rows are sent, and packs rows as unsigned integers for XLA.
 
-`jax_ep.formats` says what the formats are, how far off their numbers are, and what becomes of NaN.
+`jax_ep.formats` describes the formats, their errors, and what becomes of NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
 
 
 def wire_format(wire_dtype: jax.typing.DTypeLike | None, argument: str = "wire_dtype") -> RowFormat:
-    """Returns the format of rows that are sent in a `wire_dtype`; None: as they are.
+    """Returns the format of rows that are sent in a `wire_dtype`; for None, their own dtype.
 
     Raises ValueError, with the caller's name `argument`, if there is no such format.
     """
@@ -76,7 +76,7 @@ def check_output(output: str, wire: RowFormat) -> None:
 def bits(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
     """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
 
-    So NaNs keep their payload. Returns x's bits, [..., H]; or in a quantized format, bytes
+    NaNs then keep their payload. Returns x's bits, [..., H]; or in a quantized format, bytes
     [..., bytes of a row]: the values, then the scales.
     """
     if not wire.quantized:

@@ -9,55 +9,11 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep.exchange.interface import Exchange
+from jax_ep.exchange.rows import Rows
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
-from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric import memory_map
-from pallas_kernels.formats import PLAIN, RowFormat
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The properties of an exchange's rows on which the kernels depend.
-
-    Attributes:
-      hidden: H, the columns of a row.
-      dtype: the dtype of the rows.
-      num_ranks: N.
-      list_words: the words that describe a token's choices: K, or 2 K if weights are sent with
-        them.
-      num_experts: E.
-      wire: the format in which rows or their sums are sent.
-    """
-
-    hidden: int
-    dtype: jax.typing.DTypeLike
-    num_ranks: int
-    list_words: int
-    num_experts: int
-    wire: RowFormat = PLAIN
-
-    def unavailable_reason(self) -> str | None:
-        """Returns why the kernels cannot dispatch and combine such rows, or None if they can."""
-        if reason := availability.dtype_unavailable_reason("its dtype", self.dtype):
-            return reason
-        if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
-            return f"it takes up to {memory_map.MAX_VALUES} experts, not {self.num_experts}"
-        hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)
-        if plans.fits_shared_memory(
-            plans.Row(hidden, self.dtype, self.wire),
-            num_ranks=self.num_ranks,
-            top_k=self.list_words,
-            num_experts=self.num_experts,
-        ):
-            return None
-        return (
-            f"a row of {hidden} {jnp.dtype(self.dtype).name} is too long for shared memory, which "
-            f"also holds the routes of {self.num_experts} experts and {self.list_words} choices"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
-from jax_ep.exchange.selection import Rows
+from jax_ep.exchange.rows import Rows
 from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
 from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -351,7 +351,7 @@ def workspace(
     Args:
       operation: one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
       kernels: whether the kernels run inside a host.
-      sizes: those of the exchange among all ranks.
+      sizes: the sizes of the exchange among all ranks.
       num_hosts: M.
       rows_to_host: the rows that a rank sends to each host.
       inside: returns what an exchange inside a host holds, for an operation, whether kernels run
@@ -421,7 +421,7 @@ def _sent_bytes(sizes: CallSizes) -> int:
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
-    """Returns the sums that cross between hosts: those returned by all, and the outgoing of one."""
+    """Counts the sums that cross between hosts: the returned sums, and one host's outgoing sums."""
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     held = 2 * num_hosts if at_once else num_hosts
     others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
@@ -433,7 +433,7 @@ def _sums_workspace(
 
 
 def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
-    """Returns what a dispatch to expert-major rows holds to make the routes."""
+    """Counts the buffers in which an expert-major dispatch computes its routes."""
     choices = sizes.num_tokens * sizes.top_k
     numbers = 2 * choices + sizes.num_experts
     narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD

@@ -34,7 +34,7 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
-    """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
+    """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
     # Ranks exchange only the payload and these messages.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
@@ -72,7 +72,7 @@ def read_messages(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
+    """Sends x [T, H] along the routes of a dispatch; see `ExchangeInParts.dispatch_like`."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
@@ -109,7 +109,7 @@ def combine_grad(
     *,
     send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
+    """Computes the cotangents of a weighted combine; see `ExchangeInParts.combine_grad`.
 
     `send` is the `dispatch_like` of the exchange that sends g.
     """
@@ -130,7 +130,7 @@ def choices_to_rows(
     stack: Callable[[jax.Array], jax.Array],
     capacity: int,
 ) -> jax.Array:
-    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
+    """Sends the number of each choice, [T, K], to the choice's row; returns [R], zero elsewhere.
 
     `stack` gathers an array of all ranks: [...] to [N, ...].
     """
@@ -142,7 +142,7 @@ def choices_to_rows(
 def rows_to_choices(
     values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row.
+    """Sends the number of each row, [R], to its choice; returns [T, K], zero without a row.
 
     It is the transpose of `choices_to_rows`. `swap` sends an array [N, ...] by destination rank,
     and returns one by source rank.

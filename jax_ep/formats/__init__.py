@@ -1,4 +1,4 @@
-"""Number formats: what few bits mean, once for the wire, for checkpoints, and for matmuls.
+"""Defines the number formats of the wire, of checkpoints, and of matmuls.
 
 - `FLOAT8_ROWS`: float8_e4m3fn, with a float32 scale for each 128 neighbours of a row.
 - `FLOAT8_MATRICES`: float8_e4m3fn, with a float32 scale for each 128 rows and 128 columns.
@@ -19,7 +19,7 @@ subnormal numbers every 2^-9, so
 
     |number - value| <= max(2^-4 |value|, 2^-10 scale),
 
-before it is rounded to the dtype that it is wanted in. A block of zeros stays zeros, and the
+before it is rounded to the requested dtype. A block of zeros stays zeros, and the
 largest values of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or
 2.7e-33, the scale is 2^-117 and the error is at most 2^-127. The type has no infinity: NaN and
 infinities become NaN, without effect on the rest of their block.

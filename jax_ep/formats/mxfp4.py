@@ -1,6 +1,6 @@
-"""MXFP4: pairs of float4_e2m1 in bytes, with a power of two for every 32 numbers.
+"""Implements MXFP4: pairs of float4_e2m1 in bytes, with a power of two for every 32 numbers.
 
-The Open Compute Project's "Microscaling Formats (MX)", version 1.0, defines it; GPT-OSS is
+The Open Compute Project's "Microscaling Formats (MX)", version 1.0, defines the format. GPT-OSS is
 published in it.
 """
 
@@ -21,10 +21,10 @@ from pallas_kernels.formats import (
     times_power_of_two,
 )
 
-_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # by code
+_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the numbers by code
 _MIDDLES = (_POSITIVE[:-1] + _POSITIVE[1:]) / 2
-_LARGEST_EXPONENT = 2  # of 4, the largest power of two in float4
-_BIAS, _NAN = 127, 255  # of an exponent
+_LARGEST_EXPONENT = 2  # the exponent of 4, float4's largest power of two
+_BIAS, _NAN = 127, 255  # an exponent's bias, and its code for NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,16 @@ class MXFloat4(Format):
 
     @property
     def relative_error(self) -> float:
-        return 1 / 4  # of a number of almost 8 scales, which becomes 6 scales
+        return 1 / 4  # a number of almost 8 scales becomes 6 scales
 
     def encode(self, x: Array) -> tuple[Array, Array]:
         """Stores x [..., C] with the largest power of two that fits in each block as its scale.
 
-        Numbers past 6 times a scale become that. Halfway between two, the even code is taken.
+        Magnitudes above 6 times a scale become 6 times the scale. A number halfway between two
+        codes takes the even code.
 
         Raises:
-          ValueError: the last axis of x is not of whole blocks.
+          ValueError: the blocks do not divide the last axis of x.
         """
         xp = namespace(x)
         with np.errstate(all="ignore"):
@@ -68,7 +69,7 @@ class MXFloat4(Format):
 
 
 def _numbers(codes: Array) -> Array:
-    """Returns the float4 of int32 codes, as float32: a bit of sign, two of exponent, one more."""
+    """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
     xp = namespace(codes)
     size = codes & 7
     normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)

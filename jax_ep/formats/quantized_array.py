@@ -1,4 +1,4 @@
-"""Quantized numbers as one array: values, scales, and the format that gives them a meaning."""
+"""Holds quantized numbers in one object: values, scales, and their format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pallas_kernels.formats import Float8, Format
 class QuantizedArray:
     """Numbers stored in a `Format`: a pytree of two arrays, values and scales.
 
-    Both arrays have as many axes as the numbers, and the same leading ones. So a sharding, a
-    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape fits each of
-    them, as far as no block is split.
+    Both arrays have as many axes as the numbers, and equal leading axes. A sharding, a
+    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape thus fits both
+    arrays, as long as it splits no block.
 
     Attributes:
       values: [..., R, C], or a narrower last axis where a value holds several numbers.
       scales: one for each block of numbers, such as [..., R, C / 128].
-      format: what they mean; static.
+      format: the format of values and scales; static.
       dtype: the dtype of the numbers, which `dequantize` returns by default; static.
     """
 
@@ -67,7 +67,7 @@ class QuantizedArray:
         """Returns the numbers: values times scales in float32, rounded to `dtype`.
 
         Raises:
-          ValueError: `dtype` is not floating, or the arrays do not fit each other, as after an
+          ValueError: `dtype` is not floating, or the arrays do not fit each other, such as after an
             operation that changed one of them.
         """
         dtype = self.dtype if dtype is None else checks.as_floating("dtype", dtype)
@@ -85,7 +85,7 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 
 
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
-    """Makes an array of any leaves, since trees of specs, axes or None have its structure, too."""
+    """Makes an object of any leaves: trees of specs, axes or None have the same structure."""
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
     for name, value in zip(names, (*leaves, *static), strict=True):
@@ -122,8 +122,8 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
       A `QuantizedArray` of x's shape and dtype. It has no gradient.
 
     Raises:
-      ValueError: the shape of x is not of whole blocks of the format.
-      TypeError: x is not a floating array, or `format` is no format.
+      ValueError: the format's blocks do not divide the shape of x.
+      TypeError: x is not a floating array, or `format` is not a `jax_ep.Format`.
     """
     if not isinstance(format, Format):
         raise TypeError(

@@ -1,1 +1,1 @@
-"""Grouped matmul, one matrix for each expert: start at `api`; each backend has its own module."""
+"""Implements grouped matmul: start at `api`; each backend has its own module."""

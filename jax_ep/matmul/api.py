@@ -31,10 +31,10 @@ from jax_ep.runtime.jax_compat import (
 )
 
 Implementation = Literal["pallas", "xla", "loop"] | None
-# In the order in which implementation=None tries them. pallas_kernels/TUNING.md, section "Grouped
-# matmul", has the times that this order follows.
+# The backends, in the order in which implementation=None tries them. It follows the times in the
+# section "Grouped matmul" of pallas_kernels/TUNING.md.
 IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
-# The platforms that some backend is made for; programs for others are lowered alike.
+# The platforms that have a lowering of their own; all other platforms share one.
 _PLATFORMS = ("cpu", "cuda")
 
 
@@ -392,7 +392,7 @@ def make_primitive(
 def _without_unused_products(used, params):
     """Drops `keep` where the two products are not used; a rule of `define_primitive(unused=...)`.
 
-    Returns the new parameters, the kept results' indices, and None for all operands.
+    Returns the new parameters, the indices of the kept results, and None, which keeps all operands.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -402,7 +402,7 @@ def _without_unused_products(used, params):
 def _without_unused_gradients(used, params):
     """Drops unused gradients and their operands; a rule of `define_primitive(unused=...)`.
 
-    Returns the parameters, the kept results' indices, and the kept operands' indices.
+    Returns the parameters, the indices of the kept results, and those of the kept operands.
     """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]

@@ -416,5 +416,5 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
         return tokens
 
     run_as_here(tokens)
-    replicated_over_explicit_axes(run_as_here, tokens)  # primitives get replicated operands
+    replicated_over_explicit_axes(run_as_here, tokens)  # replicated types, too
     return traced

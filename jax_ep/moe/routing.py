@@ -23,7 +23,7 @@ from jax_ep.moe.options import (
     option,
     takes,
 )
-from jax_ep.moe.top_k import add_sums, choose, weigh
+from jax_ep.moe.top_k import choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
 
@@ -106,7 +106,7 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     parts = _split(gate, 3)[::-1]  # from the last, which holds the smallest numbers
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # XLA may split a product of few rows, and then adds up its parts together with these.
+    # XLA may split a product of few rows along H; one reduction then adds the pieces and this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -239,22 +239,19 @@ def choose_experts(
     k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
-    groups = None
-    if groups_kept < num_groups:
-        best = {"top2": 2, "max": 1}[options.group_score]
-        groups = Groups(num_groups, groups_kept, best, score if choose_by == "score" else choose_by)
+    scores = score if choose_by == "score" else "logit"
+    best = {"top2": 2, "max": 1}[options.group_score]
+    groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
     # Logits have the order of the scores, but not of scores plus biases, nor of sums of two scores.
-    has_sums = bias is not None or (choose_by == "score" and groups is not None and best == 2)
-    softmax = score == "softmax" and not (has_sums and choose_by == "score")
-    probs = sums = None
+    has_sums = bias is not None or (groups is not None and best == 2)
+    softmax = score == "softmax" and not (has_sums and scores == "softmax")
+    probs = None
     if not softmax:
         probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
-    if has_sums:
-        sums = (logits, jnp.zeros_like(logits)) if choose_by == "logit" else _exact(score, logits)
-        if bias is not None:
-            of_bias = jnp.broadcast_to(bias.astype(jnp.float32)[None], logits.shape)
-            sums = add_sums(sums, (of_bias, jnp.zeros_like(of_bias)))
+    rounded = None
+    if has_sums and scores not in ("logit", "sigmoid"):
+        rounded = _SCORES[score](logits)
     gathered = None
     if not (softmax and not normalize):
         gathered = _weighed(score, logits, weighing)
@@ -262,8 +259,9 @@ def choose_experts(
         logits,
         k,
         weighing,
-        sums=sums,
-        biased=bias is not None,
+        scores=scores,
+        rounded=rounded,
+        bias=None if bias is None else bias.astype(jnp.float32),
         groups=groups,
         gathered=None if gathered is logits else gathered,
         softmax=softmax,
@@ -310,17 +308,6 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     if score == "softmax" and weighing.epsilon:
         return jax.nn.log_softmax(logits, axis=-1)
     return logits
-
-
-def _exact(score: str, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns scores [T, E] rounded to float32, and the rounding errors of scores close to 1."""
-    if score != "sigmoid":
-        scores = _SCORES[score](logits)
-        return scores, jnp.zeros_like(scores)
-    is_high = logits > 0
-    smaller = jax.nn.sigmoid(-jnp.abs(logits))  # sigmoid(x) + sigmoid(-x) = 1
-    high = jnp.where(is_high, 1.0 - smaller, smaller)
-    return high, jnp.where(is_high, (1.0 - high) - smaller, 0.0)
 
 
 def _raised(logits: jax.Array) -> jax.Array:

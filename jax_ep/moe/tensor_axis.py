@@ -1,10 +1,9 @@
 """Sums and gathers over the tensor axis, whose ranks hold parts of the same experts.
 
-They are the library's collectives (`jax_ep.collectives`), by the algorithm that is the fastest in
-their table, where the exchange may run on kernels; elsewhere those of `jax.lax`. By the table, on
-2 GPUs all of them are faster than `jax.lax` at every size, and on 4 GPUs an all_reduce is up to 27
-MB and the others are at every size. The layer's metrics keep `lax.psum`, for reasons that
-`jax_ep.moe.metrics` gives.
+Where the exchange may run on kernels, the library's collectives (`jax_ep.collectives`) are used,
+with the fastest algorithm by their table; elsewhere `jax.lax`. According to the table, on 2 GPUs
+all of them are faster than `jax.lax` at every size. On 4 GPUs all_reduce is faster up to 27 MB, and
+the others at every size. The layer's metrics use `lax.psum`, as `jax_ep.moe.metrics` explains.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from jax_ep.runtime.jax_compat import match_varying, varying_axes
 def for_all_ranks(
     arrays: tuple[jax.Array, ...], where: LayerMesh, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
-    """Gathers arrays [T, ...] for the tokens that the ranks along the tensor axes compute together.
+    """Gathers arrays [T, ...] of the tokens that the ranks along the tensor axes share.
 
-    All these ranks then compute for equal tokens, and the gradient is a sum over the ranks. The sum
-    is taken here, of a row for each token, and not later, of a row for each choice.
+    The gradient of the tokens is a sum over these ranks. It is taken here, with one row per token,
+    since after the dispatch there is one row per choice.
 
     Args:
-      arrays: floating, or integers below 2**24 such as ids of experts; one given twice is gathered
-        once.
+      arrays: floating, or integers below 2**24 such as expert ids; an array that is given twice is
+        gathered once.
       where: the layer's mesh.
-      implementation: that of the exchange.
+      implementation: the implementation of the exchange.
     """
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
     if not axes:
@@ -48,7 +47,7 @@ def for_all_ranks(
 def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementation) -> jax.Array:
     """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
 
-    Call it after combine, which has summed a token's choices. Before, there is a row for each.
+    Call it after combine, which leaves one row per token instead of one row per choice.
     """
     if not where.tensor_axes:
         return out
@@ -60,7 +59,7 @@ def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax
     """Concatenates the ranks' rows of x [T, ...]."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
-    # The collectives move floats. float32 holds these integers exactly.
+    # The collectives move floats only, and float32 holds these integers exactly.
     return all_gather(x.astype(jnp.float32), axes, algorithm=algorithm).astype(x.dtype)
 
 

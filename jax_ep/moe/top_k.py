@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
-from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
+from jax_ep.runtime.jax_compat import Program, define_primitive, match_varying, result_type
 from pallas_kernels.routing import order, plan
 from pallas_kernels.routing.plan import Groups, Weighing
 
@@ -29,40 +29,42 @@ def choose(
     k: int,
     weighing: Weighing,
     *,
-    sums: tuple[jax.Array, jax.Array] | None = None,
-    biased: bool = False,
+    scores: str = "logit",
+    rounded: jax.Array | None = None,
+    bias: jax.Array | None = None,
     groups: Groups | None = None,
     gathered: jax.Array | None = None,
     softmax: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns each token's k best experts [T, k] int32, their weights, and the softmax or None.
 
+    Experts are compared by their logits. With a bias they are compared by the sum of score and bias
+    first, and groups by the sum of their two best; see `pallas_kernels.routing.order`.
+
     Gradients flow to the logits, or to `gathered`, through the weights and the softmax.
 
     Args:
-        logits: [T, E] float32, the numbers by which experts are compared.
+        logits: [T, E] float32.
         k: choices per token.
         weighing: how weights are computed.
-        sums: (high, low), [T, E] float32 each, or None: each expert's score plus bias, as the
-            rounded sum and its rounding error. Experts (if `biased`) and groups are compared by
-            these sums first, and by the logits if the sums are equal.
-        biased: whether the sums are used to compare experts, too; else only to compare groups.
+        scores: what the bias is added to, and what is summed of groups: a key of `order.OF_TWO`.
+        rounded: [T, E] float32, the scores if a bias or groups need them and they are neither
+            logits nor sigmoids.
+        bias: [E] float32, or None.
         groups: the groups to choose within, or None.
         gathered: [T, E] float32, the numbers from which the weights of the chosen are computed;
             None: the softmax if it is returned and not normalized again, else the logits.
         softmax: whether to return the softmax of the logits, [T, E].
     """
-    given = {"high": None, "low": None, "gathered": gathered}
-    if sums is not None:
-        given |= dict(zip(("high", "low"), sums, strict=True))
+    given = {"rounded": rounded, "bias": None if bias is None else bias[None], "gathered": gathered}
     operands = {name: array for name, array in given.items() if array is not None}
     topk_idx, chosen, weights, *made = _choose_p.bind(
-        *map(lax.stop_gradient, (logits, *operands.values())),
+        *map(lax.stop_gradient, match_varying((logits, *operands.values()), ())),
         given=tuple(operands),
         k=k,
         weighing=weighing,
+        scores=scores,
         groups=groups,
-        biased=biased,
         softmax=softmax,
     )
     probs = _softmax_known(logits, *made) if softmax else None
@@ -144,19 +146,123 @@ def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
 
 
+class _Arrays:
+    """`order.Ops` of arrays."""
+
+    def zero(self) -> jax.Array:
+        return jnp.float32(0)
+
+    def call(self, function: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+        return function(*operands)
+
+    def where_finite(self, of: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(of), value, 0.0)
+
+    def where_positive(self, of: jax.Array, value: jax.Array, other: jax.Array) -> jax.Array:
+        return jnp.where(of > 0, value, other)
+
+
+_ARRAYS = _Arrays()
+_MOST_RANKED = 32  # choices that are ordered by comparing each with all others
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
 def _total_order(x: jax.Array) -> jax.Array:
     """Maps float32 to int32 in the total order -NaN < -inf < -0 < 0 < inf < NaN."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = _bits(x)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _best_first(keys: Sequence[jax.Array], k: int) -> jax.Array:
-    """Returns the indices [..., k] int32 of the largest elements, best first; ties by index.
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """What elements are compared by, [..., n] float32 each.
 
-    Elements are compared by `keys`, [..., n] float32 each: by the first key, then the next.
+    Attributes:
+        first: decides unless elements are equal in it.
+        others: returns the keys that decide then, the first first. They are computed in the rare
+            branches that need them, or not at all.
     """
-    if len(keys) == 1:
-        return lax.top_k(keys[0], k)[1].astype(jnp.int32)
+
+    first: jax.Array
+    others: Callable[[], list[jax.Array]] = list
+
+    def all(self) -> list[jax.Array]:
+        return [self.first, *self.others()]
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> _Keys:
+        if self.others is list:
+            return _Keys(function(self.first))
+        return _Keys(function(self.first), lambda: list(map(function, self.others())))
+
+
+def _best_first(keys: _Keys, k: int) -> jax.Array:
+    """Returns the indices [..., k] int32 of the largest of the last axis, the first of equals."""
+    values, best = _top_k(keys.first, k)
+    best = best.astype(jnp.int32)
+    if keys.others is list:
+        return best
+    bits = _bits(values)
+    columns = lax.broadcasted_iota(jnp.int32, keys.first.shape, keys.first.ndim - 1)
+    equals_last = (_bits(keys.first) == bits[..., -1:]) & (columns != best[..., -1:])
+    has_ties = _any(equals_last) | jnp.any(bits[..., 1:] == bits[..., :-1])
+    return lax.cond(has_ties, lambda: _best_of_ties(keys.all(), best), lambda: best)
+
+
+def _top_k(x: jax.Array, k: int) -> list[jax.Array]:
+    """Returns the values and indices of `lax.top_k`, behind a barrier each.
+
+    Without a barrier XLA sorts all elements where what follows slices the results. XLA for CPUs
+    crashes if one barrier is behind both.
+    """
+    return [lax.optimization_barrier(result) for result in lax.top_k(x, k)]
+
+
+def _any(x: jax.Array) -> jax.Array:
+    """Returns whether any element is true: like `jnp.any`, and faster on CPUs."""
+    return jnp.any(jnp.max(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) > 0)
+
+
+def _best_of_ties(keys: Sequence[jax.Array], best: jax.Array) -> jax.Array:
+    """Returns what `_best_first` does, by all keys, given the best by the first key."""
+    k = best.shape[-1]
+    if k > _MOST_RANKED:
+        return _sorted(keys, k)
+    # The best are the right ones if elements that equal the last in the first key do so in all, or
+    # if they are among the best themselves.
+    of_last = [jnp.take_along_axis(_bits(key), best[..., -1:], axis=-1) for key in keys]
+    is_tie, *is_alike = (_bits(key) == last for key, last in zip(keys, of_last, strict=True))
+    best_ties = jnp.sum(jnp.take_along_axis(is_tie, best, axis=-1), axis=-1)
+    has_others = jnp.sum(is_tie, axis=-1) > best_ties
+    has_unlike = jnp.any(is_tie & ~functools.reduce(jnp.logical_and, is_alike), axis=-1)
+    return lax.cond(
+        jnp.any(has_others & has_unlike), lambda: _sorted(keys, k), lambda: _ranked(keys, best)
+    )
+
+
+def _ranked(keys: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
+    """Returns indices [..., k] in the order of their keys, which are compared each with each.
+
+    Of equal keys the index that comes first stays first.
+    """
+    number = indices.shape[-1]
+    of_indices = [_total_order(jnp.take_along_axis(key, indices, axis=-1)) for key in keys]
+    pairs = (*indices.shape, number)  # of a place i and a place, or a rank, j
+    axis = indices.ndim
+    places = lax.broadcasted_iota(jnp.int32, pairs, axis)
+    precedes = lax.broadcasted_iota(jnp.int32, pairs, axis - 1) < places
+    for key in reversed(of_indices):
+        one, other = key[..., :, None], key[..., None, :]
+        precedes = (one > other) | ((one == other) & precedes)
+    ranks = jnp.sum(precedes, axis=-2, dtype=jnp.int32)
+    is_at = ranks[..., None] == places
+    return jnp.sum(jnp.where(is_at, indices[..., None], 0), axis=-2, dtype=jnp.int32)
+
+
+def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
+    """Returns what `_best_first` does, by sorting candidates by all of their keys."""
     indices = lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
     is_out = jnp.zeros_like(indices)
     if len(keys) * k < keys[0].shape[-1]:
@@ -172,12 +278,15 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
     Each key contributes its k largest among the elements that equal the k-th best in all earlier
     keys. `lax.top_k` by one key is much faster than a sort of all elements by several keys.
     """
-    least = lax.bitcast_convert_type(jnp.int32(-1), jnp.float32)  # a NaN, the least in total order
+    # The two least NaNs in the total order. Elements that are no ties come after all that are.
+    least, next_to_least = (
+        lax.bitcast_convert_type(jnp.int32(bits), jnp.float32) for bits in (-1, -2)
+    )
     is_tie = jnp.ones_like(keys[0], jnp.bool_)
     indices: list[jax.Array] = []
     is_out: list[jax.Array] = []
     for key in keys:
-        key = jnp.where(is_tie, key, least)
+        key = jnp.where(is_tie, jnp.where(_bits(key) == -1, next_to_least, key), least)
         best = lax.top_k(key, k)[1].astype(jnp.int32)
         is_tie_of_best = jnp.take_along_axis(is_tie, best, axis=-1)
         order_of_best = _total_order(jnp.take_along_axis(key, best, axis=-1))
@@ -194,73 +303,94 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
     )
 
 
-def add_sums(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Adds two sums (high, low); see `pallas_kernels.routing.order`."""
-
-    def where_finite(of: jax.Array, value: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(of), value, 0.0)
-
-    return order.add(lambda function, *arrays: function(*arrays), where_finite, a, b)
-
-
-def _by_xla(logits, *others, given, k, weighing, groups, biased, softmax):
+def _by_xla(logits, *others, given, k, weighing, scores, groups, softmax):
     operands = dict(zip(given, others, strict=True))
     probs = jax.nn.softmax(logits, axis=-1) if softmax else None
-    sums = [operands[name] for name in ("high", "low") if name in operands]
-    keys = [*sums, logits] if biased else [logits]
+    with_sums = _keys_with_sums(logits, operands, scores, groups)
+    keys = with_sums if "bias" in operands else _Keys(logits)
     if groups is not None:
-        is_kept = _is_in_best_groups([*sums, logits], groups)
-        keys = [jnp.where(is_kept, key, -jnp.inf) for key in keys]
+        is_kept = _is_in_best_groups(with_sums, scores, groups)
+        keys = keys.map(lambda key: jnp.where(is_kept, key, -jnp.inf))
     topk_idx = _best_first(keys, k)
     weighed = _weighed(logits, operands.get("gathered"), probs, weighing)
     chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1)
     return topk_idx, chosen, weigh(weighing, chosen), *([probs] if softmax else [])
 
 
-def _is_in_best_groups(keys: Sequence[jax.Array], groups: Groups) -> jax.Array:
+def _keys_with_sums(
+    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
+) -> _Keys:
+    """Returns the logits [T, E], after (high, low) if a bias is added, or scores of groups are."""
+    bias = operands.get("bias")
+    if not order.has_sums(scores, bias, groups):
+        return _Keys(logits)
+    sums = functools.partial(
+        order.score_and_bias, _ARRAYS, scores, logits, operands.get("rounded"), bias
+    )
+    return _Keys(sums(rounded=True)[0], lambda: [jnp.broadcast_to(sums()[1], logits.shape), logits])
+
+
+def _is_in_best_groups(keys: _Keys, scores: str, groups: Groups) -> jax.Array:
     """Returns whether experts are in a token's best groups, [T, E] bool.
 
-    `keys` are the logits [T, E], after `high` and `low` if they are given.
+    `keys` are the logits [T, E], after (high, low) if there are sums.
     """
-    tokens, num_experts = keys[0].shape
+    tokens, num_experts = keys.first.shape
     size = num_experts // groups.number
-    grouped = [key.reshape(tokens, groups.number, size) for key in keys]
-    best = _best_first(grouped, min(groups.best, size))
-    of_group = [jnp.take_along_axis(key, best, axis=-1) for key in grouped]
-    if best.shape[-1] == 1:
-        group_keys = [key[..., 0] for key in of_group]
+    grouped = keys.map(lambda key: key.reshape(tokens, groups.number, size))
+    if min(groups.best, size) == 2:
+        kept = _best_groups_of_two(grouped, scores, groups.kept)
     else:
-        *sums, logits = of_group
-        high, low = sums or (logits, jnp.zeros_like(logits))
-        total = add_sums((high[..., 0], low[..., 0]), (high[..., 1], low[..., 1]))
-        group_keys = [*total, order.OF_TWO[groups.scores](logits[..., 0], logits[..., 1])]
-    kept = _best_first(group_keys, groups.kept)
-    numbers = jnp.arange(groups.number, dtype=kept.dtype)
-    is_kept = jnp.any(kept[:, :, None] == numbers[None, None], axis=1)
-    return jnp.repeat(is_kept, size, axis=1)
+        best = _best_first(grouped, 1)
+        of_best = grouped.map(lambda key: jnp.take_along_axis(key, best, axis=-1)[..., 0])
+        kept = _best_first(of_best, groups.kept)
+    return jnp.repeat(_is_among(kept, groups.number), size, axis=1)
 
 
-def _by_kernel(logits, *others, given, k, weighing, groups, biased, softmax):
+def _is_among(chosen: jax.Array, number: int) -> jax.Array:
+    """Returns [T, number] bool: which of the numbers are among those chosen, [T, k]."""
+    numbers = jnp.arange(number, dtype=chosen.dtype)
+    return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
+
+
+def _best_groups_of_two(grouped: _Keys, scores: str, kept: int) -> jax.Array:
+    """Returns the groups [T, kept] with the largest sums of two experts, in any order.
+
+    `grouped` are the keys [T, groups, size]. Sums of the first keys decide, unless they are so
+    close that what they round off may count.
+    """
+    values, _ = _top_k(grouped.first, 2)
+    total, lower, upper = order.bounds_of_two(_ARRAYS, values[..., 0], values[..., 1])
+    lowest, best = _top_k(lower, kept)
+    best = best.astype(jnp.int32)
+    may_be_larger = _total_order(upper) >= _total_order(lowest)[:, -1:]
+    is_unsure = jnp.isnan(total) | (may_be_larger & ~_is_among(best, total.shape[1]))
+
+    def compare() -> jax.Array:
+        first_two = _best_first(grouped, 2)
+        of_two = [jnp.take_along_axis(key, first_two, axis=-1) for key in grouped.all()]
+        logits = of_two[-1]
+        high, low = of_two[:-1] or (logits, jnp.zeros_like(logits))
+        sums = order.add(_ARRAYS, (high[..., 0], low[..., 0]), (high[..., 1], low[..., 1]))
+        tie = order.OF_TWO[scores](logits[..., 0], logits[..., 1])
+        return _best_first(_Keys(sums[0], lambda: [sums[1], tie]), kept)
+
+    return lax.cond(jnp.any(is_unsure), compare, lambda: best)
+
+
+def _by_kernel(logits, *others, given, k, weighing, scores, groups, softmax):
     from pallas_kernels.routing import top_k as kernels
 
     operands = dict(zip(given, others, strict=True))
-    options: dict[str, Any] = {"biased": biased, "groups": groups, "softmax": softmax}
-    probs = None
     if groups is not None and plan.unavailable_reason(logits.shape[1], k, groups):
-        sums = {name: operands.pop(name) for name in ("high", "low") if name in operands}
-        keys = (sums if biased else {}) | {"logits": logits}
-        is_kept = _is_in_best_groups([*sums.values(), logits], groups)
-        if softmax:
-            probs = jax.nn.softmax(logits, axis=-1)
-            if not weighing.normalize:
-                operands.setdefault("gathered", probs)
-        keys = {name: jnp.where(is_kept, key, -jnp.inf) for name, key in keys.items()}
-        logits = keys.pop("logits")
-        operands |= keys
-        options |= {"groups": None, "softmax": False}
+        sums = _keys_with_sums(logits, operands, scores, groups)
+        operands["kept"] = _is_in_best_groups(sums, scores, groups).astype(jnp.int32)
+        groups = None
     with jax.enable_x64(False):
-        results = kernels.top_k(logits, k, weighing, **operands, **options)
-    return (*results[:3], *([results.softmax if probs is None else probs] if softmax else []))
+        results = kernels.top_k(
+            logits, k, weighing, scores=scores, groups=groups, softmax=softmax, **operands
+        )
+    return results if softmax else results[:-1]
 
 
 def _lower(program: Program, *operands: Any, **params: Any) -> Any:
@@ -321,15 +451,19 @@ def _types(logits: Any, *_: Any, k: int, softmax: bool, **__: Any) -> Any:
     return [*of_choices, *([logits] if softmax else [])]
 
 
-def _batch(operands: Any, axes: Any, **params: Any) -> Any:
+def _batch(operands: Any, axes: Any, *, given: tuple[str, ...], **params: Any) -> Any:
     """Folds the batch axis into the tokens, for jax.vmap."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    stacked = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(operands, axes, strict=True)
-    ]
-    tokens = [x.reshape(-1, x.shape[-1]) for x in stacked]
-    results = _choose_p.bind(*tokens, **params)
+    shape = None
+    tokens = []
+    for name, x, axis in zip(("logits", *given), operands, axes, strict=True):
+        if axis is None and name == "bias" and x.shape[0] == 1:
+            tokens.append(x)  # of all tokens
+            continue
+        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        shape = shape or x.shape  # of the logits
+        tokens.append(jnp.broadcast_to(x, shape).reshape(-1, shape[-1]))
+    results = _choose_p.bind(*tokens, given=given, **params)
     return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] of every rank into [N, S], that of rank r at index r.
+    """Gathers x [S] from every rank into [N, S]: entry r is rank r's x.
 
     With stacked ranks, [N, S] becomes [N, N, S].
     """

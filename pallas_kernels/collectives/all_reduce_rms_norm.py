@@ -36,7 +36,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
 from pallas_kernels.fabric.low_latency import Endpoint
 
-# Kind of signal: this block has put the sums of its share (two_shot) or read all inputs (one_shot).
+# The kind of signal: this block has put the sums of its share (two_shot) or has read all inputs
+# (one_shot).
 _SUMMED = 0
 
 
@@ -210,7 +211,7 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether each block has one row, so that it may load its operands before it waits."""
+        """Whether each block has one row; it then loads its operands before it waits."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -373,7 +374,7 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        fabric.barrier()  # for the simulator, where a warpgroup arrives as one
+        fabric.barrier()  # the simulator runs a warpgroup as one thread
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
             total_square = total_square + squares[i]
@@ -401,7 +402,7 @@ class _Body:
     def _own(self, i: int, value: jax.Array) -> jax.Array:
         """Sets those elements of this warpgroup's i-th tile to 0 that the tile before also has.
 
-        So the sum of squares counts no element of an overlap twice.
+        The sum of squares then counts each element once.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
@@ -419,7 +420,7 @@ class _Body:
     def _signal(self, *, release: bool) -> None:
         """Signals that this block has put the sums of its share, or read all that it needs.
 
-        The caller has made the block's warpgroups wait for each other before.
+        The caller must have made the block's warpgroups wait for each other.
         """
 
         @pl.when(lax.axis_index("warpgroup") == 0)

@@ -25,7 +25,7 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
         rank = fabric.rank()
 
         def put_tile(shard, where):
-            peer = lax.rem(rank + shard, jnp.int32(num_ranks))  # no two ranks begin at one peer
+            peer = lax.rem(rank + shard, jnp.int32(num_ranks))  # ranks begin with different peers
             tile = tiles.load(fabric, fabric.mine(x_ref).at[peer, where])
             tiles.store(fabric, fabric.peer(out_ref, peer).at[rank, where], tile)
 

@@ -1,12 +1,12 @@
-"""What the collectives' kernels share: tiles of flat arrays, sums over ranks, and the final wait.
+"""Cuts flat arrays into tiles and sums them over ranks, for all kernels of the collectives.
 
-A collective's payload is flat and cut into tiles, of which every warpgroup takes its share. A
-thread moves 16 bytes with each instruction, directly between registers and any rank's memory.
-Nothing is staged in shared memory; many threads with a few loads each hide the link's latency.
+A collective's payload is flat and cut into tiles, which the warpgroups share. A thread moves 16
+bytes with each instruction, directly between registers and any rank's memory. Shared memory is not
+used; many threads with a few loads each hide the link's latency.
 
 After `fabric.connect`, all ranks' inputs are readable. A block ends only after the block of the
-same index on every other rank has made its last access to another rank's memory. So when the
-kernel ends, no rank reads this rank's input or writes to its output any more.
+same index on every other rank has made its last access to another rank's memory. When the kernel
+ends, no rank reads this rank's input or writes to its output any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, vector_length
 
-_DONE = 0  # kind of signal: this block has made its last access to another rank's memory
+_DONE = 0  # the kind of signal: this block has made its last access to another rank's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TilePlan:
     Attributes:
       num_blocks: thread blocks per rank.
       num_warpgroups: warpgroups per block.
-      num_vectors: vectors of 16 bytes of one rank that each thread holds at a time.
+      num_vectors: vectors of 16 bytes that each thread holds per rank at a time.
     """
 
     num_blocks: int
@@ -49,12 +49,12 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns, within a kernel, the index of this warpgroup among those of all blocks."""
+        """Returns, within a kernel, the index of this warpgroup among all blocks' warpgroups."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
-    """Returns the elements of a tile, which a warpgroup holds at a time."""
+    """Returns the number of elements of a tile, which a warpgroup holds at a time."""
     return LANES * num_vectors * vector_length(dtype)
 
 
@@ -62,12 +62,12 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 class FlatTiles:
     """A flat array, or `num_shards` equal shards of one, cut into tiles for a kernel's warpgroups.
 
-    The last tile of a shard is moved back so that it ends with the shard. It overlaps the tile
-    before, and both write the same values there. So any length works that is a whole number of
-    vectors of 16 bytes and at least one tile.
+    The last tile of a shard is moved back so that it ends with the shard. It overlaps the previous
+    tile, and both write the same values there. A shard may thus be any whole number of vectors of
+    16 bytes, and at least one tile.
     """
 
-    size: int  # elements of a shard
+    size: int  # the number of elements of a shard
     dtype: Any
     plan: TilePlan
     num_shards: int = 1

@@ -51,7 +51,7 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
+_PUT, _READ = 0, 1  # the kinds of signal: a step's sums have been put, and have been read
 
 
 def combine(
@@ -132,13 +132,13 @@ class _Refs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """The shared memory. The lists are those of two steps, in turn; sums are [token, owner]."""
+    """The shared memory. Lists have room for two steps, used in turn; sums are [token, owner]."""
 
     window_rows: Any  # [N, window] int32: rows of a step's tokens, by owner
-    window_weights: Any  # [N, window] float32: their weights
+    window_weights: Any  # [N, window] float32: the weights of `window_rows`
     list_counts: Any  # [2, sums] int32: rows of each sum; NOWHERE if none is sent
     list_rows: Any  # [2, sums, listed_rows] int32: the rows of each sum
-    list_weights: Any  # [2, sums, listed_rows] float32: their weights
+    list_weights: Any  # [2, sums, listed_rows] float32: the weights of `list_rows`
     listed: Any  # [2] barriers: the scout has listed a step
     put: Any  # [2] barriers: the workers have put the sums of a step
     read: Any  # [2] barriers: the workers have read the sums that have arrived
@@ -267,7 +267,7 @@ class _Combine:
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
-            """Lists a step, once peers have read what lies in its place of their buffers."""
+            """Lists a step once peers have read the earlier sums in its place of their buffers."""
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -276,7 +276,7 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Every worker has ended the step before, whose list that of the next one replaces.
+            # Every worker has ended the previous step, so its list may be overwritten.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
@@ -333,7 +333,7 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Sums and puts rows of each step, and adds what has arrived for the step before."""
+        """Sums and puts the rows of each step, and adds what arrived for the previous step."""
         num_steps = self._range()[2]
 
         def put_step(step: jax.Array) -> None:
@@ -372,7 +372,7 @@ class _Combine:
         tokens = jnp.minimum(
             self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        # The worker that takes a step's first item follows the one that took the last one before.
+        # A step's first item goes to the worker after that of the previous step's last item.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 
@@ -420,7 +420,7 @@ class _Combine:
 
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # x + -0.0 is x for every x, so what is not a row changes no bits.
+                # A missing row counts as -0.0, since x + -0.0 has the bits of x for every x.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
@@ -471,7 +471,9 @@ class _Combine:
                 for ref, part in zip(refs.received, self._columns(tile), strict=True)
             ]
             if not self.row.wire.quantized:
-                total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
+                total = vectors.constant(
+                    fabric, self.held, 0.0, self.vector
+                )  # 0.0 keeps sums from being -0.0
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector

@@ -45,9 +45,9 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
 
-_DONE = 0  # kind of signal, sent once
-_END = -1  # instead of a number of rows: the worker has taken its last cotangent
-_VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
+_DONE = 0  # the kind of signal: this block has made its last access to its peers' memory
+_END = -1  # replaces the number of rows after a worker's last cotangent
+_VECTORS_AT_ONCE = 2  # the 16-byte vectors of a row that a thread holds at a time
 
 
 def combine_grad(
@@ -81,17 +81,17 @@ def combine_grad(
       plan: number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
-      zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows of dy past the last expert's rows are zero; else undefined.
       into: dy of an earlier call with the same counts. The rows of this call's tokens are written
         into it; all others are kept, and none is filled with zeros.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token, but for `zero_unused` and `into`. dweights [T, K] float32: the
+      zero in rows without a token (see also `zero_unused` and `into`). dweights [T, K] float32: the
       inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
-    if plan.num_stages % plan.num_workers:  # a worker waits for every turn of a stage's barriers
+    if plan.num_stages % plan.num_workers:  # a worker must see all turns of its stages' barriers
         raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
     capacity, hidden = y.shape[-2:]
@@ -150,12 +150,12 @@ class _Scratch(NamedTuple):
 
     experts: ExpertScratch
     window_rows: Any  # [N, window] int32: a window of rows, by owner
-    window_weights: Any  # [N, window] float32: their weights
+    window_weights: Any  # [N, window] float32: the weights of `window_rows`
     stages: Any  # [S, columns]: cotangents
     notes: Any  # [S, 2] int32: the number of a stage's rows, or _END; the owner
     list_rows: Any  # [S, listed_rows] int32: a stage's rows
-    list_choices: Any  # [S, listed_rows] int32: which choices of the owner they are
-    list_weights: Any  # [S, listed_rows] float32: their weights
+    list_choices: Any  # [S, listed_rows] int32: the owner's choices that `list_rows` belong to
+    list_weights: Any  # [S, listed_rows] float32: the weights of `list_rows`
     sums: Any  # [workers, rows at a time, warps] float32: partial sums of dweights
     full: Any  # [S] barriers: a cotangent has arrived
     empty: Any  # [S] barriers: a worker has used a cotangent
@@ -173,7 +173,7 @@ class _CombineGrad:
       num_tokens: T.
       hidden: H.
       top_k: K.
-      dtype: of rows.
+      dtype: the dtype of rows.
       fabric: how ranks reach each other.
       plan: number of blocks, of workers, and of stages.
       window: the routes that the scout holds at a time.
@@ -358,7 +358,7 @@ class _CombineGrad:
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
-        block = LANES * vector  # columns of which each thread holds one vector
+        block = LANES * vector  # the columns of which each thread holds one vector
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
             """Multiplies neighbouring blocks of columns; adds the products with rows to totals."""
@@ -377,7 +377,7 @@ class _CombineGrad:
                 cotangent = cotangent.astype(jnp.float32)
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
-                    if columns.size > part.size:  # shared memory past the row was not written
+                    if columns.size > part.size:  # memory past the row is not initialized
                         inside = fb.iota(fabric, columns.size, vector) < part.size
                         product = jnp.where(inside, product, jnp.zeros_like(product))
                     if fabric.interpret:
@@ -408,7 +408,7 @@ class _CombineGrad:
                 choice = scratch.list_choices[stage, first + i]
                 vectors.store_total(fabric, scratch.sums.at[worker, i], of_owner, choice)
 
-        fabric.barrier()  # before the next partial sums
+        fabric.barrier()  # the next partial sums overwrite these
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:
         """Returns this block's first token, and the end of its tokens."""

@@ -42,7 +42,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
+_COUNTED_AT_ONCE = 8192  # the choices that are loaded before the first of them is counted
 
 
 def dispatch(
@@ -72,7 +72,7 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows past the last expert's rows are zero; else undefined.
       wire: the format in which rows are sent and received. H is a multiple of 512 if it is
         quantized.
 
@@ -115,7 +115,7 @@ def dispatch(
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=tuple(range(2, 2 + num_parts + 1)),  # the received rows, and the lists
+        shared=tuple(range(2, 2 + num_parts + 1)),  # peers write the received rows and the lists
     )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
     parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
@@ -146,10 +146,10 @@ def dispatch_like(
       counts: [N, E] int32, the result of `dispatch`.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
-      capacity: R, that of `dispatch`.
-      expert_alignment: that of `dispatch`.
-      fair: that of `dispatch`.
-      zero_unused: that of `dispatch`.
+      capacity: R, as in `dispatch`.
+      expert_alignment: as in `dispatch`.
+      fair: as in `dispatch`.
+      zero_unused: as in `dispatch`.
       wire: the format in which rows are sent and received. H is a multiple of 512 if it is
         quantized.
       into: the rows of an earlier call with the same counts. The rows of this call's tokens are
@@ -183,7 +183,7 @@ def dispatch_like(
         num_warpgroups=3,
         out_type=tokens if into is None else [],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=(1, *range(3, 3 + len(row.parts))),  # the known rows, and the received ones
+        shared=(1, *range(3, 3 + len(row.parts))),  # peers read the routes and write the tokens
     )
     operands = (
         x,
@@ -205,13 +205,13 @@ class _Scratch(NamedTuple):
     copies: Sequence[Any]  # for each part of a row, [C, columns]
     copy_full: Any  # [C] barriers: a row has arrived in its stage
     groups_known: Any  # barrier: the sender has found the groups of the experts' rows
-    next_rows: Any = None  # [E and spare] int32: the next row of each expert, in `dispatch`
+    next_rows: Any = None  # [E + spare] int32: the next free row of each expert, in `dispatch`
     connected: Any = None  # barrier: the receiver has connected, in `dispatch`
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What the kernels of `dispatch` and `dispatch_like` share: receiver, filler and memory."""
+    """The common base of the kernels of both dispatches: receiver, filler and memory."""
 
     sender: Sender
     experts: ExpertRows
@@ -370,7 +370,7 @@ class _Kernel:
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
             lax.cond(
-                i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
+                i + num_copies <= count,  # num_copies - 1 copies were begun after this one
                 lambda: short_copies.wait(fabric, num_copies - 1),
                 lambda: short_copies.wait(fabric, 0),
             )
@@ -454,7 +454,7 @@ class _Dispatch(_Kernel):
             self.experts.fill(tokens, scratch.experts)
 
         @pl.when(warpgroup == 1)
-        def receive() -> None:  # connects here, to leave the sender less to do
+        def receive() -> None:  # the receiver connects, to relieve the sender
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
@@ -515,7 +515,7 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns a token's rows that are kept, but for the first; NOWHERE for the others."""
+        """Returns a token's kept rows after the first one, and NOWHERE for all other choices."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)
@@ -543,7 +543,7 @@ class _KnownRoutes(_Routes):
 
 @dataclasses.dataclass(frozen=True)
 class _NewRoutes(_Routes):
-    """Routes that are computed from this rank's choices, one token after the other."""
+    """Computes the routes of new choices, one token after the other."""
 
     choices: Any  # [T·K] int32
 

@@ -57,7 +57,8 @@ class ExpertRows:
       zero_unused: whether `fill` writes the rows past the last expert's.
       adds: whether the kernel adds rows to an array whose gaps another one has filled; then `fill`
         does nothing.
-      count_arrivals: arrivals after which the counts are complete; None: those of `fetch_counts`.
+      count_arrivals: arrivals after which the counts are complete; None: as many as `fetch_counts`
+        makes.
     """
 
     fabric: fb.Fabric
@@ -118,9 +119,9 @@ class ExpertRows:
     ) -> None:
         """Finds where each expert's group of rows starts and ends on the expert's rank.
 
-        If `fair`, the groups are those of the rows that are kept: at most q of each expert, with
-        the largest q, one for each rank, at which its groups fit in the capacity. A row that is
-        not before the end of its expert's rows is then one that is dropped.
+        If `fair`, the groups hold only kept rows: each expert of a rank keeps at most q, the
+        largest number at which the rank's groups fit in the capacity. A row at or after the end of
+        its expert's rows is dropped.
 
         Args:
           scratch: its counts are complete, or become so. `group_ends` is written.
@@ -185,8 +186,8 @@ class ExpertRows:
     def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
         """Returns the most rows that each expert keeps at its rank, [E]: the rank's quota q.
 
-        A rank's q is found from its highest bit to its lowest, and all ranks' at once: a bit stays
-        if groups of at most so many rows fit. Where all ranks' rows fit, no bit is tried.
+        The quotas of all ranks are found together, from the highest bit to the lowest: a bit is
+        kept if groups of at most that many rows fit. If the rows of all ranks fit, no bit is tried.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -199,7 +200,7 @@ class ExpertRows:
             return each
 
         def fit(counts: Any) -> list[Any]:
-            """Returns whether each rank's groups of so many rows fit in the capacity."""
+            """Returns whether each rank's groups of these sizes fit in the capacity."""
             scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
             fabric.barrier()
             ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
@@ -213,7 +214,7 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        num_bits = jnp.int32(self.capacity.bit_length())  # no more rows are kept than the capacity
+        num_bits = jnp.int32(self.capacity.bit_length())  # a quota is at most the capacity
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
         # Where nothing overflows anywhere, the quotas are still 0.
@@ -245,8 +246,10 @@ class ExpertRows:
         if not last:
             self.fabric.barrier()
             for expert, row in zip(experts, found, strict=True):
-                next_rows[(*of, expert)] = row + 1  # the last choice has the last row
-            self.fabric.barrier()  # the next token reads what this one has counted
+                next_rows[(*of, expert)] = (
+                    row + 1
+                )  # of repeated choices, the last has the largest row
+            self.fabric.barrier()  # the next token reads these counts
         if self.fair:
             ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
             dropped = jnp.int32(self.capacity)
@@ -309,7 +312,7 @@ class ExpertRows:
     def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
 
-        Without `zero_unused`, only to those between experts' rows.
+        Without `zero_unused`, writes only the padding between experts' rows.
         """
         if self.adds:
             return

@@ -1,4 +1,4 @@
-"""What the exchange's kernels over the low-latency protocol share.
+"""Sends and fetches rows for the exchange's kernels over the low-latency protocol.
 
 `Rows` sends and receives tiles of rows; `Gather` lists and fetches the rows of a block's tokens.
 
@@ -28,19 +28,19 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
-_TILES_AT_ONCE = 8  # that a warpgroup polls together
-_HELLO = 0  # kind of signal: block 0 of a peer has begun this call
+_TILES_AT_ONCE = 8  # the tiles that a warpgroup polls together
+_HELLO = 0  # the kind of signal: block 0 of a rank has begun this call
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a kernel, as one warpgroup of a block sends and receives them.
+    """Sends and receives the rows of a kernel, on behalf of one warpgroup of a block.
 
     Attributes:
       fabric: how ranks reach each other.
       channels: how their warpgroups do.
       plan: how rows are spread over blocks and warpgroups.
-      what: names the kernel in the messages of timeouts.
+      what: the name of the kernel in the messages of timeouts.
       warpgroup: the warpgroup's number, None until `for_warpgroup`: looking it up is a shuffle, and
         so is done once.
     """
@@ -129,9 +129,9 @@ class Rows:
     ) -> Iterator[list[jax.Array]]:
         """Receives this warpgroup's tiles of the block's `token`-th token of each peer.
 
-        `comes` says from which peers it comes. Yields, for each tile, that of each peer; what is
-        yielded for the others is undefined. Tiles are polled together, or one after the other if
-        they are more than registers hold.
+        `comes` says which peers send the token. Yields a list for each tile, with the tile of each
+        peer, undefined for peers that do not send. Tiles are polled together, or one after the
+        other if registers cannot hold all of them.
         """
         plan, tiles = self.plan, self.tiles()
         indices = [self.index(token, i) for i in range(len(tiles))]
@@ -154,9 +154,9 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too.
+        """Zeroes the elements of this warpgroup's i-th tile that overlap another tile.
 
-        Only the row's last tile is repeated, in whole or in part, as the last of a warpgroup's.
+        Only the last tile of a warpgroup may overlap, since it may repeat the row's last tile.
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -174,7 +174,7 @@ class Rows:
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank of each expert, NOWHERE for an id that is none."""
+        """Returns the rank of each expert; NOWHERE for an id outside the experts."""
         num_experts = self.plan.num_experts
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
@@ -189,8 +189,8 @@ class GatherScratch(NamedTuple):
 
     stages: Any  # [S, H]: rows of y
     places: Any  # [pairs, rows_of_pair] int32: the rows of a pair
-    choices: Any  # [pairs, rows_of_pair] int32: which choices of the token they are
-    num_rows: Any  # [pairs] int32: how many they are; NOWHERE: no choice of the pair is here
+    choices: Any  # [pairs, rows_of_pair] int32: the token's choices that `places` belong to
+    num_rows: Any  # [pairs] int32: the number of rows; NOWHERE: no choice of the pair is here
     full: Any  # [S] barriers: a row has arrived in its stage
     empty: Any  # [S] barriers: all warpgroups have read a row
     listed: Any  # barrier: the scout has listed all pairs
@@ -211,7 +211,7 @@ class Gather:
       rows: the rows of the kernel.
       capacity: the rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: whether the pairs of a token begin with those of this rank, or end with them.
+      own_first: whether a token's pairs begin with this rank's pair; else they end with it.
     """
 
     rows: Rows
@@ -349,7 +349,7 @@ class Gather:
     def read_weights(self, weights: Any, scratch: GatherScratch) -> None:
         """Reads the weights of each pair, [pairs, K], which the owners send.
 
-        Each warpgroup reads those of other pairs.
+        Each warpgroup reads the weights of other pairs.
         """
         for pair, _, token, _, owner in self.pairs():
 
@@ -366,7 +366,7 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals in block 0 that this rank has begun the call, or waits there for that of all ranks.
+    """Signals in block 0 that this rank has begun the call, or waits there for all ranks' signals.
 
     `function` is `fabric.signal` or `fabric.wait`. This is for kernels in which a rank might
     receive nothing else of a peer; `fabric.low_latency` says why it must.
@@ -381,4 +381,4 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Makes the threads of all warpgroups that share the barrier `together` wait for each other."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    fabric.barrier()  # for the simulator, where a warpgroup arrives as one
+    fabric.barrier()  # the simulator runs a warpgroup as one thread

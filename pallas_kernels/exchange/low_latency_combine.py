@@ -212,7 +212,7 @@ class _Combine:
         received = of_rows.receive(endpoint, i, comes, exact=False)
         for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
-            total = of_rows.zeros()  # so that no sum is -0.0
+            total = of_rows.zeros()  # 0.0 keeps sums from being -0.0
             for part, was_sent in zip(parts, sent, strict=True):
                 part = part.astype(jnp.float32)
                 total = total + jnp.where(was_sent, part, jnp.zeros_like(part))

@@ -40,7 +40,7 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-_RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
+_RETURNED = MAX_VALUES // 2  # the index of the first value that goes back to the owners
 
 
 def combine_grad(
@@ -60,9 +60,9 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
-    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how
-    warpgroups of ranks reach each other, and a plan that `fits`. dweights is summed in another
-    order, the same on every run.
+    Arguments and results are those of `combine_grad.combine_grad`, with two differences: `channels`
+    connects the warpgroups of the ranks, and the plan must satisfy `fits`. dweights is summed in
+    another order, which is the same on every run.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     capacity = y.shape[-2]
@@ -113,8 +113,8 @@ class _Scratch(NamedTuple):
     gather: GatherScratch
     experts: ExpertScratch
     weights: Any  # [pairs, K] float32: the weights of each pair's choices
-    sums: Any  # float32: partial sums of each pair's inner products, one of each warp, [pairs · K]
-    totals: Any  # [pairs · K] float32: their totals
+    sums: Any  # float32: the inner products of each pair, [pairs · K], as one partial sum per warp
+    totals: Any  # [pairs · K] float32: the totals of `sums`
     returned: Any  # [tokens of a block, N, K] float32: inner products that ranks return
 
 
@@ -191,7 +191,7 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            if source == 1:  # after this rank's own token
+            if source == 1:  # this rank's own token comes first
                 first = pair - source
                 comes = [
                     scratch.gather.num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)
@@ -232,8 +232,8 @@ class _CombineGrad:
     ) -> None:
         """Multiplies a cotangent with the r-th row of a pair, and with its weight.
 
-        `tiles` are those of the cotangent, in float32. `begun` rows are of earlier pairs, and
-        `num_turns` of all pairs.
+        `tiles` are the cotangent's tiles, in float32. Earlier pairs have `begun` rows, and all
+        pairs together `num_turns`.
         """
         fabric, of_rows, ring = self.fabric, self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
@@ -255,7 +255,7 @@ class _CombineGrad:
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
     def _return(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Sends the inner products to the owners, and writes those that the ranks return."""
+        """Sends the inner products to the owners, and writes those that other ranks return."""
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
         fabric.barrier()

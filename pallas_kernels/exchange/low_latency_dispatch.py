@@ -36,7 +36,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 
-_COUNTED_AT_ONCE = 1024  # choices, all loaded before the first is counted
+_COUNTED_AT_ONCE = 1024  # the choices that are loaded before the first of them is counted
 
 
 def dispatch(
@@ -65,7 +65,7 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows past the last expert's rows are zero; else undefined.
 
     Returns:
       The results of `dispatch.dispatch` with a plain wire, bit for bit.
@@ -111,16 +111,16 @@ def dispatch_like(
 
     Args:
       x: [T, H].
-      topk_idx: [T, K] int32, that of `dispatch`.
+      topk_idx: [T, K] int32, as in `dispatch`.
       rows: [N, T, K] int32, the result of `dispatch`.
       counts: [N, E] int32, the result of `dispatch`.
       fabric: how ranks reach each other.
       channels: how warpgroups of ranks reach each other.
       plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
-      capacity: R, that of `dispatch`.
-      expert_alignment: that of `dispatch`.
-      fair: that of `dispatch`.
-      zero_unused: that of `dispatch`.
+      capacity: R, as in `dispatch`.
+      expert_alignment: as in `dispatch`.
+      fair: as in `dispatch`.
+      zero_unused: as in `dispatch`.
 
     Returns:
       tokens ([R, H],).
@@ -160,7 +160,7 @@ class _Scratch(NamedTuple):
 
     experts: ExpertScratch
     choices: Any = None  # [N, T·K] int32: all ranks' choices
-    next_rows_from: Any = None  # [N, E and spare] int32: the next row of each expert, by source
+    next_rows_from: Any = None  # [N, E + spare] int32: the next free row of each expert, by source
     group_starts: Any = None  # [E] int32: where each expert's rows start
     token_rows: Any = None  # [N, tokens of a block, K] int32: the rows here of each choice
     groups_known: Any = None  # barrier: the planner has found the groups
@@ -299,7 +299,7 @@ class _Dispatch:
         endpoint.close()
 
     def _send_choices(self, topk_idx: Any) -> None:
-        """Sends this rank's choices to all ranks: each mover of block 0 a part of them."""
+        """Sends this rank's choices to all ranks; the movers of block 0 send a part each."""
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
         first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
@@ -349,7 +349,7 @@ class _Dispatch:
         meet(self.fabric, scratch.together)
 
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
-        """Counts the choices of a rank by expert: all, and those of tokens of earlier blocks."""
+        """Counts a rank's choices by expert, for all tokens and for those of earlier blocks."""
         fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices
         all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from

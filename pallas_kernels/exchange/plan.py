@@ -1,4 +1,4 @@
-"""How the exchange's kernels are spread over blocks and shared memory, and what they allocate.
+"""Plans how the exchange's kernels use blocks and shared memory, and what they allocate.
 
 A function `for_<kernel>` returns the plan of that kernel. A function whose name ends in
 `_workspace` returns the buffers that a call of the kernel allocates besides the results that its
@@ -28,15 +28,16 @@ from pallas_kernels.formats import PLAIN, RowFormat
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
-ROW_BYTES = 128  # a row must be whole 128-byte lines
-ROW_MULTIPLE = 512  # columns of a quantized row: scales of 16 bytes, and a block for every warp
+ROW_BYTES = 128  # a row must be a multiple of this
+# A quantized row has a multiple of these columns: 16 bytes of scales, and a block for each warp.
+ROW_MULTIPLE = 512
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
-_NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
+_NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
 
 # These choices of a combine were measured on 2 H200s.
 ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
@@ -93,7 +94,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_stages:
             raise ValueError(f"store_lag must be less than num_stages, but the plan is {self}.")
-        # While a step is summed, the one before it is read, and the one after it is listed.
+        # While a step is summed, the previous step is read, and the next step is listed.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
 
@@ -115,8 +116,8 @@ class Window:
     """The part of a flat array of routes, [T·K], that a block holds in shared memory at a time."""
 
     tokens: int  # tokens of a window
-    width: int  # entries loaded: tokens · K, rounded up to whole vectors
-    total: int  # entries of the (padded) flat array
+    width: int  # entries that are loaded: tokens · K, rounded up to whole vectors
+    total: int  # entries of the flat array, with its padding
 
     @classmethod
     def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
@@ -231,7 +232,7 @@ class LowLatencyPlan(Sizes):
 
     Attributes:
       hidden: H, padded as `padded_hidden` says.
-      dtype: of rows, and of sums of rows.
+      dtype: the dtype of rows and of sums of rows.
       num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
       max_blocks: the most thread blocks.
       max_stages: the most rows that a kernel holds in shared memory.
@@ -240,7 +241,7 @@ class LowLatencyPlan(Sizes):
     hidden: int
     dtype: jax.typing.DTypeLike
     num_gpus: int
-    warpgroups = 4  # of a block, that send and receive
+    warpgroups = 4  # this many warpgroups of a block send and receive
     max_blocks: int = memory_map.MAX_WORKERS // warpgroups
     max_stages: int = 2 * _RING_STAGES
 
@@ -272,8 +273,8 @@ class LowLatencyPlan(Sizes):
     @property
     def num_stages(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
-        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
-        # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
+        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
+        # A gradient needs, for each pair and choice, 16 sums and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # Where the experts' groups of rows are, and the next rows from each rank; some are spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
@@ -293,7 +294,7 @@ class LowLatencyPlan(Sizes):
             and self.tokens_per_block * self.tiles_of_worker
             <= memory_map.tiles_of_channel(self.num_gpus)
             and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
-            and self.num_experts <= 2**15  # ids are sent as 16 bits
+            and self.num_experts <= 2**15  # ids are sent as 16-bit integers
             and self.num_stages > 0
         )
 
@@ -301,9 +302,9 @@ class LowLatencyPlan(Sizes):
 def for_low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
-    """Returns the plan of the kernels over the low-latency protocol, or None where others run.
+    """Returns the plan of the kernels over the low-latency protocol, or None if they cannot run.
 
-    Others are for rows that are quantized, and for sizes for which `LowLatencyPlan.fits` is false.
+    They cannot run for quantized rows, and for sizes for which `LowLatencyPlan.fits` is false.
     `num_gpus` counts the GPUs of the ranks' host that share symmetric memory.
     `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
     """
@@ -358,15 +359,16 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    if not few:  # as many as the window of lists has room for at no cost
+    if not few:  # as many tokens as the window of lists has room for
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
     def room_for_rows(step_tokens: int) -> int:
         words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
         return row.room(words)
 
-    # Lists of longer steps take shared memory from the rows, of which one is sent while another is
-    # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
+    # The lists of longer steps leave less shared memory for rows, and at least two rows are needed,
+    # since one is sent while another is copied. Steps of 2 tokens leave room for 3 rows, or
+    # `fits_shared_memory` is false.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -456,8 +458,8 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles are alike: a number of tiles divides the row. Where only a much larger one than is
-    # needed does, tiles are longer.
+    # All tiles have the same length, so their number divides the row. If only a number much larger
+    # than needed does, tiles are longer instead.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 

@@ -19,11 +19,11 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}  # the formats that these functions take
-_VALUES = BLOCK // WARP  # values of a block that a thread holds
+_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}  # the supported formats
+_VALUES = BLOCK // WARP  # the values of a block that each thread holds
 _INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
 _NAN = 0x7FC00000
-_AT_ONCE = 7  # blocks of values that a warp quantizes at a time, so that their steps overlap
+_AT_ONCE = 7  # a warp quantizes this many blocks of values at a time, so that they overlap
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
@@ -155,7 +155,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
     """Returns the float32, which are finite, and the bits of the largest magnitude of these."""
     i32, wide, finite = mosaic.integer_type(32), [], []
-    largest = mosaic.i32(0)  # bits of a float: bits of nonnegative floats are ordered as the floats
+    largest = mosaic.i32(0)  # float bits: those of nonnegative floats order like the floats
     for value in values:
         wide.append(value)
         magnitude = arith.andi(arith.bitcast(i32, value), mosaic.i32(0x7FFFFFFF))

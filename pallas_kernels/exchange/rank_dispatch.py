@@ -162,7 +162,7 @@ class _RankDispatch:
         return fb.any_row(words[: self.top_k])
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Waits for all rows, and writes zeros to those of tokens without an expert here."""
+        """Waits for all rows, and writes zeros to the rows of tokens without an expert here."""
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
         num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
         first_token, num_tokens = sender.range()
@@ -246,5 +246,5 @@ class _Routes:
         return jnp.where(self.kernel.has_expert(words), row, fb.NOWHERE)
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns no row: a token has one at each rank."""
+        """Returns no rows, since a token has one row at each rank."""
         return []

@@ -27,9 +27,9 @@ class Ring:
     the filler opens the stage again.
     """
 
-    rows: Any  # [S, columns]
-    full: Any  # [S] barriers
-    empty: Any  # [S] barriers
+    rows: Any  # [S, columns]: the stages
+    full: Any  # [S] barriers: a stage's row has arrived
+    empty: Any  # [S] barriers: a stage may be filled again
     notes: Any = None  # [S, words] int32 that say what each stage holds
 
     def stage(self, turn: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The sender of both dispatches: one warpgroup of a block, which sends the block's tokens to peers.
+"""Implements the sender of both dispatches: the warpgroup that sends a block's tokens to peers.
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
 quantizes it if the wire's format says so, and puts it into its row at every rank that gets it:
@@ -30,7 +30,7 @@ from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 
-PUT = 0  # kind of signal: sent after each step, and once by a block that has no step
+PUT = 0  # the kind of signal: a block sends it after each step, or once if it has no step
 
 List = Sequence[jax.Array]  # the words of a token that a peer receives
 
@@ -54,7 +54,7 @@ class SenderScratch(NamedTuple):
 
 
 class Routes(Protocol):
-    """What a kernel decides about the tokens that its sender sends."""
+    """The decisions that a kernel makes about the tokens that its sender sends."""
 
     def sources(self) -> Sequence[Any]:
         """Returns the arrays, [T·num_words] each, that a window of words is loaded from."""
@@ -187,8 +187,8 @@ class Sender:
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
-            # This rank's list comes twice: `peers` begin elsewhere in each block, so that to select
-            # it from theirs takes a select for each of their words.
+            # This rank's list is read twice. Each block begins its `peers` at another rank, so that
+            # finding this rank's list among theirs would cost a select for each word.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
@@ -248,7 +248,7 @@ class Sender:
         """
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
-        if num_words % 4:  # bulk copies are of whole 16 bytes
+        if num_words % 4:  # bulk copies need multiples of 16 bytes
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 for i, word in enumerate(words):
                     fabric.peer(lists_ref, peer)[rank, entry + i] = word

@@ -1,4 +1,4 @@
-"""Loads windows of routes, and sorts what they say into lists.
+"""Loads windows of routes, and sorts their entries into lists.
 
 A window is the part of a flat array of words that a block holds in shared memory at a time.
 """
@@ -50,13 +50,13 @@ def open_window(
 
 
 def places_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns where entries go in a list that begins with those that are kept, in their order.
+    """Returns the places of entries in a list that begins with the kept entries, in order.
 
     Args:
       kept: whether each entry is kept, scalar bools.
 
     Returns:
-      How many are kept, and the place of each entry; those that are not kept lie behind.
+      How many entries are kept, and the place of each entry; all others come after the kept ones.
     """
     numbers = [one.astype(jnp.int32) for one in kept]
     count = sum(numbers, jnp.int32(0))

@@ -1,1 +1,1 @@
-"""How kernels reach other ranks: puts, signals, waits, the low-latency protocol, and their PTX."""
+"""Lets kernels communicate with other ranks: puts, signals, waits, the low-latency protocol."""

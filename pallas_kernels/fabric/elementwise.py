@@ -25,15 +25,15 @@ Function = Callable[..., jax.Array]
 
 
 class NotSupported(Exception):
-    """A function uses what `Elementwise` cannot emit; the message says what."""
+    """The error that a function uses an operation that `Elementwise` cannot emit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    Raises NotSupported, when it is made, for a function that is made of other operations than those
-    that this module knows.
+    The constructor raises NotSupported if the function uses an operation that this module cannot
+    emit.
     """
 
     function: Function
@@ -169,7 +169,7 @@ def _same(x: Value, **_: Any) -> Value:
     return x
 
 
-# How each primitive is emitted: (operands, parameters) -> the result.
+# For each primitive, a function (operands, parameters) -> result that emits it.
 _EMIT: dict[str, Callable[..., Value]] = {
     "add": _add,
     "add_any": _add,
@@ -223,7 +223,7 @@ def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:
-        if hasattr(variable, "val"):  # a literal
+        if hasattr(variable, "val"):  # the variable is a literal
             return mosaic.f32(float(variable.val))
         return known[variable]
 

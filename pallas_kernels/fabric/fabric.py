@@ -1,4 +1,4 @@
-"""The interface every kernel is written against: ranks, peers' buffers, signals, and a launch.
+"""Defines the interface through which kernels communicate: ranks, peers' buffers, signals.
 
 `symmetric.Gpus` is the fabric of ranks that have a GPU each. The tests' simulator is another: it
 stacks all ranks' buffers along a leading axis of one array, makes the rank a grid axis, and runs
@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import LANES
 
-NOWHERE = -1  # stands for "no row" and for "no expert"
+NOWHERE = -1  # the index of "no row" and of "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
     @property
     def operands(self) -> Sequence[jax.Array]:
-        """The fabric's own operands, which every kernel takes before those of its caller."""
+        """The fabric's own operands, which every kernel takes before its caller's operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
         """Returns the fabric's own scratch, for a kernel of which peers reach `num_buffers`."""
@@ -110,14 +110,15 @@ class Fabric(Ranks, Protocol):
     def delay_point(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times.
 
-        0: the call begins. 1: writes to peers are made, and their signal may follow. 2: what peers
-        sent is awaited, or was. 3: the warpgroup that fills gaps begins.
+        Point 0 is the beginning of the call; 1 is after writes to peers, before their signal; 2 is
+        where data of peers is awaited or has arrived; 3 is the beginning of the warpgroup that
+        fills gaps.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class RanksOfMesh:
-    """What kernels of every protocol know of ranks along axes of a mesh, each with a GPU.
+    """Describes the ranks along axes of a mesh, each with a GPU, to kernels of every protocol.
 
     Attributes:
       axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
@@ -248,7 +249,7 @@ def kernel(
 def update_in_place(
     arrays: Sequence[jax.Array], write: Callable[[Sequence[Any]], Any]
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Calls `write` with references to the arrays; returns them as it leaves them, and its result.
+    """Calls `write` with references to the arrays; returns the updated arrays and its result.
 
     A kernel that takes the references writes to the arrays' own memory. XLA copies an array first
     if something else still reads it.
@@ -290,7 +291,7 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
 
 def clear(ref: Any, size: int) -> None:
     """Sets ref[:size] of int32 to 0; `size` is a multiple of LANES."""
-    for start in range(0, size, LANES):  # a store of more zeros wants a power of two of them
+    for start in range(0, size, LANES):  # one large store would need a power of two elements
         ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
 
 

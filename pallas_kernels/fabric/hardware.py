@@ -1,4 +1,4 @@
-"""The sizes of a GPU's warps, vectors and shared memory, that kernels of every kind are cut by.
+"""Defines the sizes of a GPU's warps, vectors and shared memory.
 
 Imports neither Pallas nor Mosaic.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-WARP = 32  # threads of a warp
-LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
+WARP = 32  # the threads of a warp
+LANES = 128  # the threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
-WORD_BYTES = 4  # of an int32 or a float32
-VECTOR_BYTES = 16  # the most that one instruction of a thread loads or stores
+WORD_BYTES = 4  # the bytes of an int32 or a float32
+VECTOR_BYTES = 16  # the most bytes that one instruction of a thread loads or stores
 
 
 def vector_length(dtype: jax.typing.DTypeLike) -> int:

@@ -1,4 +1,4 @@
-"""The map of symmetric memory: where each GPU's heap is, and what is where in it.
+"""Maps symmetric memory: the addresses of the GPUs' heaps, and the offsets within a heap.
 
 A *domain* is the GPUs of a host that address each other, with the same numbers in every process.
 Each GPU has a *heap*; that of GPU g begins at `BASE + g * STRIDE` in every process. A heap starts
@@ -15,30 +15,30 @@ Imports neither JAX nor Pallas.
 
 MAX_GPUS = 16
 BASE = 0x2A00_0000_0000
-STRIDE = 1 << 30  # more than any heap
+STRIDE = 1 << 30  # larger than any heap
 
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The header's words, by index.
+# The indices of the header's 64-bit words.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2
-DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
+DELTA = 8  # the first of MAX_GPUS words, one for each GPU of the domain
 
-VERSION = 6  # of this map
-MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
+VERSION = 6  # the version of this map
+MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # the characters "jax_ep", then the version
 
-# (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
+# The (start, bytes) of every pool in a domain of one process, where all GPUs share all addresses.
 ANY_ADDRESS = (0, 1 << 63)
 
-# Offsets in a heap of what kernels keep there; zero at first. Sizes are those for MAX_GPUS, so that
-# offsets in a program do not depend on the machine.
-MAX_BLOCKS = 2048  # thread blocks of a kernel
-MAX_BUFFERS = 4  # buffers of a kernel that peers reach
-MAX_VALUES = 4096  # values that a rank sends to a peer in a call
-SIGNAL_KINDS = 2  # kinds of signal that a kernel may send
-COUNT_BITS = 20  # the low bits of a signal, a count; the number of the call is in the 44 above
+# Offsets in a heap of the kernels' data, which is zero at first. Sizes are those for MAX_GPUS, so
+# that offsets in a program do not depend on the machine.
+MAX_BLOCKS = 2048  # the most thread blocks of a kernel
+MAX_BUFFERS = 4  # the most buffers of a kernel that peers access
+MAX_VALUES = 4096  # the most values that a rank sends to a peer in a call
+SIGNAL_KINDS = 2  # the most kinds of signal of a kernel
+COUNT_BITS = 20  # the low bits of a signal hold a count, the other 44 the number of the call
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS  # [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
@@ -48,22 +48,22 @@ TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # memory of the low-l
 # Memory of the low-latency protocol (`low_latency`): counters of calls, then buffers
 # that tiles arrive in.
 EMPTY = 0xFFFFFFFF  # the sentinel: a 32-bit word that has not arrived; arithmetic makes no such NaN
-MAX_WORKERS = 512  # warpgroups of a kernel that send tiles
-MAX_LOW_LATENCY_GPUS = 8  # GPUs that send tiles to each other
+MAX_WORKERS = 512  # the most warpgroups of a kernel that send tiles
+MAX_LOW_LATENCY_GPUS = 8  # the most GPUs that send tiles to each other
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-TILE_BUFFER_BYTES = TILE_BYTES + 128  # a tile, and a note, one byte, of each of its 128 threads
+TILE_BUFFER_BYTES = TILE_BYTES + 128  # a tile, and a note of one byte from each of 128 threads
 
 
 def num_senders(num_gpus: int) -> int:
-    """Returns how many GPUs send tiles to a GPU: all others, of those of the protocol."""
+    """Returns how many GPUs send tiles to a GPU: all others, up to MAX_LOW_LATENCY_GPUS - 1."""
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
 
 def tiles_of_channel(num_gpus: int) -> int:
     """Returns how many tiles a worker may send to a peer in one call.
 
-    4, and 2 in a domain of more than 4 GPUs, where a heap has buffers for more of them.
+    That is 4, or 2 in a domain of more than 4 GPUs, where a heap has buffers for more senders.
     """
     return 4 if num_gpus <= 4 else 2
 
@@ -74,7 +74,7 @@ def num_tile_buffers(num_gpus: int) -> int:
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Returns what a heap holds at first: runs of (offset, repeated 32-bit word, bytes)."""
+    """Returns a heap's initial contents, as runs of (offset, repeated 32-bit word, bytes)."""
     buffers = TILES + 4 * NUM_COUNTERS
     return [(0, 0, buffers), (buffers, EMPTY, TILE_BUFFER_BYTES * num_tile_buffers(num_gpus))]
 

@@ -1,4 +1,4 @@
-"""The one door to Mosaic's internals: everything private or unstable of JAX that kernels touch.
+"""Wraps every private or unstable part of JAX and Mosaic that kernels use.
 
 Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
 functions that `inline` runs while the kernel is lowered. These functions need MLIR's dialects, the
@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# What this module and the kernels need, by module.
+# The names that this module and the kernels need, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -114,7 +114,7 @@ def _refuse_if_unavailable() -> None:
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
 
 
-# Modules for functions that emit MLIR; None where JAX lacks one, and `inline` then refuses.
+# Modules for functions that emit MLIR. Where JAX lacks one, it is None, and `inline` raises.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 passmanager = _module("jaxlib.mlir.passmanager")
@@ -143,7 +143,7 @@ _ask_ptxas_once()
 Value = Any  # an MLIR value
 Array = Any  # a Mosaic array in registers
 
-# Layouts of operands and results of `inline`; `strided` makes those of arrays.
+# Layouts of operands and results of `inline`; `strided` makes the layouts of arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -187,13 +187,14 @@ def inline(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Mosaic's compiler starts with MLIR's canonicalizer, which visits a block from its top to its end
-# and takes seconds for loops that carry hundreds of registers. From the end to the top it takes
-# hundredths of a second for the same result, of which the compiler's own pass then has nothing to
-# change. Places in source files go: kernels that differ by them alone are then compiled once.
+# Mosaic's compiler first runs MLIR's canonicalizer, which visits a block from top to end and takes
+# seconds for loops that carry hundreds of registers. This pipeline runs it from end to top, which
+# takes hundredths of a second, and leaves the compiler's own run nothing to change. It also strips
+# source locations, so that kernels that differ only in these are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-_DUMP_NAME = "mosaic_gpu.dump_basename"  # a module's attribute, which by default holds a counter
+# Mosaic names a module's dumps by this attribute, and by default puts a counter into the name.
+_DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def kernel(
@@ -226,16 +227,16 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-_LABEL = "mosaic_gpu.label"  # a module's attribute, which Mosaic ignores
-_label: str | None = None  # of kernels that are lowered now
+_LABEL = "mosaic_gpu.label"  # names a module's attribute that Mosaic ignores
+_label: str | None = None  # the label of kernels that are being lowered
 _labels = map(str, itertools.count())
 
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Makes programs that are lowered within compile their kernels, to measure how long that takes.
+    """Opens a context in which lowered programs compile their kernels anew, to measure that time.
 
-    Mosaic otherwise compiles a kernel once in a process, whatever JAX's caches hold.
+    Mosaic otherwise compiles a kernel once in a process, even after JAX's caches are cleared.
     """
     global _label
     before, _label = _label, next(_labels)
@@ -283,7 +284,7 @@ def _simplify(module: Any) -> None:
     """Simplifies a kernel's module, and makes it independent of where and when it was lowered.
 
     The environment variables MOSAIC_GPU_DUMP_* make Mosaic write files of a kernel. If one is set,
-    places in source files stay, and so does the number that tells these files apart.
+    source locations are kept, and so is the number in the names of these files.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
@@ -398,6 +399,21 @@ def when(condition: Value) -> Iterator[None]:
     with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
+
+
+def unless(
+    condition: Value, function: Callable[[], list[Value]], values: list[Value]
+) -> list[Value]:
+    """Emits a branch; returns `values` where the i1 condition holds, else the function's results.
+
+    `function` emits its results, of the types of `values`, in the branch.
+    """
+    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(values)
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(function())
+    return list(branch.results)
 
 
 def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
@@ -516,7 +532,7 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
             kind = ir.MemRefType(ref.type)
             strides, _ = kind.get_strides_and_offset()
-            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer includes the offset
+            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer already includes the offset
             there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
             place = arith.addi(address(ref), offset(table, peer))
             return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)

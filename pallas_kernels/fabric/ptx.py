@@ -1,4 +1,4 @@
-"""PTX that Pallas lacks or is slow at: barriers, polling, timeouts, counting, fences.
+"""Emits PTX where Pallas lacks an operation or is slow: barriers, polling, counting, fences.
 
 All threads of a warpgroup run each of these functions together.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf
 
-_POLLS_PER_CLOCK = 1024  # a power of two
+_POLLS_PER_CLOCK = 1024  # the polls between two reads of the clock, a power of two
 
 
 def barrier() -> None:

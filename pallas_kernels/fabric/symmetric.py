@@ -1,4 +1,4 @@
-"""The fabric of ranks that have a GPU each, over symmetric memory, which `memory_map` describes.
+"""Implements the fabric for ranks with a GPU each, over symmetric memory (see `memory_map`).
 
 A kernel first enters the fabric: it learns the number of its call with each peer, and its block 0
 sends each peer the addresses of this rank's buffers. `connect` waits for the addresses that peers
@@ -32,8 +32,8 @@ from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i
 # A word that gives a buffer's address holds, from the highest bit: the address without its last
 # four bits, a flag, and a tag, the low bits of the call's number.
 _TAG_BITS = 18
-_NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
-_VALUES_AT_ONCE = 1024  # words that a warpgroup polls at a time
+_NOT_SHARED = 1 << _TAG_BITS  # the flag of a buffer outside the pool that other processes map
+_VALUES_AT_ONCE = 1024  # the words that a warpgroup polls at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,9 +345,9 @@ class Gpus(RanksOfMesh):
         """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
 
         Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
-        of values in turn. So nobody waits for those who read them, provided that in every call a
-        rank receives something of each peer: what it then writes in the next call but one, the
-        peer has read.
+        of values in turn, so a sender need not wait until its values are read. This requires that
+        in every call a rank receives something from each peer: by the time a set is used again, two
+        calls later, the peer has read it.
 
         `words` [n] is of 32-bit elements in this rank's global or shared memory.
         """

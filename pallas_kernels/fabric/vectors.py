@@ -23,8 +23,8 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
-GLOBAL_MEMORY = 1  # address space
-SUMS_OF_WARPGROUP = LANES // WARP  # that `partial_sums` makes: one for each warp
+GLOBAL_MEMORY = 1  # the number of the address space
+SUMS_OF_WARPGROUP = LANES // WARP  # `partial_sums` makes one partial sum per warp
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:

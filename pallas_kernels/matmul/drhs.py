@@ -63,7 +63,7 @@ from pallas_kernels.matmul.kernel import (
 from pallas_kernels.matmul.row_blocks import row_ranges
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer takes half of them
+BLOCK_M = COMPUTERS * CHUNK  # the rows of an output tile; each computer warpgroup takes half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Drhs(Kernel):
     """The kernel of `drhs_of_each`."""
 
     num_groups: int
-    height: int  # rows of the output of a group, K
+    height: int  # K, the rows of a group's output
     num_grads: int
 
     def __post_init__(self) -> None:

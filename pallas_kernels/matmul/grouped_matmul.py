@@ -184,9 +184,9 @@ class Product(Kernel):
 
     @property
     def holds(self) -> bool:
-        """Returns whether registers have room for a tile's results beside the accumulators.
+        """Returns whether registers have room for a tile's results next to the accumulators.
 
-        Then a tile is stored while the next one is multiplied.
+        If so, a tile is stored while the next one is multiplied.
         """
         return True
 

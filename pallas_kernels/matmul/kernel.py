@@ -40,8 +40,8 @@ STEP = 64  # length of a stage's tiles along the summed dimension
 CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
 COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
-_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # of each thread, from 168
-OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
+_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # registers per thread, instead of 168
+OTHER_BYTES = 2560  # the shared memory that is reserved for barriers and for Mosaic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,8 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
-# Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.
+# A register layout of 8 rows and 64 columns. Each warp holds two rows, and each thread four
+# neighbouring values of a row.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
     warp_dims=(-4,),

@@ -1,4 +1,4 @@
-"""The tiles that cut every group's rows, by one small kernel with a thread block for each group.
+"""Computes the tiles of every group's rows, by one small kernel with a thread block per group.
 
 A letter stands for 8 rows of a group. If a tile may be 2 or 4 of these high, they are cut so:
 
@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.matmul.row_blocks import row_ranges
 
-ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
-# Columns of the table.
+ROW_ALIGNMENT = 8  # tiles start at a multiple of this many rows
+# The indices of the table's columns.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
 _LOW = 64  # tables have room for tiles of this height: matmuls with higher ones share a kernel
@@ -109,7 +109,7 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns the rows of a group that there are from row `start` on."""
+            """Returns the number of existing rows of a group that starts at row `start`."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 

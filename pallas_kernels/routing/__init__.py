@@ -1,1 +1,1 @@
-"""Kernels of the router."""
+"""GPU kernels of the router."""

@@ -1,23 +1,42 @@
-"""How columns and groups are compared where float32 sums of a score and a bias round to the same.
+"""The numbers that columns and groups are compared by where a bias or a second score is added.
 
-A sum is two float32 numbers, `high` and `low`: `high` is the sum rounded to float32, and `low` what
-was rounded off. Where these are equal, too, logits decide. Functions here are elementwise and made
-of what `pallas_kernels.fabric.elementwise` emits, so that XLA and the kernel compare by the same
-numbers. They take and return what `apply` does: arrays, or words of a kernel's lanes.
+A sum of scores, or of a score and a bias, is two float32 numbers: `high`, the sum rounded to
+float32, and `low`, what was rounded off. Where two sums are equal, logits decide.
+
+XLA and the kernel compare by the same numbers. So functions here compute with `ops`, which holds
+arrays or words of a kernel's lanes, and apply elementwise functions that
+`pallas_kernels.fabric.elementwise` emits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.routing.plan import Groups
+
 _LARGEST = np.float32(1e37)  # its sums and differences are finite
 _LOG_2 = np.float32(math.log(2))
+
+
+class Ops(Protocol):
+    """What sums are computed with."""
+
+    def zero(self) -> Any: ...
+
+    def call(self, function: Callable[..., jax.Array], *operands: Any) -> Any:
+        """Calls a function of `ARITY` with its operands."""
+
+    def where_finite(self, of: Any, value: Any) -> Any:
+        """Returns `value` where `of` is finite, and elsewhere 0."""
+
+    def where_positive(self, of: Any, value: Any, other: Any) -> Any:
+        """Returns `value` where `of` is larger than 0, and elsewhere `other`."""
 
 
 def plus(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -35,20 +54,103 @@ def left_of(total: jax.Array, rest: jax.Array, high: jax.Array) -> jax.Array:
     return rest - (high - total)
 
 
-def add(apply: Callable[..., Any], where_finite: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """Adds two sums (high, low); returns (high, low).
+def smaller_sigmoid(x: jax.Array) -> jax.Array:
+    """Returns the smaller one of sigmoid(x) and sigmoid(-x), which add up to 1."""
+    return jax.nn.sigmoid(-jnp.abs(x))
+
+
+def one_minus(x: jax.Array) -> jax.Array:
+    return np.float32(1) - x
+
+
+def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
+    return (np.float32(1) - high) - smaller
+
+
+def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns more than the error of a + b as the sum of two sums (high, low), from their highs.
+
+    A low is at most 2^-24 of its high, and so is the rounding of the sum. The constant exceeds what
+    is lost where numbers below 2^-126 are flushed to 0.
+    """
+    return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
+
+
+def minus(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a - b
+
+
+# The elementwise functions that `Ops.call` gets, and how many operands each has.
+ARITY: dict[Callable[..., jax.Array], int] = {
+    plus: 2,
+    minus: 2,
+    rounded_off: 3,
+    left_of: 3,
+    smaller_sigmoid: 1,
+    one_minus: 1,
+    left_of_one: 2,
+    error_of_two: 2,
+}
+
+
+def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
+    """Returns (total, rest, high): the sum of two sums is total + rest, which rounds to high."""
+    total = ops.call(plus, a[0], b[0])
+    rest = ops.call(plus, a[1], b[1])
+    rest = ops.call(plus, ops.call(rounded_off, a[0], b[0], total), rest)
+    rest = ops.where_finite(total, rest)
+    return total, rest, ops.call(plus, total, rest)
+
+
+def add(ops: Ops, a: Any, b: Any) -> tuple[Any, Any]:
+    """Adds two sums (high, low)."""
+    total, rest, high = _rounded(ops, a, b)
+    return high, ops.where_finite(high, ops.call(left_of, total, rest, high))
+
+
+def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
+    """Returns whether sums are compared: with a bias, or of a group's two best scores.
+
+    A group's two best logits are found without, and added then.
+    """
+    return bias is not None or (groups is not None and groups.best == 2 and scores != "logit")
+
+
+def score_and_bias(
+    ops: Ops, scores: str, logit: Any, score: Any, bias: Any, *, rounded: bool = False
+) -> tuple[Any, ...]:
+    """Returns (high, low), the sum of a score and a bias; with `rounded`, (high,) alone.
 
     Args:
-      apply: calls one of the functions above with operands.
-      where_finite: of two operands, returns the second where the first is finite, and elsewhere 0.
-      a: (high, low).
-      b: (high, low).
+      ops: computes with the operands.
+      scores: what scores are, a key of `OF_TWO`.
+      logit: the logits, for scores that are logits or sigmoids.
+      score: the scores, rounded, for other scores.
+      bias: the biases, or None.
+      rounded: whether to compute the rounded sum alone.
     """
-    total = apply(plus, a[0], b[0])
-    rest = apply(plus, a[1], b[1])
-    rest = where_finite(total, apply(plus, apply(rounded_off, a[0], b[0], total), rest))
-    high = apply(plus, total, rest)
-    return high, where_finite(high, apply(left_of, total, rest, high))
+    total: tuple[Any, ...] = (logit if scores == "logit" else score, ops.zero())
+    if scores == "sigmoid":
+        smaller = ops.call(smaller_sigmoid, logit)
+        high = ops.where_positive(logit, ops.call(one_minus, smaller), smaller)
+        total = (high,)
+        if bias is not None or not rounded:
+            left = ops.call(left_of_one, high, smaller)
+            total = high, ops.where_positive(logit, left, ops.zero())
+    if bias is not None:
+        bias = bias, ops.zero()
+        total = _rounded(ops, total, bias)[-1:] if rounded else add(ops, total, bias)
+    return total[:1] if rounded else total
+
+
+def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
+    """Returns (total, lower, upper) of the sum of two sums, from their highs alone.
+
+    The sum is at least `lower` and at most `upper`, and it is not if all are infinite or NaN.
+    """
+    total = ops.call(plus, a, b)
+    error = ops.where_finite(total, ops.call(error_of_two, a, b))
+    return total, ops.call(minus, total, error), ops.call(plus, total, error)
 
 
 def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
@@ -79,8 +181,8 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# By what scores are: a function of two logits that grows with the sum of their scores, also where
-# that sum rounds to the same number. Groups are compared by it after the sum of their best two.
+# For each score function, a function of two logits that grows with the sum of their scores, even
+# where the sums round to the same number. It orders groups whose sums of their best two are equal.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

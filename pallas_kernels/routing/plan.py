@@ -7,11 +7,11 @@ import math
 
 from pallas_kernels.fabric.hardware import WARP
 
-MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
-MOST_CHOICES = WARP  # each is stored by a lane of its own
-# Below the sum of scores divided by the largest, unless all are 0.
+MOST_COLUMNS = 1024  # a row must fit in the registers of a warp
+MOST_CHOICES = WARP  # each lane stores one choice
+# A bound below every sum of scores divided by their largest, unless all scores are 0.
 LEAST_SUM = 1e-6
-_LOWEST = -3.4028234663852886e38  # of float32
+_LOWEST = -3.4028234663852886e38  # the lowest finite float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,26 +22,24 @@ class Groups:
       number: how many blocks there are, a divisor of the columns.
       kept: how many of them a row chooses from.
       best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
-      scores: what is summed, a key of `order.OF_TWO`.
     """
 
     number: int
     kept: int
     best: int
-    scores: str = "logit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """How the scores of a row's choices become weights.
+    """Computes weights from the scores of a row's choices.
 
     Attributes:
-      normalize: whether each score is divided by their sum plus `epsilon`. What is weighed is then
-        the logarithms of scores, but for a common summand if epsilon is 0, so that ratios exist
-        of scores that underflow; else it is the scores.
-      epsilon: 0 or more.
-      scale: a factor on each, at the end.
-      sigmoid: with `normalize`: what is weighed is logits, and the scores are their sigmoids.
+      normalize: whether each score is divided by the scores' sum plus `epsilon`. The inputs are
+        then logarithms of scores, so that scores that underflow still have ratios; without epsilon
+        they may be shifted by a common constant. If False, the inputs are the scores.
+      epsilon: the constant of the normalization, 0 or more.
+      scale: a factor on each weight, applied last.
+      sigmoid: whether, with `normalize`, the inputs are logits whose sigmoids are the scores.
     """
 
     normalize: bool
@@ -51,12 +49,12 @@ class Weighing:
 
     @property
     def log_epsilon(self) -> float:
-        """The logarithm of epsilon; that of 0 is the lowest float32."""
+        """The logarithm of epsilon; the lowest float32 for an epsilon of 0."""
         return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:
-    """Returns why the kernel cannot choose k of so many columns, or None if it can."""
+    """Returns why the kernel cannot choose k of this number of columns, or None if it can."""
     if columns > MOST_COLUMNS:
         return f"it holds rows of at most {MOST_COLUMNS} columns, not {columns}"
     if k > MOST_CHOICES:

@@ -1,19 +1,23 @@
-"""The k best experts of every row, without sorting the row: one warp for a row, in registers.
+"""Chooses the k best columns (experts) of every row without sorting: one warp per row.
 
-A lane holds neighbouring columns of its row, each as a tuple of unsigned 32-bit words. The last
-word shrinks with the column. The words before it are keys of the numbers that columns are compared
-by, the first first: the logit, or what biased columns are compared by, (high, low, logit) of
-`order`. A key grows with its number in the total order of IEEE 754, which is that of `lax.top_k`:
--NaN < -inf < -0 < 0 < inf < NaN. So of columns alike the first has the largest tuple. Each of k
-steps takes the largest tuple of the row, by one reduction over the warp for each word, and empties
-it in the lane that holds it.
+A lane holds neighbouring columns of its row in registers, each as a tuple of unsigned 32-bit words.
+The first words are keys of the numbers by which columns are compared. A key grows with its number
+in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The
+last word falls with the column's index, so that among equal columns the first has the largest
+tuple. Each of k steps takes the largest tuple of the row, by one reduction over the warp per word,
+and clears it in its lane.
 
-Where the softmax of the row is wanted the warp makes it, too. Weights follow from what the lanes of
-the choices hold. Arithmetic is that of XLA's kernels but for the order of sums, which is that of
-the lanes, whatever the number of rows.
+Columns without a bias are compared by their logits. With a bias they are compared by (high, low,
+logit) of `order`. The warp first chooses by `high` alone. It chooses again, by all three, only if
+two of the best columns, or the last of them and another column, have equal highs.
 
-With groups, the lanes of a group first make its keys, the warp chooses the best groups in the same
-way, and what lies outside of them counts as -inf.
+With groups, the lanes of a group first compute the group's keys, the warp chooses the best groups
+in the same way, and columns of other groups count as -inf. The sums of the groups' two best highs
+choose the groups, unless their rounding errors may decide.
+
+If asked for, the warp also computes the row's softmax. The lanes that hold the choices compute the
+weights. The arithmetic is that of XLA's kernels, except that sums are taken in the order of the
+lanes, which does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +41,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
-_ROWS = LANES // WARP  # rows of a block
+_ROWS = LANES // WARP  # a block has this many rows, one per warp
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
@@ -46,23 +50,20 @@ _DIVIDE = Elementwise(lambda a, b: a / b, 2)
 _SCALE = Elementwise(lambda x, scale: x * scale, 2)
 _EXPONENT = Elementwise(lambda logit: jnp.minimum(logit, np.float32(0)), 1)
 _FACTOR = Elementwise(lambda logit: jax.nn.sigmoid(jnp.abs(logit)), 1)
-_OF_SUMS = {
-    function: Elementwise(function, arity)
-    for function, arity in ((order.plus, 2), (order.rounded_off, 3), (order.left_of, 3))
-}
+_OF_SUMS = {function: Elementwise(function, arity) for function, arity in order.ARITY.items()}
 _OF_TWO = {name: Elementwise(function, 2) for name, function in order.OF_TWO.items()}
 _INFINITY = 0x7F800000
 _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
 class Chosen(NamedTuple):
-    """The choices of each row. T rows, E columns.
+    """The choices of each of T rows of E columns.
 
     Attributes:
-      columns: [T, k] int32, the best first.
-      chosen: [T, k] float32, what is weighed of them.
-      weights: [T, k] float32.
-      softmax: [T, E] float32, of each row of logits; None unless it was asked for.
+      columns: [T, k] int32, the chosen columns, best first.
+      chosen: [T, k] float32, the inputs of their weights.
+      weights: [T, k] float32, their weights.
+      softmax: [T, E] float32, the softmax of each row of logits; None unless it was asked for.
     """
 
     columns: Any
@@ -76,27 +77,29 @@ def top_k(
     k: int,
     weighing: Weighing,
     *,
-    high: jax.Array | None = None,
-    low: jax.Array | None = None,
+    scores: str = "logit",
+    rounded: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    kept: jax.Array | None = None,
     gathered: jax.Array | None = None,
     groups: Groups | None = None,
-    biased: bool = False,
     softmax: bool = False,
     interpret: Any = None,
 ) -> Chosen:
     """Chooses the k best columns of each row.
 
     Args:
-      logits: [T, E] float32, T > 0, what columns are compared by.
+      logits: [T, E] float32, T > 0.
       k: how many to choose.
       weighing: what weights are made of.
-      high: [T, E] float32, or None: the sums that biased columns, and groups by their two best, are
-        compared by before the logits, rounded; None: the logits.
-      low: [T, E] float32, what was rounded off of `high`; given together with it.
+      scores: what the bias is added to, and what is summed of groups: a key of `order.OF_TWO`.
+      rounded: [T, E] float32, the scores if they are neither logits nor sigmoids and a bias or
+        groups need them; else None.
+      bias: [1, E] or [T, E] float32, or None.
+      kept: [T, E] int32, 0 for columns that count as -inf; None: none do.
       gathered: [T, E] float32, what is weighed; None: the softmax if it is made and is not
         normalized again, else the logits.
       groups: the groups of columns to choose from, or None.
-      biased: whether columns are compared by `high` and `low`, too, and not groups alone.
       softmax: whether to return the softmax of the logits.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
     """
@@ -108,10 +111,25 @@ def top_k(
     ]
     if softmax:
         out_type.append(jax.ShapeDtypeStruct((rows, columns), jnp.float32))
-    operands = {"logits": logits, "high": high, "low": low, "gathered": gathered}
+    operands = {
+        "logits": logits,
+        "rounded": rounded,
+        "bias": bias,
+        "kept": kept,
+        "gathered": gathered,
+    }
     given = {name: array for name, array in operands.items() if array is not None}
     kernel = _TopK(
-        rows, columns, k, weighing, groups, biased, softmax, tuple(given), bool(interpret)
+        rows,
+        columns,
+        k,
+        weighing,
+        scores,
+        groups,
+        softmax,
+        tuple(given),
+        bias is not None and bias.shape[0] == 1,
+        bool(interpret),
     )
     return Chosen(
         *mosaic.kernel(
@@ -125,8 +143,8 @@ def top_k(
     )
 
 
-# The words of a column, of a group, or of the best of several: keys, the first first, and last what
-# tells equal ones apart. Words of 0 are none.
+# The words of a column or of a group: its keys, and last a word that distinguishes equal ones.
+# Words of 0 stand for no column.
 _Words = tuple[Any, ...]
 
 
@@ -136,10 +154,11 @@ class _TopK:
     columns: int
     k: int
     weighing: Weighing
+    scores: str
     groups: Groups | None
-    biased: bool
     makes_softmax: bool
     given: tuple[str, ...]  # the operands' names
+    has_one_bias: bool  # of all rows
     interpreted: bool
 
     @property
@@ -167,14 +186,12 @@ class _TopK:
             self.one_row(_Lanes(self.columns, self.width), row, refs)
 
     def one_row(self, lanes: Any, row: Any, refs: Sequence[Any]) -> None:
-        """Makes a row's choices. Words of `lanes` hold the bits of what they stand for."""
+        """Chooses the columns of a row, and computes their weights. Words hold bits of numbers."""
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
-        logits = lanes.load(operands["logits"], row)
-        sums = [lanes.load(operands[name], row) for name in ("high", "low") if name in operands]
-        best = self.choose(lanes, logits, sums)
-        columns, chosen = lanes.complement(best[-1]), lanes.bits(best[-2])
+        columns, chosen = self.choose(lanes, row, operands)
         if self.makes_softmax:
+            logits = lanes.load(operands["logits"], row)
             *softmax, of_chosen = self.softmax(lanes, logits, chosen)
             lanes.store_row(softmax, out.softmax, row)
             chosen = chosen if self.weighing.normalize else of_chosen
@@ -185,7 +202,7 @@ class _TopK:
         lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
     def weigh(self, lanes: Any, chosen: Any) -> Any:
-        """Returns the weights of what the first k lanes hold."""
+        """Computes the weights of the choices that the first k lanes hold."""
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
         if not weighing.normalize:
@@ -206,7 +223,7 @@ class _TopK:
         return lanes.apply(_SCALE, lanes.apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
-        """Returns the softmax of the row, for a lane's values and for others of the row."""
+        """Computes the row's softmax for a lane's own values, and for other values of the row."""
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
             first, second, *rest = keys
@@ -219,31 +236,109 @@ class _TopK:
         total = _sum_of_lanes(lanes, total, WARP)
         return [lanes.apply(_DIVIDE, term, total) for term in terms]
 
-    def choose(self, lanes: Any, logits: Sequence[Any], sums: Sequence[Sequence[Any]]) -> _Words:
-        """Returns, in lane i < k, the i-th best of a row, and elsewhere any of its columns.
+    def choose(self, lanes: Any, row: Any, operands: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns, in lane i < k, the i-th best column of a row and its logit.
 
-        `logits` is what a lane holds of the row, and `sums` of its high and low, if there are any.
+        Other lanes hold any column.
         """
-        keys = [[lanes.key(value) for value in values] for values in (*sums, logits)]
-        columns = lanes.columns_of(keys if self.biased else keys[-1:])
+        is_biased = "bias" in operands
+        if not order.has_sums(self.scores, operands.get("bias"), self.groups):
+            if self.groups is None or self.groups.best == 1:
+                best, _ = self.chosen(lanes, row, operands, exact=True)
+                return lanes.complement(best[-1]), lanes.bits(best[-2])
+        best, is_sure = self.chosen(lanes, row, operands, exact=False)
+
+        def by_all_keys() -> list[Any]:
+            best, _ = self.chosen(lanes, row, operands, exact=True)
+            return [lanes.complement(best[-1]), lanes.bits(best[-2])]
+
+        column = lanes.complement(best[-1])
+        if is_biased:
+            logit = lanes.gather(operands["logits"], row, column)
+        else:
+            logit = lanes.bits(best[-2])
+        return tuple(lanes.unless(is_sure, by_all_keys, [column, logit]))
+
+    def chosen(
+        self, lanes: Any, row: Any, operands: Mapping[str, Any], *, exact: bool
+    ) -> tuple[_Words, Any]:
+        """Returns the words of the i-th best column in lane i, and whether they are right.
+
+        With `exact` columns and groups are compared by all of their keys, which is right.
+        """
+        keys = self.keys(lanes, row, operands, exact)
+        of_columns = keys if "bias" in operands else keys[-1:]
+        columns = lanes.columns_of(of_columns)
+        none, one = lanes.word(0), lanes.word(1)
+        doubts = none
+        kept = None
         if self.groups is not None:
-            kept = self.kept(lanes, list(zip(*keys, strict=True)))
+            of_groups = [words[:-1] for words in lanes.columns_of(keys)]
+            if not exact:
+                of_groups = [words[:1] for words in of_groups]
+            is_kept, doubts = self.kept(lanes, of_groups, exact)
+            kept = [is_kept] * self.width
+        elif "kept" in operands:
+            kept = [lanes.greater(word, none) for word in lanes.load(operands["kept"], row)]
+        if kept is not None:
             out = lanes.word(_KEY_OF_MINUS_INFINITY)
             columns = [
-                (*(lanes.select(kept, key, out) for key in words[:-1]), words[-1])
-                for words in columns
+                (*(lanes.select(is_kept, key, out) for key in words[:-1]), words[-1])
+                for is_kept, words in zip(kept, columns, strict=True)
             ]
-        none = lanes.word(0)
+        compares = "bias" in operands and not exact
         chosen: _Words = (*[none] * (len(columns[0]) - 1), lanes.complement(none))
+        last = None
         for step in range(self.k):
             best = _warp_best(lanes, _best(lanes, columns))
             columns = [_without(lanes, words, best) for words in columns]
             mine = lanes.equal(lanes.lane, lanes.word(step))
             chosen = _selected(lanes, mine, best, chosen)
-        return chosen
+            if compares and last is not None:
+                doubts = lanes.select(lanes.equal(best[0], last), one, doubts)
+            last = best[0]
+        if compares:
+            is_last = [lanes.equal(words[0], last) for words in columns]
+            equals_last = functools.reduce(lanes.either, is_last)
+            doubts = lanes.warp_max(lanes.select(equals_last, one, doubts))
+        return chosen, lanes.equal(doubts, none)
 
-    def kept(self, lanes: Any, columns: Sequence[_Words]) -> Any:
-        """Returns whether each lane's group is among the best; `columns` are keys alone."""
+    def keys(
+        self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
+    ) -> list[list[Any]]:
+        """Returns the keys of a lane's columns, the first first.
+
+        They are of (high, low, logit), or of the logit if there are no sums. Without `exact` they
+        are of high, and of the logit if columns are compared by it.
+        """
+        bias = operands.get("bias")
+        has_sums = order.has_sums(self.scores, bias, self.groups)
+        of_logits = self.scores in ("logit", "sigmoid")
+        nothing = [None] * self.width
+        logits, rounded, biases = nothing, nothing, nothing
+        if exact or of_logits or bias is None:
+            logits = lanes.load(operands["logits"], row, again=exact)
+        if has_sums and not of_logits:
+            rounded = lanes.load(operands["rounded"], row, again=exact)
+        if bias is not None:
+            of_row = lanes.first_row(row) if self.has_one_bias else row
+            biases = lanes.load(bias, of_row, again=exact)
+        keys = []
+        if has_sums:
+            sums = [
+                order.score_and_bias(lanes, self.scores, *of_column, rounded=not exact)
+                for of_column in zip(logits, rounded, biases, strict=True)
+            ]
+            keys = [list(map(lanes.key, parts)) for parts in zip(*sums, strict=True)]
+        if exact or bias is None:
+            keys.append(list(map(lanes.key, logits)))
+        return keys
+
+    def kept(self, lanes: Any, columns: Sequence[_Words], exact: bool) -> tuple[Any, Any]:
+        """Returns whether each lane's group is among the best, and 0 where that is right.
+
+        `columns` are keys alone.
+        """
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
         first: _Words = columns[0]
@@ -256,35 +351,41 @@ class _TopK:
             other_second = second and tuple(lanes.exchange(key, distance) for key in second)
             first, second = _two_largest(lanes, first, second, other, other_second)
             distance *= 2
+        none = doubt = lanes.word(0)
+        upper = first[0]
         if self.groups.best == 2:
             assert second is not None  # a group has two columns or more
-            first = self.sum_of(lanes, first, second)
+            if exact:
+                first = self.sum_of(lanes, first, second)
+            else:
+                highs = lanes.bits(first[0]), lanes.bits(second[0])
+                total, lower, bound = order.bounds_of_two(lanes, *highs)
+                first, upper = (lanes.key(lower),), lanes.key(bound)
+                doubt = lanes.where_nan(total, lanes.word(1))
         own: _Words = (*first, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
-        kept = None
+        kept, best = None, own
         for _ in range(self.groups.kept):
             best = _warp_best(lanes, own)
             is_best = lanes.equal(own[-1], best[-1])
             kept = is_best if kept is None else lanes.either(kept, is_best)
             own = _without(lanes, own, best)
-        return kept
+        if not exact:
+            # Those that are left have lower bounds in `own`, and may not reach the last kept.
+            reaches = lanes.select(lanes.greater(best[0], upper), none, lanes.word(1))
+            doubt = lanes.either(doubt, lanes.select(kept, none, reaches))
+            doubt = lanes.warp_max(doubt)
+        return kept, doubt
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
         """Returns the keys of a group of these two best columns."""
-        assert self.groups is not None
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
-        zero = lanes.word(0)
-        sums = [words[:-1] or [logit, zero] for words, logit in zip(numbers, logits, strict=True)]
-
-        def where_finite(of: Any, word: Any) -> Any:
-            magnitude = lanes.both(of, lanes.word(_SIGN - 1))
-            return lanes.select(lanes.greater(lanes.word(_INFINITY), magnitude), word, zero)
-
-        def apply(function: Any, *words: Any) -> Any:
-            return lanes.apply(_OF_SUMS[function], *words)
-
-        total = order.add(apply, where_finite, *sums)
-        tie = lanes.apply(_OF_TWO[self.groups.scores], *logits)
+        sums = [
+            words[:-1] or [logit, lanes.zero()]
+            for words, logit in zip(numbers, logits, strict=True)
+        ]
+        total = order.add(lanes, *sums)
+        tie = lanes.apply(_OF_TWO[self.scores], *logits)
         return tuple(lanes.key(word) for word in (*total, tie))
 
 
@@ -321,7 +422,7 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns words, or none if they are those that are taken; last words are distinct."""
+    """Returns `words`, or words of 0 if they equal the taken words."""
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
 
@@ -329,7 +430,7 @@ def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
 def _two_largest(
     lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
 ) -> tuple[_Words, _Words]:
-    """Returns the two largest of up to four, of which a >= a_second and b >= b_second."""
+    """Returns the two largest of a, a_second, b and b_second, where a second may be None."""
     a_is_larger = _is_larger(lanes, a, b)
     first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
     for other in (a_second, b_second):
@@ -339,7 +440,7 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns the float32 sum of groups of `number` lanes, a power of two, in each of them."""
+    """Returns to each lane the float32 sum over its group of `number` lanes, a power of two."""
     distance = number // 2
     while distance:
         word = lanes.apply(_ADD, word, lanes.exchange(word, distance))
@@ -348,14 +449,20 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """Emits what `_TopK` computes, for one thread; words are unsigned, 32 bits."""
+    """Emits the operations of `_TopK` for one thread; words are unsigned, with 32 bits."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
         self.lane = arith.remui(mosaic.lane(), mosaic.i32(WARP))
 
-    def load(self, ref: Value, row: Value) -> list[Value]:
-        """Returns the bits of this lane's columns of a row; past the last column, of that one."""
+    def first_row(self, row: Value) -> Value:
+        return self.word(0)
+
+    def load(self, ref: Value, row: Value, *, again: bool = False) -> list[Value]:
+        """Returns the bits of this lane's columns of a row; past the last column, of that one.
+
+        With `again` they are loaded even if they have been before, and need no registers meanwhile.
+        """
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.muli(row, mosaic.i32(self.columns))
@@ -367,20 +474,21 @@ class _Lanes:
             bits = []
             for i in range(0, self.width, length):
                 pointer = mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), i32)
-                loaded = llvm.load(of_vector, pointer, alignment=4 * length)
+                loaded = llvm.load(of_vector, pointer, alignment=4 * length, volatile_=again)
                 bits += [vector.extract(loaded, [], [j]) for j in range(length)]
             return bits
         last = mosaic.i32(self.columns - 1)
         columns = [arith.minui(arith.addi(first, mosaic.i32(i)), last) for i in range(self.width)]
         places = [arith.addi(start, column) for column in columns]
-        return [llvm.load(i32, mosaic.element_pointer(base, place, i32)) for place in places]
+        pointers = [mosaic.element_pointer(base, place, i32) for place in places]
+        return [llvm.load(i32, pointer, volatile_=again) for pointer in pointers]
 
     def key(self, bits: Value) -> Value:
         spread = arith.shrsi(bits, mosaic.i32(31))
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
-        """Returns the words of this lane's columns; those past the last column are 0."""
+        """Returns the words of this lane's columns; 0 past the row's last column."""
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
         for i, of_column in enumerate(zip(*keys, strict=True)):
@@ -393,12 +501,12 @@ class _Lanes:
         return columns
 
     def bits(self, key: Value) -> Value:
-        """Returns the bits whose key this is."""
+        """Returns the bits of the number that has this key."""
         below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns a lane's words, 0 past the last column."""
+        """Replaces a lane's words past the row's last column by 0."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -409,9 +517,37 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 to the numbers whose bits the words are."""
+        """Applies a function of float32 numbers to words that hold their bits."""
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
+
+    def call(self, function: Callable[..., jax.Array], *words: Any) -> Any:
+        return self.apply(_OF_SUMS[function], *words)
+
+    def zero(self) -> Any:
+        return self.word(0)
+
+    def where_finite(self, of: Any, value: Any) -> Any:
+        is_finite = self.greater(self.word(_INFINITY), self.both(of, self.word(_SIGN - 1)))
+        return self.select(is_finite, value, self.zero())
+
+    def where_nan(self, of: Any, value: Any) -> Any:
+        is_nan = self.greater(self.both(of, self.word(_SIGN - 1)), self.word(_INFINITY))
+        return self.select(is_nan, value, self.zero())
+
+    def where_positive(self, of: Any, value: Any, other: Any) -> Any:
+        # Larger than 0 are the bits 1 to those of infinity.
+        is_positive = self.greater(self.word(_INFINITY), self.minus_one(of))
+        return self.select(is_positive, value, other)
+
+    def unless(
+        self, condition: Value, function: Callable[[], list[Value]], values: list[Value]
+    ) -> list[Value]:
+        """Returns what `function` emits, or `values` where the condition, of a warp, holds."""
+        return mosaic.unless(condition, function, values)
+
+    def minus_one(self, word: Value) -> Value:
+        return arith.subi(word, self.word(1))
 
     def gather(self, ref: Value, row: Value, column: Value) -> Value:
         place = arith.addi(arith.muli(row, mosaic.i32(self.columns)), column)
@@ -425,7 +561,7 @@ class _Lanes:
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores what each lane holds to a row, where `load` finds it."""
+        """Stores each lane's words to the columns that `load` reads."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -482,13 +618,22 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """Computes what `_Lanes` emits, in Pallas' interpreter; words are arrays [WARP] of uint32."""
+    """Computes the operations of `_Lanes` in Pallas' interpreter; words are [WARP] uint32."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
         self.lane = jnp.arange(WARP, dtype=jnp.uint32)
 
-    def load(self, ref: Any, row: Any) -> list[Any]:
+    def first_row(self, row: Any) -> Any:
+        return 0 * row
+
+    def unless(self, condition: Any, function: Any, values: list[Any]) -> list[Any]:
+        return lax.cond(condition[0], lambda: values, function)
+
+    def minus_one(self, word: Any) -> Any:
+        return word - jnp.uint32(1)
+
+    def load(self, ref: Any, row: Any, *, again: bool = False) -> list[Any]:
         values = jnp.pad(ref[row], (0, WARP * self.width - self.columns), mode="edge")
         bits = lax.bitcast_convert_type(values, jnp.uint32).reshape(WARP, self.width)
         return [bits[:, i] for i in range(self.width)]

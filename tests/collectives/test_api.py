@@ -20,8 +20,9 @@ from support.selection import quick
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.api import all_reduce_rms_norm
+from jax_ep.collectives.problem import Problem
 from jax_ep.runtime import availability
 
 AXIS = "expert"

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support.kernels import needs_kernels
 from support.meshes import mesh
-from support.rows import KINDS, descending, rows, total_order, within_best_groups
+from support.rows import KINDS, SUMS, by_sums, descending, rows, sums, within_best_groups
 from support.selection import quick
 
 from jax_ep.moe.routing import top_k_routing
@@ -31,14 +31,15 @@ GROUPS = {
 
 def top_k(logits, gathered, k, groups=None, scores=None):
     """The choices, and what `gathered` holds for them; groups are compared by `scores`."""
-    sums = None if scores is None else (scores, jnp.zeros_like(scores))
-    return choose(logits, k, PLAIN, gathered=gathered, groups=groups, sums=sums)[:2]
+    options = {} if scores is None else {"scores": "softmax", "rounded": scores}
+    return choose(logits, k, PLAIN, gathered=gathered, groups=groups, **options)[:2]
 
 
 def numpy_choices(logits, k, groups=None, scores=None):
     if groups is not None:
         best = min(groups.best, logits.shape[1] // groups.number)
-        logits = within_best_groups(logits, scores, groups.number, groups.kept, best)
+        of_ties = "logit" if scores is logits else "softmax"
+        logits = within_best_groups(logits, scores, groups.number, groups.kept, best, of_ties)
     return descending(logits)[:, :k]
 
 
@@ -59,18 +60,49 @@ def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
     np.testing.assert_array_equal(chosen, np.take_along_axis(probs, want, axis=1))
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "ties"))
-@pytest.mark.parametrize(("experts", "k"), [(40, 3), (40, 13), (40, 40), (7, 2)])
-def test_biased_choices_are_by_three_numbers(experts, k, kind):
-    """The sum, what was rounded off and the logit; many are alike, and infinite or NaN."""
-    high, low, logits = (rows(50, experts, kind, seed) for seed in range(3))
+@pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
+@pytest.mark.parametrize(("experts", "k"), quick([(40, 3), (40, 13), (160, 40)], (40, 3)))
+def test_sums_are_compared_exactly(experts, k, groups):
+    """Where a choice by rounded sums is right, and where it is not."""
+    options = dict(scores="softmax", groups=groups)
+    within = experts if groups is None else experts // groups.number * groups.kept
 
     @jax.jit
-    def run(high, low, logits):
-        return choose(logits, k, PLAIN, sums=(high, low), biased=True)[0]
+    def run(logits, scores, bias):
+        return choose(logits, k, PLAIN, rounded=scores, bias=bias, **options)[0]
 
-    want = np.lexsort([-total_order(values) for values in (logits, low, high)])[:, :k]
-    np.testing.assert_array_equal(run(high, low, logits), want)
+    for kind in SUMS:
+        scores, bias, logits = sums(50, experts, kind)
+        want = by_sums(scores, bias, logits, groups)[:, : min(k, within)]
+        np.testing.assert_array_equal(run(logits, scores, bias)[:, :within], want, kind)
+
+
+def test_ties_of_sums_where_x64_is_enabled():
+    scores, bias, logits = sums(12, 16, "unlike beyond")
+    with jax.enable_x64(True):
+        options = dict(scores="softmax", groups=Groups(4, 2, 2), rounded=scores, bias=bias)
+        topk_idx, weights, _ = choose(jnp.asarray(logits), 3, PLAIN, **options)
+    assert topk_idx.dtype == jnp.int32 and weights.dtype == jnp.float32
+    want = by_sums(scores, bias, logits, Groups(4, 2, 2))[:, :3]
+    np.testing.assert_array_equal(topk_idx, want)
+
+
+def test_a_batch_has_one_bias_or_each_its_own():
+    scores, bias, logits = sums(12, 16, "unlike beyond")
+
+    def run(logits, scores, bias):
+        return choose(logits, 3, PLAIN, scores="softmax", rounded=scores, bias=bias)[0]
+
+    biases = np.stack([bias, bias[::-1]])
+    wants = [by_sums(scores, each, logits)[:, :3] for each in biases]
+    members = (a.reshape(3, 4, 16) for a in (logits, scores))
+    of_one = jax.vmap(run, (0, 0, None))(*members, bias)
+    np.testing.assert_array_equal(of_one.reshape(12, 3), wants[0])
+    np.testing.assert_array_equal(jax.vmap(run, (None, None, 0))(logits, scores, biases), wants)
+    of_both = jax.vmap(jax.vmap(run, (0, 0, None)), (None, None, 0))
+    members = (a.reshape(3, 4, 16) for a in (logits, scores))
+    got = of_both(*members, biases)
+    np.testing.assert_array_equal(got.reshape(2, 12, 3), wants)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])

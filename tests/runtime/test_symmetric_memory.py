@@ -21,8 +21,9 @@ from support.meshes import cuda_mesh, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS, Problem
+from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
+from jax_ep.collectives.problem import Problem
 from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import memory_map

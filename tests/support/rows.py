@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.routing.order import OF_TWO
+from pallas_kernels.routing.plan import Groups
 
+# Of sums of scores and biases: what is equal.
+SUMS = ("nothing", "pairs", "all", "beyond", "unlike beyond", "close", "special")
 KINDS = ("random", "bfloat16", "ties", "special")
 _SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-45, -1e-45]
 
@@ -22,6 +25,62 @@ def rows(number: int, columns: int, kind: str, seed: int = 0) -> np.ndarray:
     if kind == "bfloat16":
         values.view(np.uint32)[:] &= 0xFFFF0000
     return np.round(values) if kind == "ties" else values
+
+
+def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns scores [number, columns], biases [columns] and logits, of one of SUMS.
+
+    Biases are whole numbers, and scores are small next to them unless nothing is to be equal, so
+    that rounded sums have only as many values as the biases.
+    """
+    rng = np.random.default_rng(0)
+    tiny = rng.integers(-9, 10, (number, columns)) * 2.0**-30
+    bias = rng.integers(0, columns // 2, columns)
+    logits = rows(number, columns, "ties", 1)
+    if kind == "nothing":
+        tiny, bias = rng.permuted(np.tile(np.arange(columns) / 64, (number, 1)), axis=1), bias * 0
+    elif kind == "all":
+        tiny, bias, logits = tiny * 0, bias * 0 + 1, logits * 0
+    elif kind == "beyond":
+        tiny, bias, logits = tiny * 0, bias % 3, logits * 0 + bias % 3
+    elif kind == "unlike beyond":
+        bias = bias % 3 + 1
+    elif kind == "close":
+        tiny, bias = 1 + rng.integers(0, 3, (number, columns)) * 2.0**-23, bias % 2 * 2.0**-24
+    elif kind == "special":
+        logits = rows(number, columns, "special", 1)
+        bias = np.where(bias % 5 == 0, -np.inf, np.where(bias % 7 == 0, -0.0, bias % 2))
+    return tiny.astype(np.float32), bias.astype(np.float32), logits.astype(np.float32)
+
+
+def by_sums(
+    scores: np.ndarray, bias: np.ndarray, logits: np.ndarray, groups: Groups | None = None
+) -> np.ndarray:
+    """Returns the columns of each row, from the largest sum of score and bias, in float64.
+
+    Equal sums have the order of logits, then the first column. Groups of equal sums of two have
+    that of `order.OF_TWO["softmax"]`. Infinite sums of logits are no sums of two.
+    """
+    total = scores.astype(np.float64) + bias
+    by_logit = total_order(logits)
+    if groups is not None:
+        grouped, of_logits = (a.reshape(len(a), groups.number, -1) for a in (total, by_logit))
+        values = logits.reshape(grouped.shape)
+        first = np.lexsort((-of_logits, -grouped))[..., : groups.best]
+        of_best = np.take_along_axis(grouped, first, axis=-1)
+        of_values = np.take_along_axis(values, first, axis=-1)
+        if groups.best == 2:
+            ties = np.asarray(OF_TWO["softmax"](of_values[..., 0], of_values[..., 1]))
+        else:
+            ties = of_values[..., 0]
+        best_groups = np.lexsort((-total_order(ties), -of_best.sum(axis=-1)))[:, : groups.kept]
+        is_kept = np.any(best_groups[:, :, None] == np.arange(groups.number), axis=1)
+        is_out = ~np.repeat(is_kept, grouped.shape[-1], axis=1)
+        total = np.where(is_out, -np.inf, total)
+        lows = np.where(is_out, 1, 0)  # -inf rounds off nothing, and is more than what is out
+        by_logit = np.where(is_out, total_order(np.float32([-np.inf])), by_logit)
+        return np.lexsort((-by_logit, lows, -total))
+    return np.lexsort((-by_logit, -total))
 
 
 def descending(values: np.ndarray) -> np.ndarray:

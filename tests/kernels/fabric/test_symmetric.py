@@ -15,7 +15,7 @@ from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep.exchange.selection import Rows
+from jax_ep.exchange.rows import Rows
 from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb

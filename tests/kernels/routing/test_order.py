@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,21 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.routing import order
 
 
-@jax.jit
-def add(*sums):
-    def where_finite(of, value):
+class Arrays:
+    def zero(self):
+        return jnp.float32(0)
+
+    def call(self, function, *operands):
+        return function(*operands)
+
+    def where_finite(self, of, value):
         return jnp.where(jnp.isfinite(of), value, 0.0)
 
-    return order.add(lambda function, *arrays: function(*arrays), where_finite, *sums)
+    def where_positive(self, of, value, other):
+        return jnp.where(of > 0, value, other)
+
+
+add = jax.jit(functools.partial(order.add, Arrays()))
 
 
 def test_a_sum_keeps_what_float32_rounds_off():
@@ -61,3 +72,19 @@ def test_groups_are_compared_by_what_grows_with_the_sum_of_two_scores(scores):
     np.testing.assert_allclose(function.function(*logits), want, rtol=1e-6, atol=1e-6)
     lowest = order.OF_TWO[scores](*np.full((2, 1), -np.inf, np.float32))
     assert np.isfinite(lowest) and lowest < np.min(want)
+
+
+def test_a_sum_of_two_lies_within_its_bounds():
+    rng = np.random.default_rng(0)
+    highs = rng.normal(size=(2, 1000)) * 10.0 ** rng.integers(-37, 36, (2, 1000))
+    highs[1, :500] = -highs[0, :500] * (1 + 1e-7)
+    highs = highs.astype(np.float32)
+    half_ulps = np.spacing(np.abs(highs)).astype(np.float64) / 2
+    total, lower, upper = jax.jit(functools.partial(order.bounds_of_two, Arrays()))(*highs)
+    exact = highs.astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(total, exact, rtol=2**-23, atol=1e-37)
+    assert np.all(np.float64(lower) < exact - half_ulps.sum(axis=0))
+    assert np.all(np.float64(upper) > exact + half_ulps.sum(axis=0))
+    infinite = np.float32([np.inf, -np.inf])
+    for bound in order.bounds_of_two(Arrays(), infinite, infinite):
+        np.testing.assert_array_equal(bound, infinite)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import simulator
-from support.rows import descending, rows, total_order, within_best_groups
+from support.rows import SUMS, by_sums, descending, rows, sums, total_order, within_best_groups
 from support.selection import quick
 from support.simulator import interpret, simulated
 
@@ -20,9 +20,9 @@ from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
 PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
 
 
-def choose(k, weighing=PLAIN, groups=None, biased=False, softmax=False, **operands):
+def choose(k, weighing=PLAIN, groups=None, scores="logit", softmax=False, **operands):
     call = functools.partial(
-        kernels.top_k, k=k, weighing=weighing, groups=groups, biased=biased, softmax=softmax
+        kernels.top_k, k=k, weighing=weighing, groups=groups, scores=scores, softmax=softmax
     )
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
     return interpret(lambda: call(**arrays, interpret=simulator.INTERPRETER))
@@ -79,11 +79,41 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
 
 
 @simulated
-def test_equal_sums_are_ordered_by_what_was_rounded_off_then_by_logits():
-    high, low, logits = (rows(5, 64, "ties", seed) for seed in range(3))
-    chosen = choose(9, biased=True, high=high, low=low, logits=logits)
-    want = np.lexsort([-total_order(values) for values in (logits, low, high)])
-    np.testing.assert_array_equal(chosen.columns, want[:, :9])
+@pytest.mark.parametrize("kind", quick(SUMS, "unlike beyond"))
+@pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
+@pytest.mark.parametrize("columns", quick([64, 96], 64))
+def test_sums_are_compared_exactly(columns, groups, kind):
+    """Where a choice by rounded sums is right, and where it is not."""
+    scores, bias, logits = sums(5, columns, kind)
+    chosen = choose(
+        9, groups=groups, scores="softmax", rounded=scores, bias=bias[None], logits=logits
+    )
+    want = by_sums(scores, bias, logits, groups)[:, :9]
+    np.testing.assert_array_equal(chosen.columns, want)
+    np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(logits, want, axis=1))
+
+
+@simulated
+@pytest.mark.parametrize("shift", [0, 18])
+def test_sums_of_sigmoids_are_made_of_the_logits(shift):
+    """Close to 1 their order is that of what float32 rounds off."""
+    logits = rows(5, 64, "random") + np.float32(shift)
+    bias = rows(5, 64, "random", 1) * np.float32(1e-9 if shift else 0.1)
+    chosen = choose(9, scores="sigmoid", bias=bias, logits=logits)
+    exact = bias.astype(np.float64) - 1 / (1 + np.exp(logits.astype(np.float64)))
+    want = np.argsort(-exact, axis=1, kind="stable")[:, :9]
+    np.testing.assert_array_equal(chosen.columns, want)
+
+
+@simulated
+def test_columns_that_are_not_kept_count_as_infinitely_low():
+    logits, bias = rows(5, 40, "ties"), rows(1, 40, "ties", 1)
+    kept = (rows(5, 40, "random", 2) > 0).astype(np.int32)
+    chosen = choose(9, bias=bias, logits=logits, kept=kept)
+    want = np.argsort(-np.where(kept, logits + bias, -np.inf), axis=1, kind="stable")
+    ordered = np.lexsort((-total_order(logits), -np.where(kept, logits + bias, -np.inf)))[:, :9]
+    assert np.any(want[:, :9] != ordered)
+    np.testing.assert_array_equal(chosen.columns, ordered)
 
 
 @simulated
@@ -93,7 +123,7 @@ def test_equal_sums_are_ordered_by_what_was_rounded_off_then_by_logits():
     quick(
         [
             (64, Groups(8, 3, 2)),
-            (64, Groups(32, 3, 2, "sigmoid")),
+            (64, Groups(32, 3, 2)),
             (160, Groups(8, 3, 1)),
             (32, Groups(1, 1, 1)),
         ],
@@ -107,9 +137,8 @@ def test_choices_are_of_the_best_groups(columns, groups, kind):
         chosen = choose(2, groups=groups, logits=values)
         want = within_best_groups(values, values, *args)
     else:
-        zero = np.zeros_like(scores)
-        chosen = choose(2, groups=groups, logits=values, high=scores, low=zero)
-        want = within_best_groups(values, scores, *args, of_ties=groups.scores)
+        chosen = choose(2, groups=groups, scores="softmax", logits=values, rounded=scores)
+        want = within_best_groups(values, scores, *args, of_ties="softmax")
     np.testing.assert_array_equal(chosen.columns, descending(want)[:, :2])
 
 
@@ -132,9 +161,13 @@ def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
         elif other is not None and shift > 0:
             of_group = -np.logaddexp(*np.moveaxis(other, -1, 0))
         best = np.argsort(-of_group, axis=-1)[:, 0]
-        high = np.full_like(logits, 12)
         chosen = choose(
-            2, groups=Groups(8, 1, 2, scores), biased=True, logits=logits, high=high, low=high * 0
+            2,
+            groups=Groups(8, 1, 2),
+            scores=scores,
+            logits=logits,
+            rounded=np.zeros_like(logits),
+            bias=np.full((1, 64), 12, np.float32),
         )
         np.testing.assert_array_equal(np.asarray(chosen.columns) // 8, best[:, None] + [[0, 0]])
 
