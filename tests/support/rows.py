@@ -53,6 +53,16 @@ def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, 
     return tiny.astype(np.float32), bias.astype(np.float32), logits.astype(np.float32)
 
 
+def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
+    """Returns logits without NaN where groups are compared by a function of their two best.
+
+    IEEE 754 leaves open which NaN, of which sign, a function of two NaNs returns.
+    """
+    if groups is None or groups.best == 1:
+        return logits
+    return np.where(np.isnan(logits), np.float32(2), logits)
+
+
 def by_sums(
     scores: np.ndarray, bias: np.ndarray, logits: np.ndarray, groups: Groups | None = None
 ) -> np.ndarray:

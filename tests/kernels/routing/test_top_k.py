@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import simulator
-from support.rows import SUMS, by_sums, descending, rows, sums, total_order, within_best_groups
+from support.rows import (
+    SUMS,
+    by_sums,
+    comparable,
+    descending,
+    rows,
+    sums,
+    total_order,
+    within_best_groups,
+)
 from support.selection import quick
 from support.simulator import interpret, simulated
 
@@ -85,6 +94,7 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
 def test_sums_are_compared_exactly(columns, groups, kind):
     """Where a choice by rounded sums is right, and where it is not."""
     scores, bias, logits = sums(5, columns, kind)
+    logits = comparable(logits, groups)
     chosen = choose(
         9, groups=groups, scores="softmax", rounded=scores, bias=bias[None], logits=logits
     )
