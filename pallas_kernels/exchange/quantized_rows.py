@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import mosaic, vectors
+from pallas_kernels.fabric import float8, mosaic, vectors
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
@@ -21,8 +21,6 @@ from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 BLOCK = FLOAT8_ROWS.block[1]
 _PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}  # the supported formats
 _VALUES = BLOCK // WARP  # the values of a block that each thread holds
-_INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
-_NAN = 0x7FC00000
 _AT_ONCE = 7  # a warp quantizes this many blocks of values at a time, so that they overlap
 
 
@@ -119,18 +117,15 @@ def _quantize_vector(
 
     Returns the float8, 4 to an int32, and the scale of the block.
     """
-    i32 = mosaic.integer_type(32)
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
     )
     step = 1
     while step < threads:
-        other = mosaic.asm(
-            f"shfl.sync.bfly.b32 $0, $1, {step}, 31, 0xffffffff;", "=r,r", largest, returns=i32
-        )
-        largest, step = arith.maxui(largest, other), 2 * step
+        largest, step = arith.maxui(largest, mosaic.shuffle(largest, step)), 2 * step
     scale, scaled = _scaled(wire, wide, finite, largest)
-    return [_packed(wire, scaled[i : i + _VALUES]) for i in range(0, elements, _VALUES)], scale
+    fours = (scaled[i : i + _VALUES] for i in range(0, elements, _VALUES))
+    return [float8.packed(_PTX_TYPES[wire], four) for four in fours], scale
 
 
 def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
@@ -138,7 +133,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 
     Returns the 4 float8, packed in an int32, and the float32 scale of the block.
     """
-    i32, f32 = mosaic.integer_type(32), mosaic.float_type()
+    f32 = mosaic.float_type()
 
     def widened() -> Iterator[Value]:
         for i in range(_VALUES):
@@ -147,20 +142,19 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 
     wide, finite, largest = _largest(widened())
     # The mask names all threads of the warp, so none may branch around this instruction.
-    largest = mosaic.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", largest, returns=i32)
+    largest = mosaic.warp_max(largest)
     scale, scaled = _scaled(wire, wide, finite, largest)
-    return _packed(wire, scaled), scale
+    return float8.packed(_PTX_TYPES[wire], scaled), scale
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
     """Returns the float32, which are finite, and the bits of the largest magnitude of these."""
-    i32, wide, finite = mosaic.integer_type(32), [], []
-    largest = mosaic.i32(0)  # float bits: those of nonnegative floats order like the floats
+    wide, finite, largest = [], [], mosaic.i32(0)
     for value in values:
+        is_finite, size = float8.magnitude(value)
         wide.append(value)
-        magnitude = arith.andi(arith.bitcast(i32, value), mosaic.i32(0x7FFFFFFF))
-        finite.append(arith.cmpi(arith.CmpIPredicate.ult, magnitude, mosaic.i32(_INFINITY)))
-        largest = arith.maxui(largest, arith.select(finite[-1], magnitude, mosaic.i32(0)))
+        finite.append(is_finite)
+        largest = arith.maxui(largest, size)
     return wide, finite, largest
 
 
@@ -169,48 +163,9 @@ def _scaled(
 ) -> tuple[Value, list[Value]]:
     """Returns the scale of a block whose largest magnitude has these bits, and values over it."""
     assert isinstance(wire, Float8)
-    f32 = mosaic.float_type()
-    scale = arith.mulf(arith.bitcast(f32, largest), mosaic.f32(wire.scale_of_largest))
-    scale = arith.maximumf(scale, mosaic.f32(wire.least_scale))
-    inverse = _reciprocal(scale)
-    nan = arith.bitcast(f32, mosaic.i32(_NAN))
-    return scale, [
-        arith.select(ok, arith.mulf(value, inverse), nan)
-        for value, ok in zip(values, finite, strict=True)
-    ]
-
-
-def _packed(wire: RowFormat, scaled: Sequence[Value]) -> Value:
-    """Rounds 4 float32 to float8, packed in an int32."""
-    ptx_type = _PTX_TYPES[wire]
-    return mosaic.asm(
-        "{ .reg .b16 low, high;"
-        f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"
-        f" cvt.rn.satfinite.{ptx_type}x2.f32 high, $4, $3;"
-        " mov.b32 $0, {low, high}; }",
-        "=r,f,f,f,f",
-        *scaled,
-        returns=mosaic.integer_type(32),
-    )
-
-
-def _reciprocal(scale: Value) -> Value:
-    """Computes 1 / scale, rounded to nearest as IEEE 754 says.
-
-    Takes the steps of PTX's `rcp.rn` for values that are not subnormal, and leaves out its branch
-    for those that are, so that the compiler can interleave several blocks. Scales and their
-    reciprocals are never subnormal.
-    """
-    return mosaic.asm(
-        "{ .reg .f32 near, error;"
-        " rcp.approx.ftz.f32 near, $1;"
-        " neg.f32 error, near;"
-        " fma.rn.f32 error, $1, error, 0f3F800000;"
-        " fma.rn.f32 $0, near, error, near; }",
-        "=f,f",
-        scale,
-        returns=mosaic.float_type(),
-    )
+    scale = float8.scale(wire, largest)
+    inverse = float8.branchless_reciprocal(scale)
+    return scale, [float8.scaled(*each, inverse) for each in zip(values, finite, strict=True)]
 
 
 def add_rows(
@@ -299,7 +254,7 @@ def _add_vectors(
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:
-        row = [value for word in words for value in _widened(wire, word)]
+        row = [value for word in words for value in float8.widened(_PTX_TYPES[wire], word)]
         total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
     return vector.from_elements(mosaic.vector_type(elements, f32), total)
 
@@ -308,16 +263,3 @@ def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
     """Rounds a vector of float32 to a floating dtype of 32 bits or fewer."""
     kind = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
     return register if register.type == kind else arith.truncf(kind, register)
-
-
-def _widened(wire: RowFormat, word: Value) -> list[Value]:
-    """Converts 4 float8 in an int32 to 4 float32."""
-    i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
-    halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
-    wide = []
-    for shift in (0, 16):
-        pair = arith.trunci(i16, arith.shrui(word, mosaic.i32(shift)))
-        pair = llvm.inline_asm(i32, [pair], f"cvt.rn.f16x2.{_PTX_TYPES[wire]}x2 $0, $1;", "=r,h")
-        pair = llvm.bitcast(halves, pair)
-        wide += [arith.extf(f32, llvm.extractelement(pair, mosaic.i32(i))) for i in range(2)]
-    return wide

@@ -494,6 +494,18 @@ def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
     return mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
 
 
+def warp_max(word: Value) -> Value:
+    """Emits the largest of the unsigned words of a warp. No thread may branch around it."""
+    text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+    return asm(text, "=r,r", word, returns=integer_type(32))
+
+
+def shuffle(word: Value, distance: int) -> Value:
+    """Emits the word of the thread whose number in the warp differs by a power of two."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+    return asm(text, "=r,r", word, returns=integer_type(32))
+
+
 def warp_sum(value: Value, threads: int) -> Value:
     """Emits the float32 sum of `value` over groups of `threads` neighbouring threads of a warp."""
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)

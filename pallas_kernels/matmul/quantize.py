@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +28,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8
-from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 _PATCH = 4  # rows and columns of a thread's neighbours
 _ACROSS = 4  # patches of a warp side by side
@@ -43,7 +43,7 @@ _SIDES = 4  # warps with the same rows
 _WIDTH = BLOCK // _SIDES  # columns of a warp
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
-_INFINITY = 0x7F800000
+_PTX_TYPE = "e4m3"
 
 
 class Scaled(NamedTuple):
@@ -58,19 +58,6 @@ class Scaled(NamedTuple):
     scales: Any
 
 
-class Transposed(NamedTuple):
-    """Rows, transposed: the rows of each group start at a multiple of 128, and are padded with 0.
-
-    Attributes:
-      values: [K, P] float8. P is `padded_rows`.
-      scales: [P / 128, K] float32, one for 128 rows of a column; or [P / 128, K / 128], one for
-        128 rows and 128 columns.
-    """
-
-    values: Any
-    scales: Any
-
-
 def quantize_rows(
     rows: jax.Array | Scaled,
     blocks: jax.Array,
@@ -78,7 +65,7 @@ def quantize_rows(
     keep_order: bool,
     by_column: bool,
     interpret: Any = None,
-) -> tuple[Scaled | None, Transposed]:
+) -> tuple[Scaled | None, TransposedRows]:
     """Quantizes rows, transposed, and as they lie.
 
     Args:
@@ -113,7 +100,7 @@ def quantize_rows(
     operands = rows if isinstance(rows, Scaled) else (rows,)
     results = job.run(out_type, (*operands, blocks), interpret)
     *kept, values, scales = results
-    return Scaled(*kept) if keep_order else None, Transposed(values, scales)
+    return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
 
 
 def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
@@ -177,8 +164,7 @@ class _Job:
 
         def kernel(*refs: Any, largest: Any) -> None:
             blocks, tile = refs[num_operands - 1], lax.axis_index("tile")
-            across = jnp.int32(self.width // BLOCK)
-            block, column = lax.div(tile, across), lax.rem(tile, across)
+            block, column = quotient_and_rest(tile, jnp.int32(self.width // BLOCK))
             numbers = [block, column, blocks[block, 0], blocks[block, 1]]
             arrays = [*refs[: num_operands - 1], *refs[num_operands:]]
             if interpret:
@@ -226,7 +212,7 @@ class _Job:
             tile = lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
             outs = list(rest)
             if self.by_row:
-                self.store_kept(outs.pop(0), outs.pop(0), tile, FLOAT8_ROWS, first, count, column)
+                self.store_kept(outs.pop(0), outs.pop(0), tile, first, count, column)
             if self.by_column:
                 values, scales = FLOAT8_ROWS.encode(tile.T)
                 outs[-1][block, columns] = scales[:, 0]
@@ -236,14 +222,15 @@ class _Job:
                 if self.whole:
                     outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
                 values = values.T
-            matrix, row = _quotient_and_rest(block * BLOCK, self.rows_of_matrix)
+            matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
             at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
             outs[-2][at] = values
 
         pl.when(lax.axis_index("warpgroup") == 0)(store)
 
-    def store_kept(self, values_ref, scales_ref, tile, format, first, count, column):
-        values, scales = format.encode(tile)
+    def store_kept(self, values_ref, scales_ref, tile, first, count, column):
+        """Stores the rows of a tile that exist, as they lie, in Pallas' interpreter."""
+        values, scales = FLOAT8_ROWS.encode(tile)
 
         def store(i: Any, _: Any) -> None:
             @pl.when(i < count)
@@ -277,7 +264,7 @@ class _Job:
         if self.by_row:
             rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
             for distance in (1, 2):
-                rows = [_max((x, _shuffle(x, distance))) for x in rows]
+                rows = _with_shuffled(rows, distance)
             with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
                 tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
         of_columns = [
@@ -288,12 +275,12 @@ class _Job:
                 [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in sizes
             ]
             for distance in (4, 8, 16):
-                columns = [[_max((x, _shuffle(x, distance))) for x in walk] for walk in columns]
+                columns = [_with_shuffled(walk, distance) for walk in columns]
             with mosaic.when(mosaic.below(lane, i32(_ACROSS))):
                 for at, four in zip(of_columns, columns, strict=True):
                     tile.share(shared, arith.addi(at, arith.muli(strip, i32(BLOCK))), four)
         else:
-            total = _largest_of_warp(_max(x for walk in sizes for of_row in walk for x in of_row))
+            total = mosaic.warp_max(_max(x for walk in sizes for of_row in walk for x in of_row))
             with mosaic.when(mosaic.equal(lane, i32(0))):
                 tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
         mosaic.block_barrier()
@@ -303,7 +290,7 @@ class _Job:
                 tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
                 for side in range(_SIDES)
             ]
-            of_rows = [_scale_of(_max(x)) for x in zip(*halves, strict=True)]
+            of_rows = [_scale(_max(x)) for x in zip(*halves, strict=True)]
             with mosaic.when(mosaic.equal(place, i32(0))):
                 tile.store_scales_of_rows(outs[1], [scale for scale, _ in of_rows])
             tile.store_rows(outs[0], numbers, [[[f] * _PATCH for _, f in of_rows]] * _WALKS)
@@ -315,9 +302,7 @@ class _Job:
                 ]
                 for at in of_columns
             ]
-            both = [
-                [_scale_of(_max(x)) for x in zip(*of_walk, strict=True)] for of_walk in of_strips
-            ]
+            both = [[_scale(_max(x)) for x in zip(*of_walk, strict=True)] for of_walk in of_strips]
             factors = [[factor for _, factor in walk] for walk in both]
             with mosaic.when(
                 arith.andi(mosaic.equal(strip, i32(0)), mosaic.below(lane, i32(_ACROSS)))
@@ -325,7 +310,7 @@ class _Job:
                 tile.store_scales_of_columns(outs[-1], [[s for s, _ in walk] for walk in both])
         else:
             totals = tile.shared(shared, i32(_SIDES * BLOCK), _WARPS)
-            scale, factor = _scale_of(_max(totals))
+            scale, factor = _scale(_max(totals))
             factors = [[factor] * _PATCH] * _WALKS
             with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
                 at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
@@ -354,7 +339,7 @@ class _Tile:
         element = mosaic.element_of(source)
         size = mosaic.bytes_of(element)
         zero = mosaic.f32(0.0)
-        numbers = [[[zero] * _PATCH for _ in range(_PATCH)] for _ in range(_WALKS)]
+        numbers: list[list[list[Value]]] = [[] for _ in range(_WALKS)]
         for i in range(_PATCH):
             row = arith.addi(self.row, i32(i))
             exists = mosaic.below(row, self.count)
@@ -368,13 +353,12 @@ class _Tile:
                 at = self.pointer(scales, row, self.job.width // BLOCK, self.column, 4)
                 scale = llvm.load(f32, at)
             for walk in range(_WALKS):
-                four = _numbers(_past(start, walk * _STEP * size), element, size)
-                for j, number in enumerate(four):
-                    if scale is not None:
-                        number = arith.mulf(number, scale)
-                    if not self.job.whole:
-                        number = arith.select(exists, number, zero)
-                    numbers[walk][i][j] = number
+                four = _load_four(_past(start, walk * _STEP * size), element, size)
+                if scale is not None:
+                    four = [arith.mulf(value, scale) for value in four]
+                if not self.job.whole:
+                    four = [arith.select(exists, value, zero) for value in four]
+                numbers[walk].append(four)
         return numbers
 
     @property
@@ -413,21 +397,21 @@ class _Tile:
             row = arith.addi(self.row, mosaic.i32(i))
             with mosaic.when(mosaic.below(row, self.count)):
                 for walk in range(_WALKS):
-                    four = map(_scaled, numbers[walk][i], factors[walk][i])
+                    four = _packed(numbers[walk][i], factors[walk][i])
                     at = _past(start, i * self.job.width + walk * _STEP)
-                    llvm.store(_packed(*four), at, alignment=_PATCH)
+                    llvm.store(four, at, alignment=_PATCH)
 
     def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
         i32, height = mosaic.i32, self.job.rows_of_matrix
         top = arith.muli(self.block, i32(BLOCK))
         matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
-        column = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
-        start = self.pointer(out, column, height, arith.addi(row, self.row), 1)
+        first = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
+        start = self.pointer(out, first, height, arith.addi(row, self.row), 1)
         for walk in range(_WALKS):
             for j in range(_PATCH):
-                four = (_scaled(numbers[walk][i][j], factors[walk][j]) for i in range(_PATCH))
-                at = _past(start, (walk * _STEP + j) * height)
-                llvm.store(_packed(*four), at, alignment=_PATCH)
+                column = [numbers[walk][i][j] for i in range(_PATCH)]
+                four = _packed(column, [factors[walk][j]] * _PATCH)
+                llvm.store(four, _past(start, (walk * _STEP + j) * height), alignment=_PATCH)
 
     def store_scales_of_rows(self, out: Any, scales: list[Value]) -> None:
         i32 = mosaic.i32
@@ -452,30 +436,15 @@ class _Tile:
             llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
 
 
-def _quotient_and_rest(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
-
-
 def _past(pointer: Value, num_bytes: int) -> Value:
     return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
 
 
-def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
+def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     """Loads four neighbours as float32."""
     if size == 1:
-        word = llvm.load(mosaic.integer_type(32), pointer, alignment=4)
-        half = mosaic.integer_type(16)
-        results = []
-        for shift in (0, 16):
-            pair = arith.trunci(half, arith.shrui(word, mosaic.i32(shift)))
-            text = "cvt.rn.f16x2.e4m3x2 $0, $1;"
-            both = mosaic.asm(text, "=r,h", pair, returns=mosaic.integer_type(32))
-            for i in range(2):
-                text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, %s; }" % (
-                    "lo" if i == 0 else "hi"
-                )
-                results.append(mosaic.asm(text, "=f,r", both, returns=mosaic.float_type()))
-        return results
+        word = llvm.load(mosaic.integer_type(32), pointer, alignment=_PATCH)
+        return float8.widened(_PTX_TYPE, word)
     loaded = llvm.load(mosaic.vector_type(_PATCH, element), pointer, alignment=size * _PATCH)
     numbers = [vector.extract(loaded, [], [j]) for j in range(_PATCH)]
     if size == 4:
@@ -484,45 +453,32 @@ def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
 
 
 def _size(number: Value) -> Value:
-    """Returns the bits of a number's magnitude, 0 if it is not finite; they are in its order."""
-    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
-    return arith.select(mosaic.below(bits, mosaic.i32(_INFINITY)), bits, mosaic.i32(0))
+    return float8.magnitude(number)[1]
 
 
 def _max(sizes: Any) -> Value:
     return functools.reduce(arith.maxui, sizes)
 
 
-def _shuffle(size: Value, distance: int) -> Value:
-    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
+def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
+    """Returns the larger of each size and that of the thread at a distance in the warp."""
+    return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
-def _largest_of_warp(size: Value) -> Value:
-    text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
-    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
+def _scale(largest: Value) -> tuple[Value, Value]:
+    """Returns the scale of a block, and 1 / scale.
+
+    With `branchless_reciprocal`, the kernels of one scale for a tile need more than 64 registers,
+    and then a multiprocessor has one block of threads and not two.
+    """
+    scale = float8.scale(FLOAT8_ROWS, largest)
+    return scale, float8.reciprocal(scale)
 
 
-def _scale_of(largest: Value) -> tuple[Value, Value]:
-    """Returns the scale of a block, and 1 / scale."""
-    largest = arith.bitcast(mosaic.float_type(), largest)
-    scale = arith.mulf(largest, mosaic.f32(FLOAT8_ROWS.scale_of_largest))
-    scale = arith.maximumf(scale, mosaic.f32(FLOAT8_ROWS.least_scale))
-    text = "rcp.rn.f32 $0, $1;"
-    return scale, mosaic.asm(text, "=f,f", scale, returns=mosaic.float_type())
-
-
-def _scaled(number: Value, factor: Value) -> Value:
-    """Returns number * factor, NaN if the number is not finite."""
-    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
-    is_finite = mosaic.below(bits, mosaic.i32(_INFINITY))
-    return arith.select(is_finite, arith.mulf(number, factor), mosaic.f32(math.nan))
-
-
-def _packed(*four: Value) -> Value:
-    """Returns four float32 as float8, the first in the lowest byte."""
-    text = (
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
-    )
-    return mosaic.asm(text, "=r,f,f,f,f", *four, returns=mosaic.integer_type(32))
+def _packed(numbers: Any, factors: Any) -> Value:
+    """Returns four numbers, each times its factor, as float8 in a word."""
+    four = [
+        float8.scaled(number, float8.magnitude(number)[0], factor)
+        for number, factor in zip(numbers, factors, strict=True)
+    ]
+    return float8.packed(_PTX_TYPE, four)

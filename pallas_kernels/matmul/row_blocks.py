@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 BLOCK = 128
+
+
+class TransposedRows(NamedTuple):
+    """Rows, transposed: the rows of each group start at a multiple of 128, and are padded with 0.
+
+    Attributes:
+      values: [K, P] float8. P is `padded_rows`.
+      scales: [P / 128, K] float32, one for 128 rows of a column; or [P / 128, K / 128], one for
+        128 rows and 128 columns.
+    """
+
+    values: Any
+    scales: Any
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

@@ -241,19 +241,17 @@ class _TopK:
 
         Other lanes hold any column.
         """
-        is_biased = "bias" in operands
-        if not order.has_sums(self.scores, operands.get("bias"), self.groups):
-            if self.groups is None or self.groups.best == 1:
-                best, _ = self.chosen(lanes, row, operands, exact=True)
-                return lanes.complement(best[-1]), lanes.bits(best[-2])
-        best, is_sure = self.chosen(lanes, row, operands, exact=False)
 
         def by_all_keys() -> list[Any]:
             best, _ = self.chosen(lanes, row, operands, exact=True)
             return [lanes.complement(best[-1]), lanes.bits(best[-2])]
 
+        compares_sums = self.groups is not None and self.groups.best == 2
+        if not compares_sums and "bias" not in operands:
+            return tuple(by_all_keys())
+        best, is_sure = self.chosen(lanes, row, operands, exact=False)
         column = lanes.complement(best[-1])
-        if is_biased:
+        if "bias" in operands:
             logit = lanes.gather(operands["logits"], row, column)
         else:
             logit = lanes.bits(best[-2])
@@ -580,13 +578,11 @@ class _Lanes:
                 llvm.store(word, mosaic.element_pointer(base, place, i32))
 
     def warp_max(self, word: Value) -> Value:
-        text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
-        return mosaic.asm(text, "=r,r", word, returns=mosaic.integer_type(32))
+        return mosaic.warp_max(word)
 
     def exchange(self, word: Value, distance: int) -> Value:
         """Returns the word of the lane whose number differs by `distance`, a power of two."""
-        text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-        return mosaic.asm(text, "=r,r", word, returns=mosaic.integer_type(32))
+        return mosaic.shuffle(word, distance)
 
     def word(self, value: int) -> Value:
         return mosaic.i32(value)

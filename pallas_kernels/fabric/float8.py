@@ -1,0 +1,90 @@
+"""The steps of `pallas_kernels.formats.Float8` for one thread of a kernel, on float32 and bytes.
+
+They give the bits that the format gives. `ptx_type` is the type's name in PTX, such as "e4m3".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.formats import Float8
+
+_INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
+_NAN = 0x7FC00000
+
+
+def magnitude(value: Value) -> tuple[Value, Value]:
+    """Returns whether a float32 is finite, and the bits of its magnitude, 0 if it is not.
+
+    Bits of magnitudes order like the magnitudes.
+    """
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
+    is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(_INFINITY))
+    return is_finite, arith.select(is_finite, bits, mosaic.i32(0))
+
+
+def scale(format: Float8, largest: Value) -> Value:
+    """Returns the scale of a block whose largest magnitude has these bits."""
+    largest = arith.bitcast(mosaic.float_type(), largest)
+    scale = arith.mulf(largest, mosaic.f32(format.scale_of_largest))
+    return arith.maximumf(scale, mosaic.f32(format.least_scale))
+
+
+def reciprocal(scale: Value) -> Value:
+    """Returns 1 / scale, rounded to nearest as IEEE 754 says."""
+    return mosaic.asm("rcp.rn.f32 $0, $1;", "=f,f", scale, returns=mosaic.float_type())
+
+
+def branchless_reciprocal(scale: Value) -> Value:
+    """Returns the bits of `reciprocal`, by steps without a branch.
+
+    Takes the steps of PTX's `rcp.rn` for values that are not subnormal, and leaves out its branch
+    for those that are. Scales and their reciprocals are never subnormal. The compiler can then
+    interleave several blocks, and uses more registers.
+    """
+    return mosaic.asm(
+        "{ .reg .f32 near, error;"
+        " rcp.approx.ftz.f32 near, $1;"
+        " neg.f32 error, near;"
+        " fma.rn.f32 error, $1, error, 0f3F800000;"
+        " fma.rn.f32 $0, near, error, near; }",
+        "=f,f",
+        scale,
+        returns=mosaic.float_type(),
+    )
+
+
+def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
+    """Returns value / scale, from 1 / scale; NaN if the value is not finite."""
+    nan = arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN))
+    return arith.select(is_finite, arith.mulf(value, inverse), nan)
+
+
+def packed(ptx_type: str, four: Sequence[Value]) -> Value:
+    """Rounds 4 float32 to float8, packed in an int32, the first in the lowest byte."""
+    return mosaic.asm(
+        "{ .reg .b16 low, high;"
+        f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"
+        f" cvt.rn.satfinite.{ptx_type}x2.f32 high, $4, $3;"
+        " mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f",
+        *four,
+        returns=mosaic.integer_type(32),
+    )
+
+
+def widened(ptx_type: str, word: Value) -> list[Value]:
+    """Converts 4 float8 in an int32 to 4 float32."""
+    i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
+    halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
+    wide = []
+    for shift in (0, 16):
+        pair = arith.trunci(i16, arith.shrui(word, mosaic.i32(shift)))
+        pair = llvm.inline_asm(i32, [pair], f"cvt.rn.f16x2.{ptx_type}x2 $0, $1;", "=r,h")
+        pair = llvm.bitcast(halves, pair)
+        wide += [arith.extf(f32, llvm.extractelement(pair, mosaic.i32(i))) for i in range(2)]
+    return wide
