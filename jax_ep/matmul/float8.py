@@ -10,7 +10,7 @@ The tensor cores need the summed dimension innermost, in both operands. So a pro
 [L, N, K]; and the gradient of matrices takes rows transposed, which `transpose_rows` makes, with
 scales along the rows.
 
-Nothing here has a gradient of its own: `jax_ep.moe.float8_experts` has those of the experts.
+Nothing here has a gradient of its own: `jax_ep.moe.expert_matmuls` has those of the experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primit
 from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8
-from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
 # Of transposed rows: a scale for 128 rows and 128 columns, the format of gradients' transposes.
@@ -44,18 +44,6 @@ class QuantizedMatrices(NamedTuple):
 
     matrices: QuantizedArray
     transposed: QuantizedArray
-
-
-class RowsOfGroups(NamedTuple):
-    """Rows, transposed, with the rows of each group padded with zeros to a multiple of 128.
-
-    Attributes:
-      values: [K, P] float8.
-      scales: [P / 128, K] float32, one for 128 rows of a column, or [P / 128, K / 128].
-    """
-
-    values: jax.Array
-    scales: jax.Array
 
 
 def quantize_matrices(
@@ -86,7 +74,7 @@ def transpose_rows(
     by_column: bool,
     keep_order: bool = False,
     implementation: Implementation = None,
-) -> tuple[QuantizedArray | None, RowsOfGroups]:
+) -> tuple[QuantizedArray | None, TransposedRows]:
     """Quantizes rows [R, K] along the rows of each group; returns them transposed.
 
     Args:
@@ -109,7 +97,7 @@ def transpose_rows(
         implementation=implementation,
     )
     as_they_lie = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
-    return as_they_lie, RowsOfGroups(values, scales)
+    return as_they_lie, TransposedRows(values, scales)
 
 
 def product(
@@ -159,8 +147,8 @@ def gated_product(
 
 
 def drhs_of_each(
-    lhs: RowsOfGroups,
-    grads: Sequence[RowsOfGroups],
+    lhs: TransposedRows,
+    grads: Sequence[TransposedRows],
     groups: jax.Array,
     dtype: Any,
     implementation: Implementation = None,
@@ -266,13 +254,12 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
     *parts, group_sizes = operands
     lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
     backend = _select(implementation, platform, rhs[0][0].shape[1:], lhs[0].shape[0])
-    products = None
     if kernels := _kernels(backend):
         results = kernels.gated_product(lhs, rhs, group_sizes, gating, keep)
         if results is not None:
             return results
         products = [kernels.product([(lhs, each)], group_sizes, jnp.float32) for each in rhs]
-    if products is None:
+    else:
         rows = _rows(*lhs)
         products = [
             backend.product(rows, _matrices(*each), group_sizes, transpose_rhs=True) for each in rhs
@@ -288,7 +275,7 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
 def _compute_drhs(*operands, dtype, implementation, platform):
     *parts, groups = operands
-    lhs, *grads = (RowsOfGroups(*parts[i : i + 2]) for i in range(0, len(parts), 2))
+    lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))
     shape = lhs.values.shape[0], grads[0].values.shape[0]
     backend = _select(implementation, platform, shape, lhs.values.shape[1])
     if kernels := _kernels(backend):

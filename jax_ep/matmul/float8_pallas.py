@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.backend import pad_rows
-from jax_ep.matmul.pallas import core_count
-from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
+from jax_ep.matmul.pallas import core_count, emitted
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import quantize
-from pallas_kernels.matmul.quantize import Scaled, Transposed
+from pallas_kernels.matmul.quantize import Scaled
 
 
 def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
@@ -42,9 +41,7 @@ def gated_product(
     """Returns None for a gating with operations that the kernel does not support."""
     first, second = (Scaled(*each) for each in rhs)
     with jax.enable_x64(False):
-        try:
-            function = Elementwise(gating, 2)
-        except NotSupported:
+        if (function := emitted(gating)) is None:
             return None
         results = kernels.gated_product(
             _padded(lhs),
@@ -62,8 +59,8 @@ def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[ja
     with jax.enable_x64(False):
         return list(
             kernels.drhs_of_each(
-                Transposed(*lhs),
-                [Transposed(*grad) for grad in grads],
+                lhs,
+                grads,
                 groups,
                 dtype=jnp.dtype(dtype),
                 num_blocks=core_count(),

@@ -7,7 +7,7 @@ is lowered, so a machine without GPUs does not load them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -130,15 +130,12 @@ def gated_product(
     Returns None for a gating with operations that the kernel does not support. If `tiles` is None,
     `gated_tiles` chooses them.
     """
-    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul import gated_matmul as kernels
 
     num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
     tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols)
     with jax.enable_x64(False):
-        try:
-            function = Elementwise(gating, 2)
-        except NotSupported:
+        if (function := emitted(gating)) is None:
             return None
         results = kernels.gated_product(
             pad_rows(lhs),
@@ -231,6 +228,16 @@ def band(num_cols: int, block_n: int, most: int) -> int:
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))
+
+
+def emitted(gating: Gating) -> Any:
+    """Returns a gating as kernels emit it, or None if it has operations that they do not."""
+    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
+
+    try:
+        return Elementwise(gating, 2)
+    except NotSupported:
+        return None
 
 
 def core_count() -> int:

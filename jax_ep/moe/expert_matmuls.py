@@ -48,6 +48,10 @@ class QuantizedExperts(NamedTuple):
     wi_1: QuantizedMatrices | None
     wo: QuantizedMatrices
 
+    @property
+    def wi(self) -> tuple[QuantizedMatrices, ...]:
+        return (self.wi_0,) if self.wi_1 is None else (self.wi_0, self.wi_1)
+
 
 class Experts(NamedTuple):
     """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None.
@@ -64,6 +68,10 @@ class Experts(NamedTuple):
     quantized: QuantizedExperts | None = None
 
     @property
+    def wi(self) -> tuple[jax.Array, ...]:
+        return (self.wi_0,) if self.wi_1 is None else (self.wi_0, self.wi_1)
+
+    @property
     def biases(self) -> tuple[jax.Array | None, ...]:
         return self.wi_0_bias, self.wi_1_bias, self.wo_bias
 
@@ -74,7 +82,8 @@ class Matmuls:
 
     implementation: Implementation
 
-    keeps_rounded = False  # whether the hidden values are made of more than what is kept
+    # Whether what is kept of a product is rounded. The hidden values are made of the product then.
+    keeps_rounded = False
 
     def rows(self, x: jax.Array) -> Any:
         return x
@@ -89,18 +98,16 @@ class Matmuls:
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
         """Returns rows of the hidden values, and with `keep` what is kept of both products."""
-        assert experts.wi_1 is not None
-        both = experts.wi_0, experts.wi_1
+        gate, up = experts.wi
         return api.gated_product(
-            rows, both, group_sizes, unit, keep, self.implementation, zero_unused=False
+            rows, (gate, up), group_sizes, unit, keep, self.implementation, zero_unused=False
         )
 
     def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
         """Returns the products with wi_0 and, if there is one, with wi_1."""
         return [
             api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
-            for wi in (experts.wi_0, experts.wi_1)
-            if wi is not None
+            for wi in experts.wi
         ]
 
     def down(
@@ -146,7 +153,7 @@ class Matmuls:
         """
         dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
         dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
-        pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
+        pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = api.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
         )
@@ -169,12 +176,10 @@ class Float8Matmuls(Matmuls):
         return kept.dequantize(dtype) if isinstance(kept, QuantizedArray) else kept
 
     def gated(self, rows, experts, group_sizes, unit, keep):
-        quantized = experts.quantized
-        both = quantized.wi_0.transposed, quantized.wi_1.transposed
-        return float8.gated_product(rows, both, group_sizes, unit, keep, self.implementation)
+        gate, up = (wi.transposed for wi in experts.quantized.wi)
+        return float8.gated_product(rows, (gate, up), group_sizes, unit, keep, self.implementation)
 
     def up(self, rows, experts, group_sizes):
-        quantized = experts.quantized
         return [
             float8.product(
                 [(rows, wi.transposed)],
@@ -183,8 +188,7 @@ class Float8Matmuls(Matmuls):
                 self.implementation,
                 zero_unused=False,
             )
-            for wi in (quantized.wi_0, quantized.wi_1)
-            if wi is not None
+            for wi in experts.quantized.wi
         ]
 
     def down(self, hidden, experts, group_sizes, dtype, zero_unused):
@@ -212,10 +216,9 @@ class Float8Matmuls(Matmuls):
         both = [transpose(each, by_column=False, keep_order=True) for each in dpre]
         of_tokens = transpose(rows, by_column=True)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype)
-        matrices = [
-            wi.matrices for wi in (experts.quantized.wi_0, experts.quantized.wi_1) if wi is not None
+        pairs = [
+            (kept, wi.matrices) for (kept, _), wi in zip(both, experts.quantized.wi, strict=True)
         ]
-        pairs = [(kept, wi) for (kept, _), wi in zip(both, matrices, strict=True)]
         dtokens = float8.product(pairs, group_sizes, rows.dtype, self.implementation, zero_unused)
         return dtokens, dwi, dwo
 
@@ -227,7 +230,7 @@ def matmuls_of(
     if matmul_dtype is None:
         return Matmuls(implementation), experts
     if experts.quantized is None:
-        quantized = quantize_experts(experts.wi_0, experts.wi_1, experts.wo, implementation)
+        quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
         experts = experts._replace(quantized=quantized)
     return Float8Matmuls(implementation), experts
 
@@ -251,7 +254,7 @@ def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExpe
     return QuantizedExperts(*(of_matrices(*item) for item in quantized._asdict().items()))
 
 
-def check_quantized(quantized: Any, wi_0: jax.Array, wo: jax.Array, matmul_dtype: Any) -> None:
+def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
     """Raises TypeError or ValueError unless quantized experts are None or those of the matrices."""
     if quantized is None:
         return
@@ -262,37 +265,23 @@ def check_quantized(quantized: Any, wi_0: jax.Array, wo: jax.Array, matmul_dtype
         )
     if matmul_dtype is None:
         raise ValueError("quantized_experts must be None where matmul_dtype is None.")
-    for name, matrices in (("wi_0", wi_0), ("wo", wo)):
-        shape = getattr(quantized, name).matrices.shape
-        if shape != matrices.shape:
+    for name, of_name in quantized._asdict().items():
+        matrices = getattr(experts, name)
+        shape = None if matrices is None else matrices.shape
+        found = None if of_name is None else of_name.matrices.shape
+        if found != shape:
             raise ValueError(
-                f"quantized_experts.{name} must have the shape of {name}, {matrices.shape}, but "
-                f"has {shape}."
+                f"quantized_experts.{name} must have the shape of {name}, {shape}, but has {found}."
             )
 
 
-def quantize_experts(
+def quantize_experts_of_rank(
     wi_0: jax.Array,
     wi_1: jax.Array | None,
     wo: jax.Array,
     implementation: Implementation = None,
 ) -> QuantizedExperts:
-    """Quantizes the matrices of L experts to float8, for all calls that have the same weights.
-
-    A training step calls this once, and passes the result to each of its microbatches.
-
-    Args:
-      wi_0: [L, H, F] floating; H and F are multiples of 128.
-      wi_1: [L, H, F], or None.
-      wo: [L, F, H].
-      implementation: as in `jax_ep.grouped_matmul`.
-
-    Returns:
-      Each matrix in both orders, 2 bytes a number.
-
-    Raises:
-      ValueError: H or F is no multiple of 128.
-    """
+    """Quantizes wi_0 and wi_1 [L, H, F], and wo [L, F, H], of a rank; wi_1 may be None."""
 
     def quantize(matrices: jax.Array | None) -> QuantizedMatrices | None:
         if matrices is None:

@@ -24,8 +24,13 @@ from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
-from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, check_quantized, specs_of_quantized
-from jax_ep.moe.expert_matmuls import quantize_experts as quantize_matrices_of_experts
+from jax_ep.moe.expert_matmuls import (
+    Experts,
+    QuantizedExperts,
+    check_quantized,
+    quantize_experts_of_rank,
+    specs_of_quantized,
+)
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
@@ -136,7 +141,7 @@ def run_layer(
     where = find_mesh(config, x)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
-    check_quantized(quantized, params.wi_0, params.wo, config.matmul_dtype)
+    check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
@@ -319,7 +324,7 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
         if config.dtype is not None:  # a layer quantizes what it would multiply
             matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
-        return quantize_matrices_of_experts(**matrices, implementation=config.matmul_implementation)
+        return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
 
     if where.mesh is None:
         return quantize(matrices)

@@ -22,7 +22,7 @@ Both operands lie in memory with the summed dimension innermost, as the tensor c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,19 +35,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
-    OTHER_BYTES,
     Kernel,
     aligned,
     check_buffers,
     launch,
     swizzled,
 )
-from pallas_kernels.matmul.quantize import Scaled, Transposed
-from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
     END,
@@ -232,18 +230,25 @@ class _Float8Kernel(Kernel):
             tile, left_edge = self.place(index, num_tiles)
             return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
 
+        self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
+
+    def walk_tiles(
+        self, total: jax.Array, look_up: Any, operands: Any, outs: Any, scratch: Any
+    ) -> None:
+        """Loads, in one warpgroup, and computes, in the others, the tiles that are looked up."""
+
         def load():
             def one_tile(tile, _, used):
                 return self.load_tile(tile, used, operands, scratch)
 
-            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            used = self.walk(total, look_up, one_tile, jnp.int32(0))
             drain(scratch["empty"], used, self.tiles.num_stages)
 
         def compute(computer):
             def one_tile(tile, _, used):
                 return self.compute_tile(computer, tile, used, outs, scratch)
 
-            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            self.walk(total, look_up, one_tile, jnp.int32(0))
 
         self.take_roles(load, compute)
 
@@ -253,9 +258,31 @@ class _Float8Kernel(Kernel):
         """Computes and stores a tile; returns how many stages of the ring have been used."""
         raise NotImplementedError
 
-    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the array of a half's block scales, and the place of its blocks in a column."""
-        raise NotImplementedError
+    def columns_of(self, left_edge: Any) -> Any:
+        """Returns the columns that a tile has of each array of matrices."""
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
+
+    def block_scales(
+        self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Returns a reference to the scale of each half: `at(scales, number of its columns)`.
+
+        The numbers count blocks of 128 columns. The last tile may have one half, and the scale of
+        the other is not used.
+        """
+        block = lax.div(left_edge, jnp.int32(BLOCK))
+        if self.matrices > 1:
+            return [at(of_matrix, block) for of_matrix in scales]
+        last = self.width // BLOCK - 1
+        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(_HALVES)]
+
+    def store_half(
+        self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
+    ) -> None:
+        """Stores rows [begin, end) of the totals of a half to `out` at (top, left); see `store`."""
+        for i in range(0, BLOCK, self.chunk):
+            part = total[:, i : i + self.chunk].astype(self.out_dtype)
+            self.store(part, out, room, top, left + i, begin, end)
 
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
         """Copies a tile's operands into the ring, step by step."""
@@ -266,20 +293,16 @@ class _Float8Kernel(Kernel):
             values, scales, *matrices = operands[k * together : (k + 1) * together]
 
             def step(i, used, values=values, scales=scales, matrices=matrices):
-                inner = pl.ds(i * BLOCK, BLOCK)
-                width = _HALVES * BLOCK // self.matrices
-                columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
-                block_scales = []
-                for half in range(_HALVES):
-                    of_blocks, block = self.scales_of(half, matrices[1::2], left_edge)
-                    block_scales.append(of_blocks.at[group, block, i])
+                inner, columns = pl.ds(i * BLOCK, BLOCK), self.columns_of(left_edge)
                 return self.fill_stage(
                     scratch,
                     used,
                     values.at[rows, inner],
                     scales.at[i, rows],
                     [matrix.at[group, columns, inner] for matrix in matrices[::2]],
-                    block_scales,
+                    self.block_scales(
+                        matrices[1::2], left_edge, lambda scales, block: scales.at[group, block, i]
+                    ),
                 )
 
             used = lax.fori_loop(0, depth // BLOCK, step, used)
@@ -343,8 +366,8 @@ class _Float8Kernel(Kernel):
 
             return add
 
-        # One body for both halves: so the tensor cores' instructions, and their registers, are
-        # those of one place in the code. With two, ptxas moves accumulators and spills totals.
+        # Both halves share one body, so that the tensor cores' instructions stand in one place and
+        # have one set of registers. With two, ptxas moves accumulators and spills totals.
         def step(i, totals):
             half = i & last
             stage = lax.rem(used + (i >> last), num_stages)
@@ -396,7 +419,7 @@ class _Float8Kernel(Kernel):
     ) -> None:
         """Stores rows [begin, end) of 64 rows of a chunk of columns to `out` at (top, left).
 
-        A `begin` of None means all rows.
+        If `begin` is None, all rows are stored.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_swizzled(room, values, interpreted=self.interpreted)
@@ -437,14 +460,6 @@ class _Product(_Float8Kernel):
     def matrices(self) -> int:
         return 1
 
-    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the array of a half's block scales, and its row of blocks.
-
-        The last tile may have one half; scales of the other are not used.
-        """
-        block = lax.div(left_edge, jnp.int32(BLOCK)) + half
-        return scales[0], jnp.minimum(block, self.width // BLOCK - 1)
-
     def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
         _, first, begin, end, left_edge = tile
         is_short = end - first <= _ROWS
@@ -458,9 +473,7 @@ class _Product(_Float8Kernel):
         for half, total in enumerate(totals):
 
             def store(total=total, left=left + half * BLOCK):
-                for i in range(0, BLOCK, self.chunk):
-                    part = total[:, i : i + self.chunk].astype(self.out_dtype)
-                    self.store(part, outs[0], room, top, left + i, begin - top, end - top)
+                self.store_half(total, outs[0], room, top, left, begin - top, end - top)
 
             exists = (left + half * BLOCK < self.width) & (top < end)
             pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
@@ -481,10 +494,6 @@ class _GatedProduct(_Float8Kernel):
     @property
     def outputs(self) -> int:
         return 3 if self.keep else 1
-
-    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the array of a half's block scales, and its row of blocks."""
-        return scales[half], lax.div(left_edge, jnp.int32(BLOCK))
 
     def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
         _, first, begin, end, left_edge = tile
@@ -542,8 +551,8 @@ class _Drhs(_Float8Kernel):
         return self.height // BLOCK
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        values, scales, *grads = refs[: 2 * (1 + self.num_grads)]
-        groups, *outs = refs[2 * (1 + self.num_grads) :]
+        num_operands = 2 * (1 + self.num_grads)
+        operands, groups, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
         total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
 
         def look_up(index):
@@ -551,61 +560,42 @@ class _Drhs(_Float8Kernel):
             group = lax.div(row, jnp.int32(self.rows_of_tiles))
             return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
 
-        def load():
-            def one_tile(tile, _, used):
-                group, top, left_edge, first, count = tile
-                rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
-                width = _HALVES * BLOCK // self.num_grads
-                columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
+        self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
 
-                def step(i, used):
-                    block = first + i
-                    inner = pl.ds(block * BLOCK, BLOCK)
-                    block_scales = []
-                    for half in range(_HALVES):
-                        of_blocks, column = self.scales_of(half, grads[1::2], left_edge)
-                        block_scales.append(of_blocks.at[block, column])
-                    return self.fill_stage(
-                        scratch,
-                        used,
-                        values.at[rows, inner],
-                        scales.at[block, rows],
-                        [grad.at[columns, inner] for grad in grads[::2]],
-                        block_scales,
-                    )
+    def load_tile(self, tile, used, operands, scratch) -> jax.Array:
+        group, top, left_edge, first, count = tile
+        values, scales, *grads = operands
+        rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
 
-                return lax.fori_loop(0, count, step, used)
+        def step(i, used):
+            block, columns = first + i, self.columns_of(left_edge)
+            inner = pl.ds(block * BLOCK, BLOCK)
+            return self.fill_stage(
+                scratch,
+                used,
+                values.at[rows, inner],
+                scales.at[block, rows],
+                [grad.at[columns, inner] for grad in grads[::2]],
+                self.block_scales(
+                    grads[1::2], left_edge, lambda scales, column: scales.at[block, column]
+                ),
+            )
 
-            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
-            drain(scratch["empty"], used, self.tiles.num_stages)
+        return lax.fori_loop(0, count, step, used)
 
-        def compute(computer):
-            def one_tile(tile, _, used):
-                _, top, left_edge, _, count = tile
-                row = pl.multiple_of(computer * _ROWS, _ROWS)
-                totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
-                room = scratch["staged"].at[computer]
-                for half, total in enumerate(totals):
-                    out, left = self.out_of(half, outs, left_edge)
+    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
+        _, top, left_edge, _, count = tile
+        row = pl.multiple_of(computer * _ROWS, _ROWS)
+        totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
+        room = scratch["staged"].at[computer]
+        for half, total in enumerate(totals):
+            out, left = self.out_of(half, outs, left_edge)
 
-                    @pl.when(left < self.width)
-                    def _(total=total, out=out, left=left):
-                        for i in range(0, BLOCK, self.chunk):
-                            part = total[:, i : i + self.chunk].astype(self.out_dtype)
-                            self.store(part, out, room, top + row, left + i, None, None)
+            @pl.when(left < self.width)
+            def _(total=total, out=out, left=left):
+                self.store_half(total, out, room, top + row, left, None, None)
 
-                return used + count
-
-            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
-
-        self.take_roles(load, compute)
-
-    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the array of a half's block scales, and its column of blocks."""
-        block = lax.div(left_edge, jnp.int32(BLOCK))
-        if self.num_grads > 1:
-            return scales[half], block
-        return scales[0], jnp.minimum(block + half, self.width // BLOCK - 1)
+        return used + count
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output of a half, and its first column."""
@@ -615,8 +605,8 @@ class _Drhs(_Float8Kernel):
 
 
 def drhs_of_each(
-    lhs: Transposed,
-    grads: Sequence[Transposed],
+    lhs: TransposedRows,
+    grads: Sequence[TransposedRows],
     groups: jax.Array,
     *,
     dtype: Any,
@@ -629,7 +619,7 @@ def drhs_of_each(
     Args:
       lhs: values [K, P], scales [P / 128, K]: of each column.
       grads: one or two, values [N, P], scales [P / 128, N / 128]: of 128 columns.
-      groups: the second result of `quantize.row_blocks`, [L, 2] int32.
+      groups: the second result of `row_blocks.row_blocks`, [L, 2] int32.
       dtype: the dtype of the results: bfloat16, float16 or float32.
       num_blocks: thread blocks to use.
       tiles: buffers and order; None: the default.
@@ -673,11 +663,3 @@ def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
     factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
     return jnp.where(is_finite, rows * factor, jnp.nan), scales
-
-
-def check_fits(tiles: Float8Tiles, out_dtype: Any) -> None:
-    """Raises ValueError if the ring does not fit into shared memory."""
-    stage = BLOCK * (1 + _HALVES) * BLOCK + 4 * (BLOCK + _HALVES)
-    needed = tiles.num_stages * stage + COMPUTERS * _ROWS * _ROW_BYTES + OTHER_BYTES
-    if needed > SHARED_MEMORY_BYTES:
-        raise ValueError(f"{tiles} need {needed} bytes of {SHARED_MEMORY_BYTES} for {out_dtype}.")

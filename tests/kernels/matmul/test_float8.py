@@ -15,8 +15,8 @@ from jax_ep.matmul import float8 as op
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul import float8, quantize
 from pallas_kernels.matmul.float8 import Float8Tiles
-from pallas_kernels.matmul.quantize import Scaled, Transposed
-from pallas_kernels.matmul.row_blocks import row_blocks
+from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 SIZES = [3, 0, 70, 21]
 ROWS = 136  # of which the last 42 are of no group
@@ -107,8 +107,8 @@ def test_gradient_of_matrices(count):
     grads = [op.transpose_rows(rows, blocks, by_column=False, implementation="loop")[1]] * count
     got = interpret(
         lambda: float8.drhs_of_each(
-            Transposed(*lhs),
-            [Transposed(*grad) for grad in grads],
+            TransposedRows(*lhs),
+            [TransposedRows(*grad) for grad in grads],
             groups,
             dtype=jnp.bfloat16,
             num_blocks=2,
