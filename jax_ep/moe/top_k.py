@@ -163,7 +163,7 @@ class _Arrays:
 
 
 _ARRAYS = _Arrays()
-_MOST_RANKED = 32  # choices that are ordered by comparing each with all others
+_FEW = 64  # one in so many tokens may be in doubt before all tokens are compared by all keys
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -176,93 +176,255 @@ def _total_order(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """What elements are compared by, [..., n] float32 each.
-
-    Attributes:
-        first: decides unless elements are equal in it.
-        others: returns the keys that decide then, the first first. They are computed in the rare
-            branches that need them, or not at all.
-    """
-
-    first: jax.Array
-    others: Callable[[], list[jax.Array]] = list
-
-    def all(self) -> list[jax.Array]:
-        return [self.first, *self.others()]
-
-    def map(self, function: Callable[[jax.Array], jax.Array]) -> _Keys:
-        if self.others is list:
-            return _Keys(function(self.first))
-        return _Keys(function(self.first), lambda: list(map(function, self.others())))
-
-
-def _best_first(keys: _Keys, k: int) -> jax.Array:
-    """Returns the indices [..., k] int32 of the largest of the last axis, the first of equals."""
-    values, best = _top_k(keys.first, k)
-    best = best.astype(jnp.int32)
-    if keys.others is list:
-        return best
-    bits = _bits(values)
-    columns = lax.broadcasted_iota(jnp.int32, keys.first.shape, keys.first.ndim - 1)
-    equals_last = (_bits(keys.first) == bits[..., -1:]) & (columns != best[..., -1:])
-    has_ties = _any(equals_last) | jnp.any(bits[..., 1:] == bits[..., :-1])
-    return lax.cond(has_ties, lambda: _best_of_ties(keys.all(), best), lambda: best)
-
-
-def _top_k(x: jax.Array, k: int) -> list[jax.Array]:
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Returns the values and indices of `lax.top_k`, behind a barrier each.
 
     Without a barrier XLA sorts all elements where what follows slices the results. XLA for CPUs
     crashes if one barrier is behind both.
     """
-    return [lax.optimization_barrier(result) for result in lax.top_k(x, k)]
+    values, indices = map(lax.optimization_barrier, lax.top_k(x, k))
+    return values, indices.astype(jnp.int32)
 
 
-def _any(x: jax.Array) -> jax.Array:
-    """Returns whether any element is true: like `jnp.any`, and faster on CPUs."""
-    return jnp.any(jnp.max(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) > 0)
+def _by_xla(logits, *others, given, k, weighing, scores, groups, softmax):
+    operands = dict(zip(given, others, strict=True))
+    probs = jax.nn.softmax(logits, axis=-1) if softmax else None
+    topk_idx = _topk_idx(logits, operands, k, scores, groups)
+    weighed = _weighed(logits, operands.get("gathered"), probs, weighing)
+    chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1, mode="promise_in_bounds")
+    return topk_idx, chosen, weigh(weighing, chosen), *([probs] if softmax else [])
 
 
-def _best_of_ties(keys: Sequence[jax.Array], best: jax.Array) -> jax.Array:
-    """Returns what `_best_first` does, by all keys, given the best by the first key."""
-    k = best.shape[-1]
-    if k > _MOST_RANKED:
-        return _sorted(keys, k)
-    # The best are the right ones if elements that equal the last in the first key do so in all, or
-    # if they are among the best themselves.
-    of_last = [jnp.take_along_axis(_bits(key), best[..., -1:], axis=-1) for key in keys]
-    is_tie, *is_alike = (_bits(key) == last for key, last in zip(keys, of_last, strict=True))
-    best_ties = jnp.sum(jnp.take_along_axis(is_tie, best, axis=-1), axis=-1)
-    has_others = jnp.sum(is_tie, axis=-1) > best_ties
-    has_unlike = jnp.any(is_tie & ~functools.reduce(jnp.logical_and, is_alike), axis=-1)
-    return lax.cond(
-        jnp.any(has_others & has_unlike), lambda: _sorted(keys, k), lambda: _ranked(keys, best)
-    )
+def _topk_idx(
+    logits: jax.Array,
+    operands: Mapping[str, jax.Array],
+    k: int,
+    scores: str,
+    groups: Groups | None,
+) -> jax.Array:
+    """Returns each token's k best experts, [T, k] int32."""
+    guess = _by_first_key(logits, operands, k, scores, groups)
+    by_all_keys = functools.partial(_by_all_keys, k=k, scores=scores, groups=groups)
+    return _settled(guess, by_all_keys, logits, operands)
 
 
-def _ranked(keys: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
-    """Returns indices [..., k] in the order of their keys, which are compared each with each.
+def _kept_groups(
+    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups
+) -> jax.Array:
+    """Returns the groups within which each token chooses, [T, kept] int32."""
+    first = _first_key(logits, operands, scores, groups)
+    guess = _groups_by_first_key(first, groups, is_all=first is logits)
+    by_all_keys = functools.partial(_groups_by_all_keys, scores=scores, groups=groups)
+    return _settled(guess, by_all_keys, logits, operands)
 
-    Of equal keys the index that comes first stays first.
+
+@dataclasses.dataclass(frozen=True)
+class _Guess:
+    """Choices by the first key alone, and where other keys may decide otherwise.
+
+    Attributes:
+        choices: [T, n] int32.
+        may_differ: [T] bool, the tokens whose choices may be others by all keys; None: no token's.
+        in_doubt: returns those of them, [T] bool, that must be compared by all keys. It looks
+            closer, and runs only if there are any.
     """
-    number = indices.shape[-1]
-    of_indices = [_total_order(jnp.take_along_axis(key, indices, axis=-1)) for key in keys]
-    pairs = (*indices.shape, number)  # of a place i and a place, or a rank, j
-    axis = indices.ndim
-    places = lax.broadcasted_iota(jnp.int32, pairs, axis)
-    precedes = lax.broadcasted_iota(jnp.int32, pairs, axis - 1) < places
-    for key in reversed(of_indices):
-        one, other = key[..., :, None], key[..., None, :]
-        precedes = (one > other) | ((one == other) & precedes)
-    ranks = jnp.sum(precedes, axis=-2, dtype=jnp.int32)
-    is_at = ranks[..., None] == places
-    return jnp.sum(jnp.where(is_at, indices[..., None], 0), axis=-2, dtype=jnp.int32)
+
+    choices: jax.Array
+    may_differ: jax.Array | None
+    in_doubt: Callable[[], jax.Array] | None = None
+
+
+def _settled(
+    guess: _Guess,
+    by_all_keys: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array],
+    logits: jax.Array,
+    operands: Mapping[str, jax.Array],
+) -> jax.Array:
+    """Returns the choices [T, n] int32, made by all keys for the tokens that are in doubt.
+
+    Rounded numbers that are equal change the choices of a token in some thousands.
+    """
+    may_differ = guess.may_differ
+    if may_differ is None:
+        return guess.choices
+    few = -(-len(logits) // _FEW)
+
+    def settle() -> jax.Array:
+        in_doubt = guess.in_doubt() if guess.in_doubt else may_differ
+        number = jnp.sum(in_doubt, dtype=jnp.int32)
+
+        def settle_few() -> jax.Array:
+            rows = _top_k(in_doubt.astype(jnp.float32), few)[1]
+            of_rows = {name: x if x.shape[0] == 1 else x[rows] for name, x in operands.items()}
+            choices = by_all_keys(logits[rows], of_rows)
+            return guess.choices.at[rows].set(choices, unique_indices=True)
+
+        which = (number > 0).astype(jnp.int32) + (number > few).astype(jnp.int32)
+        branches = [lambda: guess.choices, settle_few, lambda: by_all_keys(logits, operands)]
+        return lax.switch(which, branches)
+
+    return lax.cond(jnp.any(may_differ), settle, lambda: guess.choices)
+
+
+def _by_first_key(
+    logits: jax.Array,
+    operands: Mapping[str, jax.Array],
+    k: int,
+    scores: str,
+    groups: Groups | None,
+) -> _Guess:
+    """Chooses the k best experts of each token by the first key alone."""
+    num_experts = logits.shape[1]
+    bias = operands.get("bias")
+    first = _first_key(logits, operands, scores, groups)
+    is_kept = groups_may_differ = None
+    if groups is not None:
+        of_groups = _groups_by_first_key(first, groups, is_all=first is logits)
+        groups_may_differ = of_groups.may_differ
+        is_kept = functools.partial(_is_in_groups, of_groups.choices, groups, num_experts)
+    first = logits if bias is None else first
+    if is_kept is not None:
+        first = jnp.where(is_kept(), first, -jnp.inf)
+    if bias is None:
+        return _Guess(_top_k(first, k)[1], groups_may_differ)
+
+    values, best = _top_k(first, min(k + 1, num_experts))
+    is_tie = _bits(values[:, 1:]) == _bits(values[:, :-1])
+    may_differ = jnp.any(is_tie, axis=-1)
+    if groups_may_differ is not None:
+        may_differ |= groups_may_differ
+
+    def in_doubt() -> jax.Array:
+        # Elements that are equal in these are equal in all keys.
+        alike = [logits, bias]
+        if "rounded" in operands:
+            alike.append(operands["rounded"])
+        if is_kept is not None:
+            alike.append(is_kept().astype(jnp.float32))
+        of_best = [_gathered(x, best[:, :k]) for x in alike]
+        is_unlike = _any_differs([x[:, 1:] for x in of_best], [x[:, :-1] for x in of_best])
+        in_doubt = jnp.any(is_tie[:, : k - 1] & is_unlike, axis=-1)
+        if groups_may_differ is not None:
+            in_doubt |= groups_may_differ
+        if k == num_experts:
+            return in_doubt
+
+        def has_others() -> jax.Array:
+            is_equal = _bits(first) == _bits(values[:, k - 1 : k])
+            return jnp.any(is_equal & _any_differs(alike, [x[:, k - 1 :] for x in of_best]), -1)
+
+        no_others = functools.partial(jnp.zeros_like, in_doubt)
+        return in_doubt | lax.cond(jnp.any(is_tie[:, k - 1]), has_others, no_others)
+
+    return _Guess(best[:, :k], may_differ, in_doubt)
+
+
+def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """Returns what `x` [T, E], or [1, E] for all tokens, holds at the indices [T, n]."""
+    if x.shape[0] == 1:
+        return x[0][indices]
+    return jnp.take_along_axis(x, indices, axis=-1)
+
+
+def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether the bits of two arrays differ in any of the pairs."""
+    pairs = zip(some, others, strict=True)
+    return functools.reduce(jnp.logical_or, (_bits(a) != _bits(b) for a, b in pairs))
+
+
+def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _Guess:
+    """Chooses the groups to keep by the first key [T, E]; `is_all`: there are no other keys."""
+    tokens, num_experts = first.shape
+    size = num_experts // groups.number
+    grouped = first.reshape(tokens, groups.number, size)
+    if min(groups.best, size) == 1:
+        best = _top_k(grouped, 1)[0][..., 0]
+        values, kept = _top_k(best, min(groups.kept + 1, groups.number))
+        if is_all or groups.kept == groups.number:
+            return _Guess(kept[:, : groups.kept], None)
+        last, next_ = _bits(values[:, groups.kept - 1]), _bits(values[:, groups.kept])
+        return _Guess(kept[:, : groups.kept], last == next_)
+    values, _ = _top_k(grouped, 2)
+    total, lower, upper = order.bounds_of_two(_ARRAYS, values[..., 0], values[..., 1])
+    least, kept = _top_k(lower, groups.kept)
+    may_be_kept = jnp.isnan(total) | ~(upper < least[:, -1:])
+    is_out = ~_is_among(kept, groups.number)
+    return _Guess(kept, jnp.any(jnp.isnan(total) | (may_be_kept & is_out), axis=-1))
+
+
+def _is_among(chosen: jax.Array, number: int) -> jax.Array:
+    """Returns [T, number] bool: which of the numbers are among those chosen, [T, k]."""
+    numbers = jnp.arange(number, dtype=chosen.dtype)
+    return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
+
+
+def _is_in_groups(kept: jax.Array, groups: Groups, num_experts: int) -> jax.Array:
+    """Returns whether experts are in the groups `kept` [T, kept] of their token, [T, E] bool."""
+    return jnp.repeat(_is_among(kept, groups.number), num_experts // groups.number, axis=1)
+
+
+def _first_key(
+    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
+) -> jax.Array:
+    """Returns the rounded sums [T, E] if there are sums, else the logits."""
+    given = operands.get("rounded"), operands.get("bias")
+    if not order.has_sums(scores, given[1], groups):
+        return logits
+    return order.score_and_bias(_ARRAYS, scores, logits, *given, rounded=True)[0]
+
+
+def _all_keys(
+    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
+) -> list[jax.Array]:
+    """Returns the logits [T, E], after (high, low) if there are sums."""
+    given = operands.get("rounded"), operands.get("bias")
+    if not order.has_sums(scores, given[1], groups):
+        return [logits]
+    high, low = order.score_and_bias(_ARRAYS, scores, logits, *given)
+    return [high, jnp.broadcast_to(low, logits.shape), logits]
+
+
+def _by_all_keys(
+    logits: jax.Array,
+    operands: Mapping[str, jax.Array],
+    k: int,
+    scores: str,
+    groups: Groups | None,
+) -> jax.Array:
+    """Returns the k best experts [T, k] int32, compared by all of their keys."""
+    keys = _all_keys(logits, operands, scores, groups) if "bias" in operands else [logits]
+    if groups is not None:
+        kept = _groups_by_all_keys(logits, operands, scores, groups)
+        is_kept = _is_in_groups(kept, groups, logits.shape[1])
+        keys = [jnp.where(is_kept, key, -jnp.inf) for key in keys]
+    return _sorted(keys, k)
+
+
+def _groups_by_all_keys(
+    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups
+) -> jax.Array:
+    """Returns the groups to keep, [T, kept] int32, compared by all keys of their best experts."""
+    tokens, num_experts = logits.shape
+    size = num_experts // groups.number
+    keys = _all_keys(logits, operands, scores, groups)
+    grouped = [key.reshape(tokens, groups.number, size) for key in keys]
+    number = min(groups.best, size)
+    best = _sorted(grouped, number)
+    of_best = [jnp.take_along_axis(key, best, axis=-1) for key in grouped]
+    if number == 1:
+        return _sorted([key[..., 0] for key in of_best], groups.kept)
+    of_logits = of_best[-1]
+    high, low = of_best[:-1] or (of_logits, jnp.zeros_like(of_logits))
+    sums = order.add(_ARRAYS, (high[..., 0], low[..., 0]), (high[..., 1], low[..., 1]))
+    tie = order.OF_TWO[scores](of_logits[..., 0], of_logits[..., 1])
+    return _sorted([*sums, tie], groups.kept)
 
 
 def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
-    """Returns what `_best_first` does, by sorting candidates by all of their keys."""
+    """Returns the indices [..., k] int32 of the largest of the last axis, the first of equals.
+
+    `keys` are [..., n] float32 each; the first decides unless elements are equal in it, and so on.
+    """
     indices = lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
     is_out = jnp.zeros_like(indices)
     if len(keys) * k < keys[0].shape[-1]:
@@ -303,88 +465,13 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
     )
 
 
-def _by_xla(logits, *others, given, k, weighing, scores, groups, softmax):
-    operands = dict(zip(given, others, strict=True))
-    probs = jax.nn.softmax(logits, axis=-1) if softmax else None
-    with_sums = _keys_with_sums(logits, operands, scores, groups)
-    keys = with_sums if "bias" in operands else _Keys(logits)
-    if groups is not None:
-        is_kept = _is_in_best_groups(with_sums, scores, groups)
-        keys = keys.map(lambda key: jnp.where(is_kept, key, -jnp.inf))
-    topk_idx = _best_first(keys, k)
-    weighed = _weighed(logits, operands.get("gathered"), probs, weighing)
-    chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1)
-    return topk_idx, chosen, weigh(weighing, chosen), *([probs] if softmax else [])
-
-
-def _keys_with_sums(
-    logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
-) -> _Keys:
-    """Returns the logits [T, E], after (high, low) if a bias is added, or scores of groups are."""
-    bias = operands.get("bias")
-    if not order.has_sums(scores, bias, groups):
-        return _Keys(logits)
-    sums = functools.partial(
-        order.score_and_bias, _ARRAYS, scores, logits, operands.get("rounded"), bias
-    )
-    return _Keys(sums(rounded=True)[0], lambda: [jnp.broadcast_to(sums()[1], logits.shape), logits])
-
-
-def _is_in_best_groups(keys: _Keys, scores: str, groups: Groups) -> jax.Array:
-    """Returns whether experts are in a token's best groups, [T, E] bool.
-
-    `keys` are the logits [T, E], after (high, low) if there are sums.
-    """
-    tokens, num_experts = keys.first.shape
-    size = num_experts // groups.number
-    grouped = keys.map(lambda key: key.reshape(tokens, groups.number, size))
-    if min(groups.best, size) == 2:
-        kept = _best_groups_of_two(grouped, scores, groups.kept)
-    else:
-        best = _best_first(grouped, 1)
-        of_best = grouped.map(lambda key: jnp.take_along_axis(key, best, axis=-1)[..., 0])
-        kept = _best_first(of_best, groups.kept)
-    return jnp.repeat(_is_among(kept, groups.number), size, axis=1)
-
-
-def _is_among(chosen: jax.Array, number: int) -> jax.Array:
-    """Returns [T, number] bool: which of the numbers are among those chosen, [T, k]."""
-    numbers = jnp.arange(number, dtype=chosen.dtype)
-    return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
-
-
-def _best_groups_of_two(grouped: _Keys, scores: str, kept: int) -> jax.Array:
-    """Returns the groups [T, kept] with the largest sums of two experts, in any order.
-
-    `grouped` are the keys [T, groups, size]. Sums of the first keys decide, unless they are so
-    close that what they round off may count.
-    """
-    values, _ = _top_k(grouped.first, 2)
-    total, lower, upper = order.bounds_of_two(_ARRAYS, values[..., 0], values[..., 1])
-    lowest, best = _top_k(lower, kept)
-    best = best.astype(jnp.int32)
-    may_be_larger = _total_order(upper) >= _total_order(lowest)[:, -1:]
-    is_unsure = jnp.isnan(total) | (may_be_larger & ~_is_among(best, total.shape[1]))
-
-    def compare() -> jax.Array:
-        first_two = _best_first(grouped, 2)
-        of_two = [jnp.take_along_axis(key, first_two, axis=-1) for key in grouped.all()]
-        logits = of_two[-1]
-        high, low = of_two[:-1] or (logits, jnp.zeros_like(logits))
-        sums = order.add(_ARRAYS, (high[..., 0], low[..., 0]), (high[..., 1], low[..., 1]))
-        tie = order.OF_TWO[scores](logits[..., 0], logits[..., 1])
-        return _best_first(_Keys(sums[0], lambda: [sums[1], tie]), kept)
-
-    return lax.cond(jnp.any(is_unsure), compare, lambda: best)
-
-
 def _by_kernel(logits, *others, given, k, weighing, scores, groups, softmax):
     from pallas_kernels.routing import top_k as kernels
 
     operands = dict(zip(given, others, strict=True))
     if groups is not None and plan.unavailable_reason(logits.shape[1], k, groups):
-        sums = _keys_with_sums(logits, operands, scores, groups)
-        operands["kept"] = _is_in_best_groups(sums, scores, groups).astype(jnp.int32)
+        kept = _kept_groups(logits, operands, scores, groups)
+        operands["kept"] = _is_in_groups(kept, groups, logits.shape[1]).astype(jnp.int32)
         groups = None
     with jax.enable_x64(False):
         results = kernels.top_k(

@@ -87,6 +87,29 @@ def test_sums_are_compared_exactly(experts, k, groups):
         np.testing.assert_array_equal(run(logits, scores, bias)[:, :within], want, kind)
 
 
+@pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
+def test_sums_of_few_tokens_are_compared_exactly(groups):
+    """Where the rounded sums of 3 of 200 tokens are equal, and none of the others."""
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def run(logits, scores, bias):
+        options = dict(scores="softmax", rounded=scores, groups=groups)
+        return choose(logits, 3, PLAIN, bias=bias, **options)[0]
+
+    for kind in SUMS:
+        scores, logits = rng.uniform(size=(2, 200, 40)).astype(np.float32)
+        of_ties = sums(3, 40, kind)
+        places = [0, 77, 199]
+        scores[places], bias, logits[places] = (
+            of_ties[0],
+            of_ties[1],
+            comparable(of_ties[2], groups),
+        )
+        want = by_sums(scores, bias, logits, groups)[:, :3]
+        np.testing.assert_array_equal(run(logits, scores, bias), want, kind)
+
+
 def test_ties_of_sums_where_x64_is_enabled():
     scores, bias, logits = sums(12, 16, "unlike beyond")
     with jax.enable_x64(True):
