@@ -36,12 +36,13 @@ _AXES = {
 }
 
 _policies = jax.checkpoint_policies
-# What a layer keeps for its backward pass besides its input, by name; None: whatever JAX keeps.
+# What a layer keeps for its backward pass besides its input, by name. The rest is computed again.
 REMAT: dict[str, Any] = {
-    "none": None,
+    "none": None,  # keeps whatever JAX keeps
     "full": _policies.nothing_saveable,
-    "projections": _policies.dots_with_no_batch_dims_saveable,
-    "dispatched": _policies.save_only_these_names("dispatched_tokens"),
+    "projections": _policies.dots_with_no_batch_dims_saveable,  # attention's and the router's
+    "dispatched": _policies.save_only_these_names("dispatched_tokens"),  # no second dispatch
+    # No second dispatch, and no second matmul of experts but the last.
     "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -166,7 +165,7 @@ def init_state(
 
 def make_train_step(
     model: Decoder, optimizer: optax.GradientTransformation, layout: Layout, objective: Objective
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+) -> jax.stages.Wrapped:
     """Returns a compiled step: state (donated), token ids [A, B, S + 1] -> next state, metrics.
 
     Gradients are means over A microbatches of B sequences, which run one after the other. The
@@ -191,20 +190,22 @@ def make_train_step(
 
     def microbatch(state: TrainState, tokens: jax.Array) -> Any:
         grads, found = jax.grad(loss_fn, has_aux=True)(state.params, state.router_state, tokens)
-        grads = lax.with_sharding_constraint(grads, layout.parts)
-        return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
+        return lax.with_sharding_constraint(grads, layout.parts), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
-        """Returns gradients and means, and sums, over the microbatches."""
-        first = microbatch(state, batches[0])
+        """Returns gradients and means, and sums, over the microbatches; sums are float32."""
         if (number := batches.shape[0]) == 1:
-            return first
+            return microbatch(state, batches[0])
+
+        def wide(tokens: jax.Array) -> Any:
+            grads, *found = microbatch(state, tokens)
+            return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
 
         def add(sums: Any, tokens: jax.Array) -> Any:
-            grads, *found = jax.tree.map(jnp.add, sums, microbatch(state, tokens))
+            grads, *found = jax.tree.map(jnp.add, sums, wide(tokens))
             return (lax.with_sharding_constraint(grads, layout.parts), *found), None
 
-        (grads, means, counts), _ = lax.scan(add, first, batches[1:])
+        (grads, means, counts), _ = lax.scan(add, wide(batches[0]), batches[1:])
         return *jax.tree.map(lambda x: x / number, (grads, means)), counts
 
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, dict]:
@@ -214,7 +215,8 @@ def make_train_step(
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
             updates, opt_state = optimizer.update(grads, state.opt_state, own)
             params = optax.apply_updates(own, updates)
-            grad_norm = optax.tree_utils.tree_norm(grads)
+            squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+            grad_norm = jnp.sqrt(sum(squares))
         router_state = _step_biases(state.router_state, counts["expert_counts"], objective)
         metrics = means | counts | {"grad_norm": grad_norm}
         return TrainState(state.step + 1, params, router_state, opt_state), metrics
