@@ -4,15 +4,14 @@
     python examples/decode_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --prompt=9707,11,847,829,374
 
 A directory as published holds config.json and safetensors files. `jax_ep.checkpoints` loads the MoE
-block of each layer, each device its own experts; attention, norms and the rotary embedding are
-plain JAX here. Without --checkpoint a tiny model of random weights is written and loaded the same
-way. Prompts and answers are token ids: the `tokenizers` package turns text into them and back.
+block of each layer, each device its own experts, and `qwen3_moe.py` the rest; attention and norms
+are plain JAX here. Without --checkpoint a tiny model of random weights is written and loaded the
+same way. Prompts and answers are token ids: the `tokenizers` package turns text into them and back.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import tempfile
 import time
@@ -29,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from qwen3_moe import read_config, read_weight, write_random_model
 
 from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep.bench.decoder import DecoderConfig, rotary
 from jax_ep.checkpoints import load_moe_params
-from jax_ep.checkpoints.safetensors import Directory, create
+from jax_ep.checkpoints.safetensors import Directory
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Directory of a Qwen3-MoE as published.")
 _PROMPT = flags.DEFINE_list("prompt", None, "Token ids of every prompt; by default, random ones.")
@@ -48,12 +49,7 @@ Weights = dict[str, jax.Array]
 class Config(NamedTuple):
     """What the model is. Hashable: a static argument of the compiled functions."""
 
-    num_layers: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    epsilon: float  # of the norms
-    rotary_base: float
+    sizes: DecoderConfig
     moe: MoEConfig
 
 
@@ -80,36 +76,20 @@ ATTENTION = ("input_layernorm", "post_attention_layernorm") + tuple(
 
 def load_model(folder: Path, mesh: Mesh, dtype: Any) -> tuple[Config, Model]:
     """Loads a published directory onto the mesh: experts split, all else on every device."""
-    config = json.loads((folder / "config.json").read_text())
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", "default")
-    if config["model_type"] != "qwen3_moe" or kind != "default" or config.get("mlp_only_layers"):
-        raise SystemExit(f"{folder} must be a Qwen3-MoE with experts in every layer, and no YaRN.")
+    sizes, files = read_config(folder), Directory(folder)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    files = Directory(folder)
 
     def read(name: str) -> jax.Array:
-        whole = (slice(None),) * len(files.entry(name).shape)
-        return jax.device_put(files.read(name, whole).astype(dtype), everywhere)
+        return jax.device_put(read_weight(files, name).astype(dtype), everywhere)
 
-    heads = config["num_attention_heads"]
     moe_config, moe, layers = MoEConfig(num_experts=1, num_experts_per_token=1), [], []
-    for i in range(config["num_hidden_layers"]):
+    for i in range(sizes.num_layers):
         layers.append({name: read(f"model.layers.{i}.{name}.weight") for name in ATTENTION})
         moe_config, params = load_moe_params(folder, i, mesh=mesh, dtype=dtype)
         moe.append(params)
     shared = {name: read(f"model.{name}.weight") for name in ("embed_tokens", "norm")}
-    tied = config.get("tie_word_embeddings")
-    shared["lm_head"] = shared["embed_tokens"] if tied else read("lm_head.weight")
-    return Config(
-        num_layers=len(layers),
-        num_heads=heads,
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        epsilon=config["rms_norm_eps"],
-        rotary_base=rotary.get("rope_theta") or config["rope_theta"],
-        moe=moe_config,
-    ), Model(shared, layers, moe)
+    shared["lm_head"] = shared["embed_tokens"] if sizes.tied else read("lm_head.weight")
+    return Config(sizes, moe_config), Model(shared, layers, moe)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -118,17 +98,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return weight * wide.astype(x.dtype)
 
 
-def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotates x [B, S, heads, D] by position (rotary embedding; Su et al., "RoFormer", 2021)."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
 def attention(
-    config: Config, w: Weights, x: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
+    config: DecoderConfig,
+    w: Weights,
+    x: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    start: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attends from tokens [B, S, H] at positions from `start`; returns the caches with them too."""
     project = {
@@ -162,16 +138,16 @@ def forward(
     x = model.shared["embed_tokens"][tokens]
     keys, values = [], []
     for w, moe, k, v in zip(model.layers, model.moe, cache.keys, cache.values, strict=True):
-        y = rms_norm(x, w["input_layernorm"], config.epsilon)
-        y, k, v = attention(config, w, y, k, v, cache.length)
+        y = rms_norm(x, w["input_layernorm"], config.sizes.epsilon)
+        y, k, v = attention(config.sizes, w, y, k, v, cache.length)
         x += y
         y, _ = moe_layer(
-            moe, rms_norm(x, w["post_attention_layernorm"], config.epsilon), config.moe
+            moe, rms_norm(x, w["post_attention_layernorm"], config.sizes.epsilon), config.moe
         )
         x += y
         keys.append(k)
         values.append(v)
-    last = rms_norm(x[:, -1], model.shared["norm"], config.epsilon)
+    last = rms_norm(x[:, -1], model.shared["norm"], config.sizes.epsilon)
     logits = last @ model.shared["lm_head"].T
     return logits.astype(jnp.float32), Cache(keys, values, cache.length + tokens.shape[1])
 
@@ -179,56 +155,10 @@ def forward(
 def empty_cache(config: Config, mesh: Mesh, batch: int, room: int, dtype: Any) -> Cache:
     """Returns room for so many tokens of each sequence; the sequences are split over the mesh."""
     spec = PartitionSpec(mesh.axis_names) if batch % mesh.size == 0 else PartitionSpec()
-    shape = batch, room, config.num_key_value_heads, config.head_dim
+    shape = batch, room, config.sizes.num_key_value_heads, config.sizes.head_dim
     zeros = functools.partial(jnp.zeros, shape, dtype, device=NamedSharding(mesh, spec))
-    layers = range(config.num_layers)
+    layers = range(config.sizes.num_layers)
     return Cache([zeros() for _ in layers], [zeros() for _ in layers], jnp.int32(0))
-
-
-def write_random_model(folder: Path) -> None:
-    """Writes a tiny model as a published one is."""
-    hidden, mlp, experts, heads, head_dim, vocabulary = 64, 48, 16, 4, 16, 256
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "moe_intermediate_size": mlp,
-        "num_experts": experts,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": head_dim,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (heads * head_dim, hidden),
-        "self_attn.k_proj": (heads * head_dim // 2, hidden),
-        "self_attn.v_proj": (heads * head_dim // 2, hidden),
-        "self_attn.o_proj": (hidden, heads * head_dim),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate": (experts, hidden),
-    }
-    for e in range(experts):
-        shapes[f"mlp.experts.{e}.gate_proj"] = shapes[f"mlp.experts.{e}.up_proj"] = (mlp, hidden)
-        shapes[f"mlp.experts.{e}.down_proj"] = (hidden, mlp)
-    names = {f"model.layers.{i}.{name}.weight": s for i in range(2) for name, s in shapes.items()}
-    names |= {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    names |= {"lm_head.weight": (vocabulary, hidden)}
-    float32 = np.dtype(np.float32)
-    (folder / "config.json").write_text(json.dumps(config))
-    create(folder / "model.safetensors", {name: (float32, s) for name, s in names.items()})
-    files, rng = Directory(folder, writable=True), np.random.default_rng(0)
-    for name, shape in names.items():
-        values = (
-            rng.normal(scale=shape[-1] ** -0.5, size=shape) if len(shape) > 1 else np.ones(shape)
-        )
-        files.write(name, (slice(None),) * len(shape), values.astype(float32))
 
 
 def decode(
@@ -290,7 +220,7 @@ def main(argv: list[str]) -> None:
         prompts = np.random.default_rng(1).integers(vocabulary, size=shape)
     tokens, _, prefill, step = decode(config, model, prompts, _STEPS.value, mesh, dtype)
     print(
-        f"{config.num_layers} layers, {config.moe.num_experts_per_token} of "
+        f"{config.sizes.num_layers} layers, {config.moe.num_experts_per_token} of "
         f"{config.moe.num_experts} experts for each token, on {mesh.size} x "
         f"{devices[0].device_kind}"
     )

@@ -1,14 +1,11 @@
-"""A byte-level Mixture-of-Experts language model, and the text that it is trained on.
+"""A byte-level Mixture-of-Experts language model.
 
-The text is CPython's language reference (`pydoc_data.topics`): about half a megabyte of English
-that comes with Python and differs a little between its versions. The model is a causal transformer
-with `jax_ep.linen.MoE` in place of its MLPs.
+It is a causal transformer with `jax_ep.linen.MoE` in place of its MLPs.
 """
 
 from __future__ import annotations
 
 import functools
-from pydoc_data.topics import topics
 from typing import Any
 
 import jax
@@ -21,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.bench.decoder import rotary
 from jax_ep.linen import MoE
 
 SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.", lower_bound=1)
@@ -44,35 +42,6 @@ VOCAB = 256  # bytes
 TEMPERATURE = 0.7  # of samples
 
 
-def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the text as bytes (uint8): nine tenths to train on, and the rest to validate."""
-    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    data = np.frombuffer(text, np.uint8)
-    split = len(data) * 9 // 10
-    return data[:split], data[split:]
-
-
-def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns the sequences [B, S + 1] int32 that begin at `starts` [B]."""
-    return data[starts[:, None] + np.arange(SEQ_LEN.value + 1)].astype(np.int32)
-
-
-def unigram_entropy(data: np.ndarray) -> float:
-    """Returns the loss, in nats per byte, of the best model that sees no context."""
-    p = np.bincount(data, minlength=VOCAB) / len(data)
-    return float(-np.sum(p * np.log(np.where(p > 0, p, 1))))
-
-
-def rotary(x: jax.Array) -> jax.Array:
-    """Rotates x [B, S, heads, D] by position (rotary embedding; Su et al., "RoFormer", 2021)."""
-    half = x.shape[-1] // 2
-    frequency = 10_000.0 ** (-jnp.arange(half) / half)
-    angle = jnp.arange(x.shape[1])[:, None, None] * frequency
-    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
 class Block(nn.Module):
     """A transformer block: causal self-attention and a mixture of experts, after RMSNorms."""
 
@@ -84,7 +53,8 @@ class Block(nn.Module):
         y = nn.RMSNorm(dtype=dtype)(x)
         qkv = nn.DenseGeneral((3, heads, width // heads), use_bias=False, dtype=dtype)(y)
         q, k, v = jnp.moveaxis(qkv, -3, 0)
-        y = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        q, k = (rotary(heads, jnp.arange(x.shape[1]), 10_000.0) for heads in (q, k))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, dtype=dtype)(y)
 
         y = nn.RMSNorm(dtype=dtype)(x)

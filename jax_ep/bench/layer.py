@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep.bench import report, runner
+from jax_ep.bench import measuring, report, runner
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
 from jax_ep.bench.flags import WIRE_DTYPES, BenchFlags, Iterations, wire_format
 from jax_ep.bench.layer_baselines import (
@@ -194,11 +194,7 @@ class LayerCase(runner.Case):
 
     def compiled(self, row: Row, loop: Loop) -> Row:
         """Returns the bytes that a layer holds on a device, according to XLA, and its load."""
-        held: Row = {"peak_bytes": None, "temp_bytes": None}
-        if (memory := loop.compiled.memory_analysis()) is not None:
-            peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
-            peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-            held = {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
+        held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:

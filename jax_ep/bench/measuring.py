@@ -50,6 +50,18 @@ def devices_in_words(devices: Sequence[jax.Device]) -> str:
     return f"{len(devices)} x {devices[0].device_kind}"
 
 
+def held_bytes(compiled: Any) -> dict[str, int | None]:
+    """Returns the bytes that a compiled program holds on a device, according to XLA.
+
+    "peak_bytes" are arguments, results and temporaries, "temp_bytes" temporaries; None if unknown.
+    """
+    if (memory := compiled.memory_analysis()) is None:
+        return {"peak_bytes": None, "temp_bytes": None}
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
+
+
 def first_line(error: Exception) -> str:
     """Returns an error's type and the first line of its text, at most 300 characters."""
     text = (str(error).strip().splitlines() or [""])[0][:300]

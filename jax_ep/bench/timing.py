@@ -206,19 +206,11 @@ class Loop:
         )
 
     def _trace(self, compiled: Any, repeats: int) -> list[list[Kernel]]:
-        options = jax.profiler.ProfileOptions()
-        options.host_tracer_level = 0
-        options.python_tracer_level = 0
-        with tempfile.TemporaryDirectory() as directory:
-            with jax.profiler.trace(directory, profiler_options=options):
-                for _ in range(repeats):
-                    jax.block_until_ready(compiled(self.state))
-            (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
-            profile = jax.profiler.ProfileData.from_file(path)
-        launches = launches_by_device(profile)
-        if len(launches) != self.mesh.size:
-            raise RuntimeError(f"saw {len(launches)} busy devices of {self.mesh.size}")
-        return launches
+        def run() -> None:
+            for _ in range(repeats):
+                jax.block_until_ready(compiled(self.state))
+
+        return traced_launches(run, self.mesh.size)
 
     def _cupti(self, compiled: Any, repeats: int) -> list[Kernel]:
         from jax.experimental.mosaic.gpu import profiler
@@ -274,15 +266,41 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
     return kernel(link.reshape(1), *(leaf.reshape(-1) for leaf in results)).reshape(())
 
 
-def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
-    """Lists the launches of each GPU, in order of their start, without spacers and idle GPUs."""
+def traced_launches(
+    run: Callable[[], None], num_devices: int, label: Callable[[Any], str] | None = None
+) -> list[list[Kernel]]:
+    """Calls `run` under JAX's profiler; returns `launches_by_device`.
+
+    Raises RuntimeError unless all devices were busy.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 0
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            run()
+        (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
+        profile = jax.profiler.ProfileData.from_file(path)
+    launches = launches_by_device(profile, label)
+    if len(launches) != num_devices:
+        raise RuntimeError(f"saw {len(launches)} busy devices of {num_devices}")
+    return launches
+
+
+def launches_by_device(
+    profile: jax.profiler.ProfileData, label: Callable[[Any], str] | None = None
+) -> list[list[Kernel]]:
+    """Lists the launches of each GPU, in order of their start, without spacers and idle GPUs.
+
+    `label` names an event; None: its own name.
+    """
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
             continue
         # Other lines ("XLA Ops", "Steps", ...) show the same time under other names.
         events = [
-            (event.start_ns, event.name, event.duration_ns / 1e3)
+            (event.start_ns, label(event) if label else event.name, event.duration_ns / 1e3)
             for line in plane.lines
             if line.name.startswith("Stream")
             for event in line.events

@@ -59,10 +59,14 @@ COMMANDS = {
         "jax_ep.bench.compile",
         "measure the seconds to trace, lower and compile the MoE layer and its parts",
     ),
+    "bench train": Command(
+        "jax_ep.bench.train",
+        "time a training step of a whole model and its parts, compared with plain JAX",
+    ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "run all benchmarks but balance and compile, each in its own process, and save the results "
-        "of each as soon as it ends",
+        "run all benchmarks but balance, compile and train, each in its own process, and save the "
+        "results of each as soon as it ends",
     ),
 }
 

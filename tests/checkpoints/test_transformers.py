@@ -9,7 +9,7 @@ layer's shapes.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -303,11 +303,9 @@ def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, 
 @functools.cache  # a program's flags may be defined once
 def example(name: str) -> Any:
     """An example program as a module."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
+        return importlib.import_module(name)
 
 
 @pytest.mark.parametrize("batch, tied", [(8, False), (3, True)])

@@ -101,7 +101,7 @@ def test_one_thing_has_one_name_and_one_meaning():
         # A command measures one size or several of them.
         kinds[flag.name].add({"Integers": "IntegerParser", "Numbers": "Number"}.get(kind, kind))
     assert not {name for name in kinds if f"{name}s" in kinds}
-    several = {"wire_dtype": {"EnumParser", "Choices"}}
+    several = {name: {"EnumParser", "Choices"} for name in ("wire_dtype", "matmul_dtype")}
     for name, found in kinds.items():
         assert len(found) == 1 or found == several.get(name), (name, found)
     assert not {"contenders", "candidate", "algorithms", "dtypes"} & set(kinds)

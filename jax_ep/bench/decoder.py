@@ -1,0 +1,445 @@
+"""Defines a decoder-only Mixture-of-Experts language model of published shape, in Flax Linen.
+
+`python -m jax_ep bench train` measures this model and `examples/train_qwen3_moe.py` trains it. It
+is in the package because examples are not installed with it, and the bench must measure what users
+train. `jax_ep.bench.train_step` has the training step.
+
+The architecture is Qwen3-MoE's: RMSNorm before attention and before experts, grouped-query
+attention with normalized queries and keys, a rotary embedding, `jax_ep.linen.MoE` in every layer.
+Modules have the published names, so that published weights can be found by the path of a parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep.linen import MoE
+from jax_ep.moe.metrics import MoEMetrics
+from jax_ep.moe.routing import Score
+
+TENSOR_AXIS = "tensor"
+# Mesh axes of the parameters' logical axes.
+_AXES = {
+    "exp": "expert",
+    "mlp": TENSOR_AXIS,
+    "heads": TENSOR_AXIS,
+    "vocab": TENSOR_AXIS,
+}
+
+_policies = jax.checkpoint_policies
+# What a layer keeps for its backward pass besides its input, by name. The rest is computed again.
+REMAT: dict[str, Any] = {
+    "none": None,  # keeps whatever JAX keeps
+    "full": _policies.nothing_saveable,
+    "projections": _policies.dots_with_no_batch_dims_saveable,  # attention's and the router's
+    "dispatched": _policies.save_only_these_names("dispatched_tokens"),  # no second dispatch
+    # No second dispatch, and no second matmul of experts but the last.
+    "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The sizes of a model.
+
+    Attributes:
+        vocab: V, the number of tokens that there are.
+        hidden: H, the width of the residual stream.
+        num_layers: the number of decoder layers.
+        num_heads: the number of query heads.
+        num_key_value_heads: the number of key and value heads, which divides `num_heads`.
+        head_dim: D, the width of a head.
+        mlp_dim: F, the hidden width of one expert.
+        num_experts: E.
+        num_experts_per_token: K.
+        num_shared_experts: the number of experts of width F that compute every token.
+        score: the router's score function.
+        normalize: whether the weights of a token's choices are divided by their sum.
+        epsilon: the epsilon of the norms.
+        rotary_base: the base of the rotary embedding.
+        tied: whether the output matrix is the embedding.
+    """
+
+    vocab: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int = 0
+    score: Score = "softmax"
+    normalize: bool = True
+    epsilon: float = 1e-6
+    rotary_base: float = 1e6
+    tied: bool = False
+
+    def active_params(self) -> int:
+        """Returns the number of parameters that a token meets, with the embedding once.
+
+        They are those of K experts and the shared ones, attention, router, norms and V * H.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
+        experts = self.num_experts_per_token + self.num_shared_experts
+        moe = self.hidden * self.num_experts + experts * 3 * self.hidden * self.mlp_dim
+        layer = attention + moe + 2 * self.hidden
+        return self.num_layers * layer + self.hidden + self.vocab * self.hidden
+
+    def training_flops_per_token(self, seq_len: int) -> float:
+        """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
+
+        They are 6 for each active parameter, and in each layer 6 * S * (query heads * D) for
+        attention, whose tokens see S / 2 keys on average since it is causal. What rematerialization
+        computes again does not count.
+        """
+        attention = self.num_layers * seq_len * self.num_heads * self.head_dim
+        return 6.0 * (self.active_params() + attention)
+
+
+MODELS = {
+    "qwen3-30b-a3b": DecoderConfig(
+        vocab=151936,
+        hidden=2048,
+        num_layers=48,
+        num_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        mlp_dim=768,
+        num_experts=128,
+        num_experts_per_token=8,
+    ),
+    # DeepSeek-V3's layer with experts, with grouped-query attention in place of its latent one.
+    "deepseek-v3-like": DecoderConfig(
+        vocab=129280,
+        hidden=7168,
+        num_layers=61,
+        num_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        mlp_dim=2048,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        score="sigmoid",
+    ),
+    "tiny": DecoderConfig(
+        vocab=256,
+        hidden=128,
+        num_layers=2,
+        num_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mlp_dim=128,
+        num_experts=8,
+        num_experts_per_token=2,
+    ),
+}
+
+
+def axis_rules(mesh: Mesh) -> list[tuple[str, str]]:
+    """Returns the mesh axis of each logical axis of the parameters, for Flax.
+
+    Experts are split over "expert"; heads, experts' columns and the vocabulary over "tensor".
+    """
+    return [(name, axis) for name, axis in _AXES.items() if axis in mesh.axis_names]
+
+
+def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Rotates x [..., S, heads, D] by position [S] (rotary embedding; Su et al., 2021)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attention_implementation(platform: str, dtype: Any) -> Literal["cudnn", "xla"]:
+    """Returns how `jax.nn.dot_product_attention` runs: by cuDNN on GPUs, in 16 bits."""
+    return "cudnn" if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 else "xla"
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with normalized queries and keys."""
+
+    config: DecoderConfig
+    implementation: Literal["cudnn", "xla"]
+    dtypes: Mapping[str, Any]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [B, S, H] to [B, S, H]."""
+        config, positions = self.config, jnp.arange(x.shape[1])
+        norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
+
+        def heads(name: str, number: int) -> jax.Array:
+            init = _partitioned(_kernel_init, "embed", "heads", None)
+            shape = number, config.head_dim
+            return nn.DenseGeneral(
+                shape, use_bias=False, kernel_init=init, name=name, **self.dtypes
+            )(x)
+
+        q = norm(name="q_norm")(heads("q_proj", config.num_heads))
+        k = norm(name="k_norm")(heads("k_proj", config.num_key_value_heads))
+        y = jax.nn.dot_product_attention(
+            rotary(q, positions, config.rotary_base),
+            rotary(k, positions, config.rotary_base),
+            heads("v_proj", config.num_key_value_heads),
+            is_causal=True,
+            implementation=self.implementation,
+        )
+        init = _partitioned(_kernel_init, "heads", None, "embed")
+        return nn.DenseGeneral(
+            x.shape[-1],
+            axis=(-2, -1),
+            use_bias=False,
+            kernel_init=init,
+            name="o_proj",
+            **self.dtypes,
+        )(y)
+
+
+class Layer(nn.Module):
+    """A decoder layer: attention, then a mixture of experts, each after a norm."""
+
+    config: DecoderConfig
+    implementation: Literal["cudnn", "xla"]
+    dtypes: Mapping[str, Any]
+    moe: Mapping[str, Any]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        """Maps x [B, S, H] to [B, S, H] and the metrics of the MoE layer."""
+        config = self.config
+        norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
+        attention = Attention(config, self.implementation, self.dtypes, name="self_attn")
+        x += attention(norm(name="input_layernorm")(x))
+        y, metrics = MoE(
+            num_experts=config.num_experts,
+            num_experts_per_token=config.num_experts_per_token,
+            mlp_dim=config.mlp_dim,
+            num_shared_experts=config.num_shared_experts,
+            score=config.score,
+            normalize=config.normalize,
+            tensor_axis=TENSOR_AXIS,
+            name="mlp",
+            **self.dtypes,
+            **self.moe,
+        )(norm(name="post_attention_layernorm")(x))
+        return x + y, metrics
+
+
+class Decoder(nn.Module):
+    """The language model.
+
+    Attributes:
+        config: the sizes.
+        dtype: the dtype of activations and matmuls.
+        param_dtype: the dtype of the parameters.
+        attention: the `implementation` of `jax.nn.dot_product_attention`.
+        remat: what each layer keeps for its backward pass; one of `REMAT`.
+        loss_chunk: the number of tokens whose logits a device holds at a time; see
+            `cross_entropy`.
+        moe: further attributes of `jax_ep.linen.MoE`, such as `matmul_dtype`.
+    """
+
+    config: DecoderConfig
+    dtype: Any = jnp.bfloat16
+    param_dtype: Any = jnp.float32
+    attention: Literal["cudnn", "xla"] = "xla"
+    remat: str = "none"
+    loss_chunk: int = 1024
+    moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, targets: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Runs the model.
+
+        Args:
+            tokens: [B, S] int32.
+            targets: [B, S] int32, the next tokens, or -1 for places that do not count; or None.
+
+        Returns:
+            The mean loss in nats per token, [] float32; without targets, the logits [B, S, V]
+            float32. And the metrics of the MoE layers, stacked over the layers.
+        """
+        config, dtypes = self.config, {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        embed = nn.Embed(
+            config.vocab,
+            config.hidden,
+            embedding_init=_partitioned(nn.initializers.normal(0.02), "vocab", "embed"),
+            name="embed_tokens",
+            **dtypes,
+        )
+        x, metrics = embed(tokens), []
+        kind: Any = Layer
+        if self.remat != "none":
+            kind = nn.remat(Layer, policy=REMAT[self.remat])
+        for i in range(config.num_layers):
+            layer = kind(config, self.attention, dtypes, self.moe, name=f"layers_{i}")
+            x, layer_metrics = layer(x)
+            metrics.append(layer_metrics)
+        x = nn.RMSNorm(epsilon=config.epsilon, name="norm", **dtypes)(x)
+        if config.tied:
+            head = embed.embedding.T
+        else:
+            init = _partitioned(_kernel_init, "embed", "vocab")
+            head = self.param("lm_head", init, (config.hidden, config.vocab), self.param_dtype)
+        if targets is None:
+            out = jnp.dot(x, head.astype(self.dtype), preferred_element_type=jnp.float32)
+        else:
+            with jax.named_scope("loss"):
+                out = cross_entropy(x, head, targets, chunk=self.loss_chunk)
+        return out, jax.tree.map(lambda *m: jnp.stack(m), *metrics)
+
+
+_kernel_init = nn.initializers.lecun_normal()
+
+
+def _partitioned(init: Any, *axes: str | None) -> Any:
+    return nn.with_logical_partitioning(init, axes)
+
+
+# ---- the loss --------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, chunk: int = 1024
+) -> jax.Array:
+    """Returns the mean cross-entropy of the logits x @ head, which never exist as a whole.
+
+    On the ambient mesh, sequences are split over all axes but "tensor", and the vocabulary over
+    "tensor". Each device computes the logits of `chunk` of its tokens at a time, and with them, if
+    gradients are wanted, their gradients, so that logits are not computed again. Gradients of
+    `head` are summed in float32, over devices once.
+
+    Args:
+        x: [B, S, H] floating; B is a multiple of the devices that sequences are split over.
+        head: [H, V] floating; it is multiplied in the dtype of x.
+        targets: [B, S] int32, below V; a negative one does not count.
+        chunk: the number of tokens of a chunk.
+
+    Returns:
+        The mean over targets that count, [] float32, in nats.
+    """
+    return _cross_entropy(x, head, targets, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> jax.Array:
+    found = _on_ranks(x, head, targets, chunk, gradients=False)
+    return found.loss / found.number
+
+
+def _cross_entropy_fwd(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> Any:
+    found = _on_ranks(x, head, targets, chunk, gradients=True)
+    return found.loss / found.number, (found, jnp.zeros((), head.dtype))
+
+
+def _cross_entropy_bwd(chunk: int, saved: Any, g: jax.Array) -> Any:
+    (_, number, dx, dhead), like_head = saved
+    scale = g / number
+    return (scale * dx).astype(dx.dtype), (scale * dhead).astype(like_head.dtype), None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+class _Sums(NamedTuple):
+    """Sums over targets that count, and gradients of the sum of their losses.
+
+    Attributes:
+        loss: [] float32.
+        number: [] float32, the number of targets that count.
+        dx: as x, or None.
+        dhead: [H, V] float32, or None.
+    """
+
+    loss: Any
+    number: Any
+    dx: Any = None
+    dhead: Any = None
+
+
+def _on_ranks(
+    x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int, gradients: bool
+) -> _Sums:
+    head = head.astype(x.dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    batch = tuple(name for name in mesh.axis_names if name != TENSOR_AXIS)
+    tensor = tuple(name for name in mesh.axis_names if name == TENSOR_AXIS)
+    on_rank = functools.partial(
+        _chunks, chunk=chunk, gradients=gradients, batch=batch, tensor=tensor
+    )
+    if mesh.empty:
+        return on_rank(x, head, targets)
+    whole, rows, columns = PartitionSpec(), PartitionSpec(batch), PartitionSpec(None, tensor)
+    grads = (rows, columns) if gradients else (None, None)
+    return jax.shard_map(
+        on_rank,
+        in_specs=(rows, columns, rows),
+        out_specs=_Sums(whole, whole, *grads),
+        check_vma=False,  # no derivative is taken of what is inside
+    )(x, head, targets)
+
+
+def _chunks(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int,
+    gradients: bool,
+    batch: tuple[str, ...],
+    tensor: tuple[str, ...],
+) -> _Sums:
+    """Walks over the chunks of this rank's tokens, which has its columns of the vocabulary."""
+    hidden, columns = head.shape
+    num_tokens = targets.size
+    chunk = min(chunk, num_tokens)
+    padding = -num_tokens % chunk
+    tokens = jnp.pad(x.reshape(num_tokens, hidden), ((0, padding), (0, 0)))
+    wanted = jnp.pad(targets.reshape(num_tokens), (0, padding), constant_values=-1)
+    first = lax.axis_index(tensor) * columns if tensor else 0
+
+    def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:
+        loss, dhead = carry
+        x, target = rows  # [chunk, H], [chunk]
+        logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
+        top = lax.pmax(jnp.max(logits, axis=1), tensor)
+        exponentials = jnp.exp(logits - top[:, None])
+        total = lax.psum(jnp.sum(exponentials, axis=1), tensor)
+        is_target = jnp.arange(columns) == (target - first)[:, None]
+        chosen = lax.psum(jnp.sum(jnp.where(is_target, logits, 0), axis=1), tensor)
+        counts = target >= 0
+        loss += jnp.sum(jnp.where(counts, top + jnp.log(total) - chosen, 0))
+        if not gradients:
+            return (loss, dhead), None
+        dlogits = jnp.where(counts[:, None], exponentials / total[:, None] - is_target, 0)
+        dlogits = dlogits.astype(x.dtype)
+        dx = jnp.dot(dlogits, head.T, preferred_element_type=jnp.float32)
+        dhead += jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
+        return (loss, dhead), lax.psum(dx, tensor).astype(x.dtype)
+
+    zeros = jnp.zeros(head.shape, jnp.float32) if gradients else None
+    chunks = tokens.reshape(-1, chunk, hidden), wanted.reshape(-1, chunk)
+    (loss, dhead), dx = lax.scan(step, (jnp.float32(0), zeros), chunks)
+    number = lax.psum(jnp.sum(targets >= 0, dtype=jnp.float32), batch)
+    sums = _Sums(lax.psum(loss, batch), jnp.maximum(number, 1))
+    if not gradients:
+        return sums
+    dx = dx.reshape(-1, hidden)[:num_tokens].reshape(x.shape)
+    return sums._replace(dx=dx, dhead=lax.psum(dhead, batch))

@@ -1,0 +1,439 @@
+"""`python -m jax_ep bench train`: times a training step of a whole model, and divides its time.
+
+The model is `jax_ep.bench.decoder.Decoder` and the step `jax_ep.bench.train_step`, which
+`examples/train_qwen3_moe.py` trains with: gradients of one batch, and AdamW. Widths are those of
+the published model; layers, and where they would not fit also experts and the vocabulary, are
+fewer, as the first lines printed say. All ranks are along the expert axis. Tokens are random, and
+the learning rate is so small that the routing stays that of random weights.
+
+The same step is measured with the experts' matmuls in bfloat16 and in float8, and with plain JAX in
+place of this library: XLA's collectives as the exchange ("xla"), and also `lax.ragged_dot` for the
+experts ("xla+ragged_dot"). Each program is compiled and timed alone.
+
+TFLOP/s count 6 FLOPs for each active parameter and token, the embedding once, and causal attention;
+`DecoderConfig.training_flops_per_token` is the formula. Their share is of the GPU's dense bfloat16
+peak (989 TFLOP/s for H100 and H200), with float8 too. "Peak" is the memory that the program holds
+on a device, according to XLA: arguments, results and temporaries. The parts of the step are device
+times from JAX's profiler, means over ranks, of a program that is compiled without CUDA graphs so
+that kernels keep the names of their operations; `jax_ep.bench.step_parts` says which part a kernel
+is of. Parts overlap where kernels run side by side, and "idle" is the step's time less their sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jax_ep.bench import measuring, report, runner, step_parts, timing
+from jax_ep.bench.decoder import MODELS, REMAT, Decoder, DecoderConfig, attention_implementation
+from jax_ep.bench.flags import BenchFlags, Iterations
+from jax_ep.bench.peak import peak_flops
+from jax_ep.bench.report import Column, Row
+from jax_ep.bench.timing import DeviceTime
+from jax_ep.flags import Error, check_experts
+
+# What fits on one GPU of 80 GB, with AdamW.
+CUTS: dict[str, dict[str, int]] = {
+    "qwen3-30b-a3b": {"num_layers": 4, "vocab": 151936 // 8},
+    "deepseek-v3-like": {"num_layers": 2, "num_experts": 64, "vocab": 129280 // 8},
+}
+_TINY = MODELS["tiny"]
+# CPUs measure models of these sizes.
+SMALL = {
+    "num_layers": 1,
+    **{
+        name: getattr(_TINY, name)
+        for name in (
+            *("vocab", "hidden", "num_heads", "num_key_value_heads", "head_dim", "mlp_dim"),
+            *("num_experts", "num_experts_per_token"),
+        )
+    },
+}
+
+# How the layer is computed: further attributes of `jax_ep.linen.MoE`.
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"jax_ep": {}}
+BASELINES: dict[str, dict[str, Any]] = {
+    "xla": {"implementation": "xla"},
+    "xla+ragged_dot": {"implementation": "xla", "matmul_implementation": "xla"},
+}
+LEARNING_RATE = 1e-6
+PARTS = (*step_parts.PARTS, "idle")
+
+FLAGS = BenchFlags()
+_SHAPES = FLAGS.choices(
+    "shapes",
+    ["qwen3-30b-a3b"],
+    CUTS,
+    "The models that are trained, with fewer layers; on CPUs, small models of the same kind.",
+)
+_SIZES = {
+    "num_layers": FLAGS.integer(
+        "layers", None, "The number of decoder layers. Default: what fits, by model."
+    ),
+    "hidden": FLAGS.integer(
+        "hidden", None, "H, the width of the residual stream. Default: that of each model."
+    ),
+    "mlp_dim": FLAGS.integer(
+        "mlp_dim", None, "F, the width of each expert's MLP. Default: that of each model."
+    ),
+    "num_experts": FLAGS.integer(
+        "num_experts", None, "E, the number of experts of all ranks. Default: what fits, by model."
+    ),
+    "num_experts_per_token": FLAGS.integer(
+        "top_k",
+        None,
+        "K, the number of distinct experts that each token chooses. Default: that of each model.",
+    ),
+    "vocab": FLAGS.integer(
+        "vocab", None, "V, the number of tokens that there are. Default: an eighth of the model's."
+    ),
+}
+_SEQUENCE = FLAGS.integer(
+    "sequence", None, "S, the tokens of a sequence. Default: 4096 on GPUs and 64 on CPUs."
+)
+_BATCH = FLAGS.integer(
+    "batch", None, "The sequences of each rank in a step. Default: 2 on GPUs and 1 on CPUs."
+)
+_MATMUL_DTYPE = FLAGS.choices(
+    "matmul_dtype",
+    ["none", "float8_e4m3fn"],
+    ["none", "float8_e4m3fn"],
+    "The dtypes that the experts of jax_ep multiply, each measured. none: bfloat16, which is what "
+    "the baselines multiply in any case.",
+)
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the layer", "all")
+_BASELINES = FLAGS.baselines(BASELINES, "the layer by plain JAX", "xla")
+_CAPACITY_FACTOR = FLAGS.number(
+    "capacity_factor",
+    1.5,
+    "Rows of a receive buffer, as a multiple of the T * K rows that a rank gets on average; rows "
+    "that do not fit are dropped, and the table says how many. 0: room for any routing.",
+)
+_REMAT = FLAGS.choice(
+    "remat",
+    "none",
+    REMAT,
+    "What a layer keeps for its backward pass besides its input. none: all that JAX keeps.",
+)
+_LOSS_CHUNK = FLAGS.integer(
+    "loss_chunk", 2048, "The number of tokens whose logits a rank holds at a time."
+)
+_PARAM_DTYPE = FLAGS.choice(
+    "param_dtype",
+    "bfloat16",
+    ("bfloat16", "float32"),
+    "The dtype of parameters and of AdamW's states.",
+)
+_TIMING = FLAGS.timing(Iterations(2, 10, 10), 3, least_iterations=1)
+_SEED = FLAGS.seed("parameters and tokens")
+_SHARED = FLAGS.share(
+    plot="the step's time and its parts",
+    timing=_TIMING,
+    check=FLAGS.check("the first loss and the norm of its gradient with the first program's"),
+    seconds=1500.0,
+)
+
+# The largest difference of the first loss and of the gradient's norm, relative: roundings to
+# bfloat16, of which float8 experts make some that are 16 times as large.
+_LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
+
+
+def run() -> int:
+    if not importlib.util.find_spec("optax"):
+        raise Error("bench train needs optax: pip install 'jax_ep[bench]'")
+    return runner.run(TrainBench())
+
+
+class StepLoop:
+    """A compiled training step, its state, and a loop over steps.
+
+    Attributes:
+      mesh: the mesh of the ranks.
+      compiled: the program of one step.
+      iterations: the steps of one run.
+      compile_s: the seconds that lowering and compiling took.
+      first: the metrics of the first step, as numbers.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, batch: np.ndarray, seed: int, iterations: int):
+        import optax
+
+        from jax_ep.bench import train_step
+
+        self.mesh, self.iterations = mesh, iterations
+        seq_len = batch.shape[-1] - 1
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
+        with jax.set_mesh(mesh):
+            layout = train_step.make_layout(model, optimizer, mesh, seq_len)
+            objective = train_step.Objective()
+            step = train_step.make_train_step(model, optimizer, layout, objective)
+            self._batch = jax.device_put(batch, layout.batch)
+            self._state: Any = train_step.init_state(model, optimizer, layout, seq_len, seed)
+            start = time.perf_counter()
+            self._lowered = step.lower(self._state, self._batch)
+            self.compiled = self._lowered.compile()
+            self.compile_s = time.perf_counter() - start
+        self._state, metrics = self.compiled(self._state, self._batch)
+        self.first = jax.tree.map(lambda x: float(np.sum(x)), metrics)
+
+    def run(self) -> float:
+        """Makes `iterations` steps; returns the microseconds of one."""
+        start = time.perf_counter()
+        self._run(self.compiled)
+        return (time.perf_counter() - start) / self.iterations * 1e6
+
+    def _run(self, compiled: Any) -> None:
+        for _ in range(self.iterations):
+            self._state, metrics = compiled(self._state, self._batch)
+        jax.block_until_ready((self._state, metrics))
+
+    def device_time(self, repeats: int, timers: Sequence[str], spaced: bool) -> DeviceTime:
+        """Measures the device time of a step, whose kernels are named "part: kernel"."""
+        if "trace" not in timers:
+            raise RuntimeError("only --device_timer=trace knows the parts of a step")
+        # Kernels in a CUDA graph would lose the names of their operations.
+        compiled = self._lowered.compile({"xla_gpu_enable_command_buffer": ""})
+        label = step_parts.labels(step_parts.operations_of(compiled.as_text() or ""))
+        self._run(compiled)
+
+        def run() -> None:
+            for _ in range(repeats):
+                self._run(compiled)
+
+        launches = timing.traced_launches(run, self.mesh.size, label)
+        return timing.summarize_by_rank(launches, repeats * self.iterations)
+
+
+class TrainCase(runner.Case):
+    """One program: a step of a model, with one way to compute its layers."""
+
+    device_repeats = 1
+
+    def __init__(self, row: Row, config: DecoderConfig, seen: dict[Any, dict[str, float]]):
+        name = "{shape}, {ranks} ranks".format(**row)
+        super().__init__(name, [row])
+        self.config, self.seen = config, seen
+
+    def build(self, row: Row, shared: Any) -> Any:
+        devices = np.array(jax.devices()[: row["ranks"]]).reshape(1, -1)
+        mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+        matmul_dtype = None if row["matmul_dtype"] == "none" else row["matmul_dtype"]
+        options = IMPLEMENTATIONS | BASELINES
+        model = Decoder(
+            self.config,
+            dtype=jnp.bfloat16,
+            param_dtype=jnp.dtype(_PARAM_DTYPE.value),
+            attention=attention_implementation(devices.flat[0].platform, jnp.bfloat16),
+            remat=_REMAT.value,
+            loss_chunk=_LOSS_CHUNK.value,
+            moe={
+                "matmul_dtype": matmul_dtype,
+                "capacity_factor": _CAPACITY_FACTOR.value or None,
+                **options[row["implementation"]],
+            },
+        )
+        shape = 1, row["ranks"] * row["batch"], row["sequence"] + 1
+        rng = np.random.default_rng(_SEED.value)
+        batch = rng.integers(self.config.vocab, size=shape, dtype=np.int32)
+        iterations = _TIMING.iterations_of(row["batch"] * row["sequence"])
+        return StepLoop(model, mesh, batch, _SEED.value, iterations)
+
+    def compiled(self, row: Row, loop: Any) -> Row:
+        choices = row["ranks"] * row["batch"] * row["sequence"] * self.config.num_experts_per_token
+        return measuring.held_bytes(loop.compiled) | {
+            "compile_s": loop.compile_s,
+            "iterations": loop.iterations,
+            "loss": loop.first["loss"],
+            "grad_norm": loop.first["grad_norm"],
+            "dropped": loop.first["num_dropped"] / (choices * self.config.num_layers),
+        }
+
+    def check(self, row: Row, loop: Any, shared: Any) -> bool:
+        work = row["shape"], row["ranks"]
+        first = self.seen.setdefault(work, loop.first)
+        for name, tolerance in (("loss", _LOSS_TOLERANCE), ("grad_norm", _NORM_TOLERANCE)):
+            if not abs(loop.first[name] - first[name]) <= tolerance * abs(first[name]):
+                raise AssertionError(
+                    f"{name} is {loop.first[name]:.6g}, but that of the first program "
+                    f"{first[name]:.6g} (tolerance {tolerance:.0%})"
+                )
+        return True
+
+    def results(self, row: Row) -> Row:
+        """Returns throughputs and, where a profile was taken, the parts of the step."""
+        seconds = row["wall"]["median_us"] * 1e-6
+        tokens = row["ranks"] * row["batch"] * row["sequence"]
+        flops = tokens * self.config.training_flops_per_token(row["sequence"])
+        per_rank = flops / seconds / row["ranks"]
+        peak = peak_flops(jax.devices()[0].device_kind)
+        found: Row = {
+            "tokens_per_s": tokens / seconds,
+            "tflops_per_rank": per_rank / 1e12,
+            "share_of_peak": per_rank / peak if peak else None,
+        }
+        if row["device"] is not None:
+            parts = step_parts.sums(row["device"]["by_kernel_us"])
+            found["parts_us"] = parts | {"idle": row["wall"]["median_us"] - sum(parts.values())}
+        return found
+
+
+def _ms(row: Row, record: str, field: str) -> float | None:
+    found = row.get(record)
+    return None if not found else found[field] / 1e3
+
+
+class TrainBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("shape"),
+        Column("ranks", "ranks"),
+        report.text("layer", "implementation"),
+        report.text("matmul", "matmul_dtype", usual="none"),
+        report.CHECKED,
+        Column("step ms", lambda row: _ms(row, "wall", "median_us"), "{:.1f}"),
+        Column(
+            "low..high",
+            lambda row: (
+                f"{_ms(row, 'wall', 'low_us'):.1f}..{_ms(row, 'wall', 'high_us'):.1f}"
+                if "wall" in row
+                else "failed"
+            ),
+        ),
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
+        Column("of peak", "share_of_peak", "{:.1%}"),
+        Column(
+            "peak GiB",
+            lambda row: row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None,
+            "{:.2f}",
+        ),
+        Column("compile s", "compile_s", "{:.1f}"),
+        Column("dropped", lambda row: row.get("dropped") or None, "{:.2%}"),
+        Column("vs xla", "speedup_over_xla", "{:.2f}x"),
+    )
+    parts_columns = (
+        *columns[:4],
+        *(
+            Column(f"{part} ms", functools.partial(_ms, record="parts_us", field=part), "{:.2f}")
+            for part in PARTS
+        ),
+    )
+
+    def default_ranks(self, devices: Sequence[jax.Device]) -> list[int]:
+        return sorted({1, len(devices)})
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[TrainCase]:
+        on_cpus = devices[0].platform == "cpu"
+        own = {name: flag.value for name, flag in _SIZES.items() if flag.value is not None}
+        self.configs = {
+            shape: dataclasses.replace(
+                MODELS[shape], **({**CUTS[shape]} | (SMALL if on_cpus else {}) | own)
+            )
+            for shape in _SHAPES.value
+        }
+        self.sequence = _SEQUENCE.value or (64 if on_cpus else 4096)
+        self.batch = _BATCH.value or (1 if on_cpus else 2)
+        for shape, config in self.configs.items():
+            for num_ranks in ranks:
+                experts = config.num_experts, num_ranks, config.num_experts_per_token
+                check_experts(*experts, shape)
+            if "float8_e4m3fn" in _MATMUL_DTYPE.value and (config.hidden | config.mlp_dim) % 128:
+                raise Error(
+                    f"--matmul_dtype: float8_e4m3fn needs H and F that are multiples of 128, but "
+                    f"{shape} has H={config.hidden} F={config.mlp_dim}"
+                )
+        seen: dict[Any, dict[str, float]] = {}
+        return [
+            TrainCase(
+                {
+                    "shape": shape,
+                    "ranks": num_ranks,
+                    "sequence": self.sequence,
+                    "batch": self.batch,
+                    "implementation": name,
+                    "matmul_dtype": matmul_dtype,
+                },
+                config,
+                seen,
+            )
+            for shape, config in self.configs.items()
+            for num_ranks in ranks
+            for name, matmul_dtype in _programs()
+        ]
+
+    def header(self) -> list[str]:
+        lines = [
+            f"bfloat16, sequences of {self.sequence} tokens, {self.batch} on each rank; remat "
+            f"{_REMAT.value}; parameters and AdamW in {_PARAM_DTYPE.value}"
+        ]
+        for shape, config in self.configs.items():
+            published = MODELS[shape]
+            lines.append(
+                f"{shape}: {config.num_layers} of {published.num_layers} layers, "
+                f"V={config.vocab} of {published.vocab}, E={config.num_experts} of "
+                f"{published.num_experts}, K={config.num_experts_per_token} H={config.hidden} "
+                f"F={config.mlp_dim}; {config.active_params():,} active parameters, "
+                f"{config.training_flops_per_token(self.sequence) / 1e9:.3g} GFLOP for each token"
+            )
+        return lines
+
+    def name(self, row: Row) -> str:
+        text = "{shape}, {ranks} ranks, {implementation}".format(**row)
+        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+
+    def compare(self, rows: list[Row]) -> None:
+        """Adds to each row its speed-up over the plain exchange of the same model and ranks."""
+        measured = [row for row in rows if "wall" in row]
+        plain = {
+            (row["shape"], row["ranks"]): row["wall"]["median_us"]
+            for row in measured
+            if row["implementation"] == "xla"
+        }
+        for row in measured:
+            if us := plain.get((row["shape"], row["ranks"])):
+                row["speedup_over_xla"] = us / row["wall"]["median_us"]
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        divided = [row for row in rows if row.get("parts_us")]
+        lines = report.table(self.columns, rows)
+        return [*lines, "", *report.table(self.parts_columns, divided)] if divided else lines
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
+        bars = [
+            row | {"bar": bar, "ms": us and us / 1e3}
+            for row in rows
+            for bar, us in {
+                "step": row.get("wall", {}).get("median_us"),
+                **row.get("parts_us", {}),
+            }.items()
+        ]
+        report.bars(
+            bars,
+            path,
+            title="A training step and its parts\n" + "\n".join([machine, *self.header()]),
+            panel=lambda row: "{shape}, {ranks} ranks".format(**row),
+            group=lambda row: "{implementation}\n{matmul_dtype}".format(**row).removesuffix("none"),
+            bar=lambda row: row["bar"],
+            height=lambda row: row["ms"],
+            label="milliseconds",
+        )
+
+
+def _programs() -> list[tuple[str, str]]:
+    """Returns what is measured: implementations, each with its matmul dtype, then baselines."""
+    own = IMPLEMENTATIONS if _IMPLEMENTATIONS.value is None else _IMPLEMENTATIONS.value
+    others = ["xla"] if _BASELINES.value is None else _BASELINES.value
+    programs = [(name, dtype) for name in own for dtype in _MATMUL_DTYPE.value]
+    programs += [(name, "none") for name in others]
+    if not programs:
+        raise Error("--implementations and --baselines are both empty: nothing to measure")
+    return programs

@@ -1,0 +1,241 @@
+"""Defines the training step of `jax_ep.bench.decoder.Decoder`, and where its state lies on a mesh.
+
+The parameters lie as the model says: experts split over "expert", and on a mesh with "tensor" also
+heads, experts' columns and the vocabulary; every other device holds a copy. The optimizer's states
+are split further, over the axes that hold copies (ZeRO; Rajbhandari et al., 2020): each device
+updates a part of the parameters, with its part of the gradients, and then gets the other parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.bench.decoder import TENSOR_AXIS, Decoder, axis_rules
+from jax_ep.linen import ROUTER_STATE
+from jax_ep.moe.routing import update_expert_bias
+
+
+class TrainState(NamedTuple):
+    """What one step hands to the next, and a checkpoint holds.
+
+    Attributes:
+        step: [] int32, the number of steps that were made.
+        params: the parameters.
+        router_state: the selection biases; empty without.
+        opt_state: the state of the optimizer.
+    """
+
+    step: Any
+    params: Any
+    router_state: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is added to the cross-entropy, and how selection biases move.
+
+    Attributes:
+        balance: the factor of the load-balance loss, mean over layers.
+        router_z: the factor of the router's z-loss, mean over layers.
+        bias_rate: the change of selection biases per step; see `jax_ep.update_expert_bias`.
+    """
+
+    balance: float = 1e-3
+    router_z: float = 1e-4
+    bias_rate: float = 0.0
+
+
+class Layout(NamedTuple):
+    """Where arrays lie on the mesh.
+
+    Attributes:
+        state: the shardings of a `TrainState`.
+        parts: of the parameters, as each device updates them.
+        batch: of the token ids of a step, [A, B, S + 1].
+        everywhere: of what every device holds.
+    """
+
+    state: TrainState
+    parts: Any
+    batch: NamedSharding
+    everywhere: NamedSharding
+
+
+def make_layout(
+    model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh, seq_len: int
+) -> Layout:
+    """Computes where the state of a model and its optimizer lies on a mesh."""
+    tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
+    variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
+    specs = nn.get_partition_spec(variables)
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules=axis_rules(mesh))
+    shapes = nn.unbox(variables)
+    parts = jax.tree.map(_split_further, shapes["params"], shardings["params"])
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, part: part,
+        jax.eval_shape(optimizer.init, shapes["params"]),
+        parts,
+        transform_non_params=lambda _: everywhere,
+    )
+    router_state = shardings.get(ROUTER_STATE, {})
+    return Layout(
+        TrainState(everywhere, shardings["params"], router_state, opt_state),
+        parts,
+        NamedSharding(mesh, PartitionSpec(None, _batch_axes(mesh))),
+        everywhere,
+    )
+
+
+def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of devices, or groups of them along "tensor", with their own sequences."""
+    return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
+
+
+def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    return tuple(name for name in mesh.axis_names if name != TENSOR_AXIS)
+
+
+def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """Splits an array also over the mesh axes that hold copies of it, where its shape allows.
+
+    One dimension is split: the longest that all of these axes divide.
+    """
+    mesh = sharding.mesh
+    entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
+    names = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    copies = tuple(name for name in mesh.axis_names if not any(name in used for used in names))
+    number = math.prod(mesh.shape[name] for name in copies)
+
+    def parts(dim: int) -> int:
+        return math.prod(mesh.shape[name] for name in names[dim])
+
+    dims = [d for d in range(array.ndim) if array.shape[d] % (parts(d) * number) == 0]
+    if number == 1 or not dims:
+        return sharding
+    longest = max(dims, key=lambda d: array.shape[d] // parts(d))
+    names[longest] += copies
+    return NamedSharding(mesh, PartitionSpec(*(used or None for used in names)))
+
+
+def init_state(
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    seq_len: int,
+    seed: int = 0,
+    params: Any = None,
+    *,
+    only_shapes: bool = False,
+) -> TrainState:
+    """Makes the state of step 0, each device its own part.
+
+    `params` are the parameters; None draws them. With `only_shapes`, arrays are
+    `jax.ShapeDtypeStruct` with shardings, and nothing is computed.
+    """
+
+    def init(key: jax.Array, params: Any) -> TrainState:
+        tokens = jnp.zeros((num_batch_ranks(layout.everywhere.mesh), seq_len), jnp.int32)
+        variables: Any = nn.unbox(model.init(key, tokens))
+        params = variables["params"] if params is None else params
+        router_state = variables.get(ROUTER_STATE, {})
+        return TrainState(jnp.int32(0), params, router_state, optimizer.init(params))
+
+    key = jax.random.key(seed)
+    if only_shapes:
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(init, key, params),
+            layout.state,
+        )
+    return jax.jit(init, donate_argnums=1, out_shardings=layout.state)(key, params)
+
+
+def make_train_step(
+    model: Decoder, optimizer: optax.GradientTransformation, layout: Layout, objective: Objective
+) -> jax.stages.Wrapped:
+    """Returns a compiled step: state (donated), token ids [A, B, S + 1] -> next state, metrics.
+
+    Gradients are means over A microbatches of B sequences, which run one after the other. The
+    metrics are "loss" in nats per token, "load_balance_loss" and "router_z_loss", means over
+    microbatches and layers; "num_dropped", a sum; "expert_counts" [layers, E], sums over
+    microbatches; and "grad_norm".
+    """
+
+    def loss_fn(params: Any, router_state: Any, tokens: jax.Array) -> Any:
+        variables = {"params": params, ROUTER_STATE: router_state}
+        outputs: Any = model.apply(variables, tokens[:, :-1], tokens[:, 1:])
+        loss, moe = outputs
+        metrics = {
+            "loss": loss,
+            "load_balance_loss": moe.load_balance_loss.mean(),
+            "router_z_loss": moe.router_z_loss.mean(),
+        }
+        total = loss + objective.balance * metrics["load_balance_loss"]
+        total += objective.router_z * metrics["router_z_loss"]
+        counts = {"num_dropped": moe.num_dropped.sum(), "expert_counts": moe.expert_counts}
+        return total, (metrics, counts)
+
+    def microbatch(state: TrainState, tokens: jax.Array) -> Any:
+        grads, found = jax.grad(loss_fn, has_aux=True)(state.params, state.router_state, tokens)
+        return lax.with_sharding_constraint(grads, layout.parts), *found
+
+    def accumulate(state: TrainState, batches: jax.Array) -> Any:
+        """Returns gradients and means, and sums, over the microbatches; sums are float32."""
+        if (number := batches.shape[0]) == 1:
+            return microbatch(state, batches[0])
+
+        def wide(tokens: jax.Array) -> Any:
+            grads, *found = microbatch(state, tokens)
+            return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
+
+        def add(sums: Any, tokens: jax.Array) -> Any:
+            grads, *found = jax.tree.map(jnp.add, sums, wide(tokens))
+            return (lax.with_sharding_constraint(grads, layout.parts), *found), None
+
+        (grads, means, counts), _ = lax.scan(add, wide(batches[0]), batches[1:])
+        return *jax.tree.map(lambda x: x / number, (grads, means)), counts
+
+    def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, dict]:
+        grads, means, counts = accumulate(state, batches)
+        with jax.named_scope("optimizer"):
+            own = lax.with_sharding_constraint(state.params, layout.parts)
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
+            updates, opt_state = optimizer.update(grads, state.opt_state, own)
+            params = optax.apply_updates(own, updates)
+            squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+            grad_norm = jnp.sqrt(sum(squares))
+        router_state = _step_biases(state.router_state, counts["expert_counts"], objective)
+        metrics = means | counts | {"grad_norm": grad_norm}
+        return TrainState(state.step + 1, params, router_state, opt_state), metrics
+
+    # Every process reads the metrics, so each gets all of them.
+    shardings = layout.state, layout.everywhere
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(layout.state, layout.batch),
+        out_shardings=shardings,
+    )
+
+
+def _step_biases(router_state: Any, expert_counts: jax.Array, objective: Objective) -> Any:
+    """Steps the selection bias of each layer, by the layer's row of `expert_counts`."""
+
+    def step(path: Any, bias: jax.Array) -> jax.Array:
+        layer = int(path[0].key.removeprefix("layers_"))
+        return update_expert_bias(bias, expert_counts[layer], objective.bias_rate)
+
+    return jax.tree_util.tree_map_with_path(step, router_state)

@@ -1,0 +1,86 @@
+"""The parts of a training step, as names in its program and its profile say."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_ep.bench import step_parts, timing
+
+LAYER = "jit(train_step)/transpose(jvp(Decoder))/layers_0"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op_name", "part"),
+    [
+        ("ep_dispatch", None, "exchange"),
+        ("grouped_matmul_gated", None, "experts"),
+        ("gemm", f"{LAYER}/self_attn/q_proj/dot_general", "attention"),
+        ("fusion", f"{LAYER}/self_attn/q_norm/mul", "attention"),
+        ("fusion", f"{LAYER}/input_layernorm/mul", "norms and losses"),
+        ("fusion", "jit(train_step)/jvp(Decoder)/norm/mul", "norms and losses"),
+        ("gemm", "jit(train_step)/jvp(Decoder)/loss/while/dot_general", "norms and losses"),
+        ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/router/top_k", "routing"),
+        ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/dispatch/gather", "exchange"),
+        ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/experts/mul", "experts"),
+        ("gemm", f"{LAYER}/mlp/jit(_layer)/shard_map/shared experts/dot_general", "experts"),
+        ("ncclAllGather", f"{LAYER}/mlp/jit(_layer)/shard_map/all_gather", "exchange"),
+        ("ncclAllReduce", f"{LAYER}/self_attn/q_proj/dot_general", "gradient sums"),
+        ("ncclAllReduce", None, "gradient sums"),
+        ("ncclAllGather", "jit(train_step)/optimizer/add", "optimizer"),
+        ("fusion", "jit(train_step)/optimizer/mul", "optimizer"),
+        ("fusion", f"{LAYER}/add", "rest"),
+        ("memcpy", None, "rest"),
+    ],
+)
+def test_a_kernel_is_of_the_part_that_names_say(kernel, op_name, part):
+    assert step_parts.part_of(kernel, op_name) == part
+
+
+def test_a_compiled_program_says_where_its_operations_were_traced():
+    def function(x):
+        with jax.named_scope("optimizer"):
+            return jnp.sort(x)
+
+    text = jax.jit(function).lower(jnp.ones(8)).compile().as_text()
+    operations = step_parts.operations_of(text)
+    found = [name for name in operations.values() if name.endswith("/sort")]
+    assert found and all(step_parts.part_of("sort", name) == "optimizer" for name in found)
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  event_metadata { key: 1 value { id: 1 name: "nvjet_hsh" } }
+  event_metadata { key: 2 value { id: 2 name: "loop_add_fusion_3" } }
+  event_metadata { key: 3 value { id: 3 name: "Memset" } }
+  lines {
+    name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000
+             stats { metadata_id: 1 str_value: "custom-call.7" } }
+    events { metadata_id: 2 offset_ps: 20000000 duration_ps: 14000000 }
+    events { metadata_id: 3 offset_ps: 40000000 duration_ps: 2000000 }
+  }
+}
+"""
+
+
+def test_times_are_summed_by_part():
+    """By the operation that the profile names, or else by the kernel's name."""
+    text = """
+  %custom-call.7 = bf16[8,8] custom-call(), metadata={op_name="a/self_attn/dot" stack_frame_id=1}
+  ROOT %loop_add_fusion.3 = f32[8] fusion(%x), metadata={op_name="a/optimizer/add"}
+"""
+    profile = jax.profiler.ProfileData.from_text_proto(TRACE)
+    label = step_parts.labels(step_parts.operations_of(text))
+    (launches,) = timing.launches_by_device(profile, label)
+    time = timing.summarize_by_rank([launches], calls=1)
+    sums = step_parts.sums(time.by_kernel)
+    assert {part: us for part, us in sums.items() if us} == {
+        "attention": 10.0,
+        "optimizer": 14.0,
+        "rest": 2.0,
+    }
+    assert sum(sums.values()) == time.median

@@ -1,0 +1,103 @@
+"""The training step: the same on any mesh and in any number of microbatches, its states split."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from support.meshes import mesh
+
+from jax_ep.bench import train_step
+from jax_ep.bench.decoder import MODELS, Decoder
+from jax_ep.bench.train_step import Objective, TrainState
+
+SEQ_LEN = 16
+CONFIG = dataclasses.replace(MODELS["tiny"], hidden=32, mlp_dim=32, head_dim=8, num_layers=1)
+MODEL = Decoder(CONFIG, dtype=jnp.float32, loss_chunk=16, moe={"selection_bias": True})
+OPTIMIZER = optax.adamw(1e-3)
+OBJECTIVE = Objective(bias_rate=0.25)
+
+
+def make_mesh(*shape: int) -> Mesh:
+    return mesh(shape, ("data", "expert", "tensor")[: len(shape)])
+
+
+@functools.cache
+def one_step(shape: tuple[int, ...], microbatches: int) -> tuple[TrainState, dict]:
+    """A step with the same 8 sequences, as NumPy arrays."""
+    with jax.set_mesh(make_mesh(*shape)):
+        layout = train_step.make_layout(MODEL, OPTIMIZER, make_mesh(*shape), SEQ_LEN)
+        state = train_step.init_state(MODEL, OPTIMIZER, layout, SEQ_LEN)
+        step = train_step.make_train_step(MODEL, OPTIMIZER, layout, OBJECTIVE)
+        tokens = jax.random.randint(jax.random.key(1), (8, SEQ_LEN + 1), 0, CONFIG.vocab)
+        batches = tokens.reshape(microbatches, -1, SEQ_LEN + 1)
+        state, metrics = step(state, jax.device_put(batches, layout.batch))
+    mu = state.opt_state[0].mu
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, mu, layout.parts))
+    return jax.tree.map(np.asarray, (state, metrics))
+
+
+def test_a_step():
+    state, metrics = one_step((1, 1), 1)
+    assert state.step == 1
+    assert metrics["loss"] == pytest.approx(np.log(CONFIG.vocab), rel=0.1)
+    assert metrics["expert_counts"].shape == (1, CONFIG.num_experts)
+    assert metrics["expert_counts"].sum() == 8 * SEQ_LEN * CONFIG.num_experts_per_token
+    assert metrics["num_dropped"] == 0 and metrics["grad_norm"] > 0
+    # Biases of experts with more tokens than the mean fall, those of others rise.
+    counts = metrics["expert_counts"][0]
+    bias = state.router_state["layers_0"]["mlp"]["gate"]["bias"]
+    np.testing.assert_array_equal(bias, 0.25 * np.sign(counts.mean() - counts))
+    assert np.any(bias)
+
+
+def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None:
+    state, metrics = one_step(shape, microbatches)
+    want, want_metrics = one_step((1, 1), 1)
+    np.testing.assert_array_equal(metrics["expert_counts"], want_metrics["expert_counts"])
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
+    compare = functools.partial(np.testing.assert_allclose, **tolerance)
+    # The first moment is a tenth of the gradient.
+    jax.tree.map(compare, state.opt_state[0].mu, want.opt_state[0].mu)
+    jax.tree.map(np.testing.assert_array_equal, state.router_state, want.router_state)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_devices(8)
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+def test_the_mesh_does_not_matter(shape):
+    agree(shape, 1, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_microbatches_add_up():
+    """But for the load-balance loss, which is each microbatch's own."""
+    agree((1, 1), 2, rtol=0.05, atol=2e-4)
+
+
+@pytest.mark.needs_devices(8)
+def test_states_are_split_over_the_axes_that_hold_copies():
+    layout = train_step.make_layout(MODEL, OPTIMIZER, make_mesh(4, 2), SEQ_LEN)
+    experts = layout.state.params["layers_0"]["mlp"]["wi_0"]
+    assert experts.spec == PartitionSpec("expert", None, None)
+    mu = layout.state.opt_state[0].mu
+    assert mu["layers_0"]["mlp"]["wi_0"].spec == PartitionSpec("expert", ("data",), None)
+    assert mu["norm"]["scale"].spec == PartitionSpec(("data", "expert"))
+    assert mu["embed_tokens"]["embedding"].spec == PartitionSpec(("data", "expert"), None)
+    assert layout.state.opt_state[0].count.spec == PartitionSpec()
+    # Two heads of keys and 8 values each cannot be split over 8 devices, but their 32 rows can.
+    assert mu["layers_0"]["self_attn"]["k_proj"]["kernel"].spec[0] == ("data", "expert")
+
+
+def test_shapes_of_a_state_are_those_of_the_state():
+    with jax.set_mesh(make_mesh(1, 1)):
+        layout = train_step.make_layout(MODEL, OPTIMIZER, make_mesh(1, 1), SEQ_LEN)
+        shapes = train_step.init_state(MODEL, OPTIMIZER, layout, SEQ_LEN, only_shapes=True)
+    state, _ = one_step((1, 1), 1)
+    assert jax.tree.map(np.shape, state) == jax.tree.map(lambda x: x.shape, shapes)
