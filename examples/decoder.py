@@ -264,9 +264,6 @@ def random_model(
     slots = _slots(published, mesh)
     moe_config = MoEConfig(**dict(block.fields), mesh=mesh, **slots)
     shapes = {name: block.shape(name) for name in block.params()}
-    if slots:
-        held = {name: (slots["num_slots"], *shape[1:]) for name, shape in shapes.items()}
-        shapes = {n: held[n] if LOGICAL_AXES[n][0] == "exp" else shapes[n] for n in shapes}
     specs = {
         name: PartitionSpec(*("expert" if axis == "exp" else None for axis in LOGICAL_AXES[name]))
         for name in shapes
@@ -282,7 +279,12 @@ def random_model(
     def layer(key: jax.Array) -> tuple[Weights, dict[str, jax.Array]]:
         keys = jax.random.split(key)
         weights = _random(keys[0], layer_shapes(published), -1, dtype)
-        return weights, _random(keys[1], shapes, -2, dtype)
+        params = _random(keys[1], shapes, -2, dtype)
+        if slots:  # slot s holds expert s % E, as in files that are loaded
+            experts = jnp.arange(slots["num_slots"]) % moe_config.num_experts
+            of_experts = [name for name in params if LOGICAL_AXES[name][0] == "exp"]
+            params |= {name: params[name][experts] for name in of_experts}
+        return weights, params
 
     def with_params(key: jax.Array) -> tuple[Weights, MoEParams]:
         weights, params = layer(key)
