@@ -139,6 +139,9 @@ _LOOP = flags.DEFINE_enum(
 )
 
 
+GREEDY = decoder.Sampling()
+
+
 class Times(NamedTuple):
     """The seconds of prefill and of decoding, both without compilation, and the steps decoded."""
 
@@ -153,7 +156,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     steps: int,
     *,
-    sampling: decoder.Sampling = decoder.Sampling(),
+    sampling: decoder.Sampling = GREEDY,
     chunk: int = 512,
     padding: str = "left",
     loop: str = "device",
@@ -165,7 +168,7 @@ def generate(
     """
     tokens, mask = decoder.padded(prompts, padding)
     batch, length = tokens.shape
-    mesh = config.moe.mesh
+    mesh = config.mesh
     spec = PartitionSpec(mesh.axis_names if batch % mesh.size == 0 else None)
     tokens, mask = jax.device_put((tokens, mask), NamedSharding(mesh, spec))
     dtype = model.shared["model.embed_tokens.weight"].dtype
@@ -183,7 +186,7 @@ def generate(
             for _ in range(steps - 1):
                 state, *_ = decoder.step(config, sampling, model, state)
         end = _seconds(state)
-        return state, Times(middle - start, end - middle, int(state.count) - 1)
+        return state, Times(middle - start, end - middle, int(state.done) - 1)
 
     run()  # compiles
     state, times = run()
@@ -213,8 +216,8 @@ def bytes_of_step(
     split = cached.sharding.shard_shape(cached.shape)[-4] / cached.shape[-4]
     row = 2 * config.num_key_value_heads * config.head_dim * cached.dtype.itemsize
     attended = sum(np.minimum(lengths, window).sum() for window in config.windows) * row * split
-    state = state._replace(finished=jnp.zeros_like(state.finished), count=jnp.int32(0))
-    _, _, chosen = decoder.step(config, decoder.Sampling(), model, state)
+    state = state._replace(finished=jnp.zeros_like(state.finished), done=jnp.int32(0))
+    _, _, chosen = decoder.step(config, GREEDY, model, state)
     experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
     layers = model.moe if isinstance(model.moe, list) else [model.moe]
     moe = [item for params in layers for item in params._asdict().items() if item[1] is not None]
@@ -224,7 +227,7 @@ def bytes_of_step(
     if "lm_head.weight" in model.shared:  # of the embeddings only the tokens' rows are read
         others -= model.shared["model.embed_tokens.weight"].nbytes
     held = config.moe.num_slots or config.moe.num_experts
-    return others + of_experts * experts / held / config.moe.mesh.size + attended, experts
+    return others + of_experts * experts / held / config.mesh.size + attended, experts
 
 
 def token_ids(name: str, values: Sequence[str], vocabulary: int) -> list[int]:

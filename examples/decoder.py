@@ -1,4 +1,4 @@
-"""Decoder models with MoE layers, Qwen3-MoE and GPT-OSS: weights, forward pass, prefill and decoding.
+"""Decoder models with MoE layers, Qwen3-MoE and GPT-OSS: weights, prefill and decoding.
 
 `load_model` reads a published directory and `random_model` fills the shapes of a config.json with
 random numbers. `prefill` reads prompts, in chunks and of any padding. `decode` continues them in
@@ -63,6 +63,11 @@ class Config(NamedTuple):
     def num_layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def mesh(self) -> Mesh:
+        assert isinstance(self.moe.mesh, Mesh)
+        return self.moe.mesh
+
 
 class Model(NamedTuple):
     """The weights by their published names: the layers' own names lack "model.layers.<i>.".
@@ -109,14 +114,14 @@ class State(NamedTuple):
         tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
         last: [B] int32, the newest token of each sequence.
         finished: [B] bool, whether a sequence has its stop token.
-        count: [] int32, the steps done.
+        done: [] int32, the tokens decoded of each sequence.
         cache: of all tokens but the newest.
     """
 
     tokens: jax.Array
     last: jax.Array
     finished: jax.Array
-    count: jax.Array
+    done: jax.Array
     cache: Cache
 
 
@@ -313,7 +318,7 @@ def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> 
     return arrays
 
 
-def _slots(published: Published, mesh: Mesh) -> dict[str, int]:
+def _slots(published: Published, mesh: Mesh) -> dict[str, Any]:
     """Returns the layers' `num_slots` if the devices do not divide the experts."""
     experts = published.get("num_experts") or published["num_local_experts"]
     return {"num_slots": experts + -experts % mesh.size} if experts % mesh.size else {}
@@ -346,9 +351,10 @@ def _layers(
     count = published["num_hidden_layers"]
 
     def room(array: jax.Array) -> jax.Array:
-        spec = PartitionSpec(None, *array.sharding.spec)
-        sharding = NamedSharding(array.sharding.mesh, spec)
-        return jnp.zeros((count, *array.shape), array.dtype, device=sharding)
+        split = array.sharding
+        assert isinstance(split, NamedSharding)
+        stacked = NamedSharding(split.mesh, PartitionSpec(None, *split.spec))
+        return jnp.zeros((count, *array.shape), array.dtype, device=stacked)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def write(stacked: Any, layer: Any, i: jax.Array) -> Any:
@@ -467,9 +473,7 @@ def hidden_states(
     def block(x, w, moe, window, keys, values, layer):
         seen = past & (slots[:, None] > positions[..., None] - window)
         y = rms_norm(x, w["input_layernorm.weight"], config.epsilon)
-        y, keys, values = attention(
-            config, w, y, angles, seen, keys, values, cache.filled, layer
-        )
+        y, keys, values = attention(config, w, y, angles, seen, keys, values, cache.filled, layer)
         x += y
         y = rms_norm(x, w["post_attention_layernorm.weight"], config.epsilon)
         y, metrics = moe_layer(moe, y, config.moe, mask, placement=model.placement)
@@ -487,7 +491,8 @@ def hidden_states(
     else:
 
         def scanned(carry, layer):
-            *carry, count = block(carry[0], *layer[:3], *carry[1:], layer[3])
+            (x, keys, values), (w, moe, window, i) = carry, layer
+            *carry, count = block(x, w, moe, window, keys, values, i)
             return tuple(carry), count
 
         windows = jnp.array(config.windows, jnp.int32)
@@ -513,9 +518,11 @@ def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any)
 
     Sequences are split over the mesh if its devices divide them.
     """
-    mesh = config.moe.mesh
+    mesh = config.mesh
     axes = mesh.axis_names if batch % mesh.size == 0 else None
     shape = batch, room, config.num_key_value_heads, config.head_dim
+    keys: Any
+    values: Any
     if isinstance(model.layers, list):
         split = NamedSharding(mesh, PartitionSpec(axes))
         make = functools.partial(jnp.zeros, shape, dtype, device=split)
@@ -532,9 +539,7 @@ def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any)
     return Cache(keys, values, positions, lengths, jnp.zeros((), jnp.int32, device=everywhere))
 
 
-def padded(
-    prompts: Sequence[Sequence[int]], side: str = "left"
-) -> tuple[np.ndarray, np.ndarray]:
+def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.ndarray, np.ndarray]:
     """Returns prompts of any lengths as tokens [B, S] int32, and the mask [B, S] of those there."""
     shape = len(prompts), max(map(len, prompts))
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
@@ -582,7 +587,7 @@ def prefill(
 def choose(config: Config, sampling: Sampling, logits: jax.Array, state: State) -> State:
     """Appends the next token of every sequence that has not ended."""
     if sampling.temperature:
-        key = jax.random.fold_in(jax.random.key(sampling.seed), state.count)
+        key = jax.random.fold_in(jax.random.key(sampling.seed), state.done)
         chosen = jax.random.categorical(key, logits / sampling.temperature)
     else:
         chosen = jnp.argmax(logits, axis=-1)
@@ -591,14 +596,12 @@ def choose(config: Config, sampling: Sampling, logits: jax.Array, state: State) 
     finished = state.finished
     if config.stop_tokens:
         finished |= jnp.isin(chosen, jnp.array(config.stop_tokens, jnp.int32))
-    tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, column, state.count, 1)
-    return State(tokens, chosen, finished, state.count + 1, state.cache)
+    tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, column, state.done, 1)
+    return State(tokens, chosen, finished, state.done + 1, state.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "steps"), donate_argnums=3)
-def begin(
-    config: Config, sampling: Sampling, logits: jax.Array, cache: Cache, steps: int
-) -> State:
+def begin(config: Config, sampling: Sampling, logits: jax.Array, cache: Cache, steps: int) -> State:
     """Chooses the first of `steps` tokens, by the logits of `prefill`."""
     batch = logits.shape[0]
     tokens = jnp.full((batch, steps), PADDING, jnp.int32)
@@ -630,8 +633,6 @@ def decode(config: Config, sampling: Sampling, model: Model, state: State) -> St
     steps = state.tokens.shape[1]
 
     def goes_on(state: State) -> jax.Array:
-        return (state.count < steps) & ~state.finished.all()
+        return (state.done < steps) & ~state.finished.all()
 
-    return jax.lax.while_loop(
-        goes_on, lambda state: step(config, sampling, model, state)[0], state
-    )
+    return jax.lax.while_loop(goes_on, lambda state: step(config, sampling, model, state)[0], state)

@@ -109,11 +109,10 @@ def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence
     assert len({len(row) for row in want} | {STEPS}) > 1
     found, state, _ = program.generate(config, model, PROMPTS, STEPS)
     assert found == want
-    assert state.finished.all() and int(state.count) == max(map(len, want)) < STEPS
+    assert state.finished.all() and int(state.done) == max(map(len, want)) < STEPS
     # Finished sequences are not routed: their tokens have no place in the cache.
     assert np.asarray(state.cache.lengths).tolist() == [
-        len(prompt) + len(row) - 1
-        for prompt, row in zip(PROMPTS, want, strict=True)
+        len(prompt) + len(row) - 1 for prompt, row in zip(PROMPTS, want, strict=True)
     ]
 
 

@@ -247,20 +247,23 @@ def test_decoding_does_not_depend_on_the_mesh():
 
 
 @pytest.mark.slow
-def test_a_published_model_decodes_alike_on_any_mesh():
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
+def test_a_published_kind_of_model_decodes_alike_on_any_mesh(model):
     """Of random weights; tests/checkpoints/test_transformers.py says what a real one must give."""
 
-    def decode(**env: str) -> str:
-        flags = "--steps=6", "--batch_size=6", "--prompt=1,2,3,4,5"
+    def decode(*flags: str, **env: str) -> str:
+        flags = f"--random_weights={model}", "--steps=6", "--prompt=1,2,3,4,5", "--prompt=7", *flags
         output = finish(start("decode_qwen3_moe.py", *flags, **env))
         assert re.search(r"prefill [\d.]+ ms: [\d,]+ tokens/s", output)
-        assert re.search(r"median step [\d.]+ ms: [\d,]+ tokens/s", output)
+        assert re.search(r"step [\d.]+ ms, mean of 5: [\d,]+ tokens/s", output)
+        assert re.search(r"a step reads [\d.e-]+ GB on a device \([\d.]+ experts", output)
         return re.search(r"first sequence: \[(.*)\]", output)[1]
 
-    tokens = decode()
+    tokens = decode("--batch_size=6")
     assert len(tokens.split(", ")) == 6
     if jax.default_backend() == "cpu":  # bfloat16 has ties
-        assert decode(**ONE_DEVICE) == tokens
+        flags = "--scan_layers", "--loop=host", "--chunk=2", "--padding=right"
+        assert decode(*flags, **ONE_DEVICE) == tokens
 
 
 @pytest.mark.parametrize("prompt", quick(["1,256", "-1", "one"], "1,256"))

@@ -99,11 +99,11 @@ def run() -> int:
 class Stack(NamedTuple):
     """The layers of one rank: lists of them, or arrays with a leading axis of layers.
 
-    `quantized` is None where experts are multiplied in bfloat16.
+    `quantized` holds their `QuantizedExperts`, or is None for experts multiplied in bfloat16.
     """
 
     params: list[MoEParams] | MoEParams
-    quantized: list[QuantizedExperts] | QuantizedExperts | None
+    quantized: Any
 
 
 class DecodeCase(runner.Case):
@@ -129,9 +129,7 @@ class DecodeCase(runner.Case):
         row = self.rows[0]
         mesh = Mesh(np.asarray(jax.devices()[: row["ranks"]]), (AXIS,))
         scanned = row["implementation"] == "scanned"
-        return mesh, make_stack(
-            self.shape, self.config, row["layers"], scanned, mesh, _SEED.value
-        )
+        return mesh, make_stack(self.shape, self.config, row["layers"], scanned, mesh, _SEED.value)
 
     def build(self, row: Row, shared: tuple[Mesh, Stack]) -> Loop:
         mesh, stack = shared
@@ -318,22 +316,23 @@ def step_of_layers(
       The last x, and the choices of each expert, [layers, E] int32. The ranks' tokens past the
       first `batch` are left out.
     """
-    (params, quantized), x = state
+    stack, x = state
     tokens, mask = x.shape[0], None
     if batch != tokens * lax.axis_size(AXIS):
         mask = lax.axis_index(AXIS) * tokens + jnp.arange(tokens) < batch
 
-    def layer(x: jax.Array, one: tuple[MoEParams, QuantizedExperts | None]) -> Any:
+    def layer(x: jax.Array, one: Any) -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
         normalized = (wide * scale).astype(x.dtype)
         out, metrics = moe_layer(one[0], normalized, config, mask, quantized_experts=one[1])
         return x + out, metrics.expert_counts
 
-    if not isinstance(params, list):
-        return lax.scan(layer, x, (params, quantized))
+    if not isinstance(stack.params, list):
+        return lax.scan(layer, x, stack)
     counts = []
-    for one in zip(params, quantized or [None] * len(params), strict=True):
+    quantized = stack.quantized or [None] * len(stack.params)
+    for one in zip(stack.params, quantized, strict=True):
         x, count = layer(x, one)
         counts.append(count)
     return x, jnp.stack(counts)

@@ -65,8 +65,8 @@ COMMANDS = {
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "run all benchmarks but decode, balance and compile, each in its own process, and save the results "
-        "of each as soon as it ends",
+        "run all benchmarks but decode, balance and compile, each in its own process, and save the "
+        "results of each as soon as it ends",
     ),
 }
 
