@@ -128,8 +128,8 @@ _CHUNK = flags.DEFINE_integer(
 _SCAN_LAYERS = flags.DEFINE_bool(
     "scan_layers",
     False,
-    "Stack the layers' weights and scan them, which compiles faster, instead of unrolling the "
-    "layers. A kernel then reads a copy of its layer's weights where XLA cannot give it a slice.",
+    "Stack the layers' weights and scan them, a smaller program, instead of unrolling the layers. "
+    "A kernel then reads a copy of its layer's weights where XLA cannot give it a slice.",
 )
 _LOOP = flags.DEFINE_enum(
     "loop",
@@ -220,14 +220,21 @@ def bytes_of_step(
     _, _, chosen = decoder.step(config, GREEDY, model, state)
     experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
     layers = model.moe if isinstance(model.moe, list) else [model.moe]
-    moe = [item for params in layers for item in params._asdict().items() if item[1] is not None]
-    of_experts = sum(array.nbytes for name, array in moe if LOGICAL_AXES[name][0] == "exp")
-    others = sum(array.nbytes for name, array in moe if LOGICAL_AXES[name][0] != "exp")
-    others += sum(array.nbytes for array in jax.tree.leaves((model.shared, model.layers)))
+    of_experts, others = 0, bytes_of((model.shared, model.layers))
+    for params in layers:
+        for name, values in params._asdict().items():
+            if LOGICAL_AXES[name][0] == "exp":
+                of_experts += bytes_of(values)
+            else:
+                others += bytes_of(values)
     if "lm_head.weight" in model.shared:  # of the embeddings only the tokens' rows are read
-        others -= model.shared["model.embed_tokens.weight"].nbytes
+        others -= bytes_of(model.shared["model.embed_tokens.weight"])
     held = config.moe.num_slots or config.moe.num_experts
     return others + of_experts * experts / held / config.mesh.size + attended, experts
+
+
+def bytes_of(arrays: Any) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
 
 
 def token_ids(name: str, values: Sequence[str], vocabulary: int) -> list[int]:
