@@ -1,20 +1,21 @@
-"""Run a published Qwen3-MoE: prefill, then greedy decoding, with experts spread over the devices.
+"""Run a published Qwen3-MoE or GPT-OSS: prefill, then decoding, with experts over the devices.
 
     python examples/decode_qwen3_moe.py
     python examples/decode_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --prompt=9707,11,847,829,374
+    python examples/decode_qwen3_moe.py --checkpoint=gpt-oss-20b --text="The capital of France is"
+    python examples/decode_qwen3_moe.py --random_weights=30b --batch_size=16 --prompt_length=128
 
-A directory as published holds config.json and safetensors files. `jax_ep.checkpoints` loads the MoE
-block of each layer, each device its own experts, and `qwen3_moe.py` the rest; attention and norms
-are plain JAX here. Without --checkpoint a tiny model of random weights is written and loaded the
-same way. Prompts and answers are token ids: the `tokenizers` package turns text into them and back.
+A directory as published holds config.json and safetensors files, in bfloat16, float8 or MXFP4.
+Without --checkpoint the model has a published or tiny shape and random weights. Prompts are of any
+lengths: token ids, or texts where the directory has tokenizer.json and the `tokenizers` package is
+installed. `decoder.py` has the models and the loop, which runs on the devices as one program.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,176 +24,253 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
     "XLA_FLAGS", ""
 )
 
+import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from qwen3_moe import read_config, read_weight, write_random_model
 
-from jax_ep import MoEConfig, MoEParams, moe_layer
-from jax_ep.bench.decoder import DecoderConfig, rotary
-from jax_ep.checkpoints import load_moe_params
-from jax_ep.checkpoints.safetensors import Directory
+from jax_ep.bench.floor import memory_bandwidth
+from jax_ep.moe.params import LOGICAL_AXES
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Directory of a Qwen3-MoE as published.")
-_PROMPT = flags.DEFINE_list("prompt", None, "Token ids of every prompt; by default, random ones.")
-_PROMPT_LENGTH = flags.DEFINE_integer(
-    "prompt_length", 32, "Tokens of a random prompt.", lower_bound=1
+_QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+_TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SHAPES: dict[str, decoder.Published] = {
+    "tiny": _QWEN3
+    | _TINY
+    | {"moe_intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4},
+    "tiny_gpt_oss": _GPT_OSS
+    | _TINY
+    | {"intermediate_size": 48, "num_local_experts": 16, "sliding_window": 8},
+    "30b": _QWEN3,  # Qwen3-30B-A3B
+    "gpt_oss_20b": _GPT_OSS,
+}
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Directory of a Qwen3-MoE or GPT-OSS as published."
 )
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences, over all devices.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 32, "Tokens to decode for each.", lower_bound=1)
-
-Weights = dict[str, jax.Array]
-
-
-class Config(NamedTuple):
-    """What the model is. Hashable: a static argument of the compiled functions."""
-
-    sizes: DecoderConfig
-    moe: MoEConfig
-
-
-class Model(NamedTuple):
-    """The weights by their published names: the layers' own names lack "model.layers.<i>."."""
-
-    shared: Weights
-    layers: list[Weights]
-    moe: list[MoEParams]
-
-
-class Cache(NamedTuple):
-    """Keys and values of each layer, [B, M, heads, D], and how many of the M are there."""
-
-    keys: list[jax.Array]
-    values: list[jax.Array]
-    length: jax.Array
-
-
-ATTENTION = ("input_layernorm", "post_attention_layernorm") + tuple(
-    f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+_RANDOM_WEIGHTS = flags.DEFINE_enum(
+    "random_weights", "tiny", list(SHAPES), "The shape of the model without --checkpoint."
+)
+_PROMPT = flags.DEFINE_multi_string(
+    "prompt", None, "Token ids of a prompt, with commas between; may be given several times."
+)
+_TEXT = flags.DEFINE_multi_string("text", None, "The text of a prompt; may be given several times.")
+_PROMPT_LENGTH = flags.DEFINE_list(
+    "prompt_length", ["32"], "Without --prompt and --text: the lengths of random prompts, in turns."
+)
+_PADDING = flags.DEFINE_enum(
+    "padding", "left", ["left", "right"], "The side on which shorter prompts are padded."
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size",
+    None,
+    "Sequences, over all devices; prompts are repeated in turns. Default: as many as prompts, and "
+    "8 random ones.",
+    lower_bound=1,
+)
+_STEPS = flags.DEFINE_integer("steps", 32, "Tokens to decode for each, at most.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "0 takes the likeliest token, more draws one by its probability.", 0.0
+)
+_SEED = flags.DEFINE_integer("seed", 0, "The seed that tokens are drawn from.")
+_STOP_TOKENS = flags.DEFINE_list(
+    "stop_tokens", None, "Token ids that end a sequence. Default: those of the checkpoint."
+)
+_CHUNK = flags.DEFINE_integer(
+    "chunk", 512, "Tokens of each prompt that prefill reads at a time.", lower_bound=1
+)
+_SCAN_LAYERS = flags.DEFINE_bool(
+    "scan_layers",
+    False,
+    "Stack the layers' weights and scan them, a smaller program, instead of unrolling the layers. "
+    "A kernel then reads a copy of its layer's weights where XLA cannot give it a slice.",
+)
+_LOOP = flags.DEFINE_enum(
+    "loop",
+    "device",
+    ["device", "host"],
+    "device: decoding is one program. host: Python launches each step.",
 )
 
 
-def load_model(folder: Path, mesh: Mesh, dtype: Any) -> tuple[Config, Model]:
-    """Loads a published directory onto the mesh: experts split, all else on every device."""
-    sizes, files = read_config(folder), Directory(folder)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def read(name: str) -> jax.Array:
-        return jax.device_put(read_weight(files, name).astype(dtype), everywhere)
-
-    moe_config, moe, layers = MoEConfig(num_experts=1, num_experts_per_token=1), [], []
-    for i in range(sizes.num_layers):
-        layers.append({name: read(f"model.layers.{i}.{name}.weight") for name in ATTENTION})
-        moe_config, params = load_moe_params(folder, i, mesh=mesh, dtype=dtype)
-        moe.append(params)
-    shared = {name: read(f"model.{name}.weight") for name in ("embed_tokens", "norm")}
-    shared["lm_head"] = shared["embed_tokens"] if sizes.tied else read("lm_head.weight")
-    return Config(sizes, moe_config), Model(shared, layers, moe)
+GREEDY = decoder.Sampling()
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    return weight * wide.astype(x.dtype)
+class Times(NamedTuple):
+    """The seconds of prefill and of decoding, both without compilation, and the steps decoded."""
+
+    prefill: float
+    decoding: float
+    steps: int
 
 
-def attention(
-    config: DecoderConfig,
-    w: Weights,
-    x: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    start: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attends from tokens [B, S, H] at positions from `start`; returns the caches with them too."""
-    project = {
-        name: (x @ w[f"self_attn.{name}_proj"].T).reshape(*x.shape[:2], -1, config.head_dim)
-        for name in "qkv"
-    }
-    positions = start + jnp.arange(x.shape[1])
-    q, k = (
-        rotary(
-            rms_norm(project[name], w[f"self_attn.{name}_norm"], config.epsilon),
-            positions,
-            config.rotary_base,
-        )
-        for name in "qk"
-    )
-    keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, 1)
-    values = jax.lax.dynamic_update_slice_in_dim(values, project["v"], start, 1)
-    seen = jnp.arange(keys.shape[1]) <= positions[:, None]
-    out = jax.nn.dot_product_attention(q, keys, values, mask=seen[None, None])
-    return out.reshape(*x.shape[:2], -1) @ w["self_attn.o_proj"].T, keys, values
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def forward(
-    config: Config, model: Model, tokens: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
-    """Reads tokens [B, S]; returns the logits [B, vocabulary] float32 of the next, and the cache.
-
-    Prefill reads a prompt, a step of decoding one token.
-    """
-    x = model.shared["embed_tokens"][tokens]
-    keys, values = [], []
-    for w, moe, k, v in zip(model.layers, model.moe, cache.keys, cache.values, strict=True):
-        y = rms_norm(x, w["input_layernorm"], config.sizes.epsilon)
-        y, k, v = attention(config.sizes, w, y, k, v, cache.length)
-        x += y
-        y, _ = moe_layer(
-            moe, rms_norm(x, w["post_attention_layernorm"], config.sizes.epsilon), config.moe
-        )
-        x += y
-        keys.append(k)
-        values.append(v)
-    last = rms_norm(x[:, -1], model.shared["norm"], config.sizes.epsilon)
-    logits = last @ model.shared["lm_head"].T
-    return logits.astype(jnp.float32), Cache(keys, values, cache.length + tokens.shape[1])
-
-
-def empty_cache(config: Config, mesh: Mesh, batch: int, room: int, dtype: Any) -> Cache:
-    """Returns room for so many tokens of each sequence; the sequences are split over the mesh."""
-    spec = PartitionSpec(mesh.axis_names) if batch % mesh.size == 0 else PartitionSpec()
-    shape = batch, room, config.sizes.num_key_value_heads, config.sizes.head_dim
-    zeros = functools.partial(jnp.zeros, shape, dtype, device=NamedSharding(mesh, spec))
-    layers = range(config.sizes.num_layers)
-    return Cache([zeros() for _ in layers], [zeros() for _ in layers], jnp.int32(0))
-
-
-def decode(
-    config: Config, model: Model, prompts: np.ndarray, steps: int, mesh: Mesh, dtype: Any
-) -> tuple[np.ndarray, list[np.ndarray], float, float]:
-    """Continues prompts [B, S] greedily by `steps` tokens.
+def generate(
+    config: decoder.Config,
+    model: decoder.Model,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    sampling: decoder.Sampling = GREEDY,
+    chunk: int = 512,
+    padding: str = "left",
+    loop: str = "device",
+) -> tuple[list[list[int]], decoder.State, Times]:
+    """Continues prompts of any lengths by up to `steps` tokens, stop tokens included.
 
     Returns:
-        The tokens [B, steps], the logits that each was chosen by, and the seconds of prefill and of
-        the median step of decoding, neither with compilation.
+        The new tokens of each sequence, the state at the end, and the times of a second run.
     """
-    batch, length = prompts.shape
+    tokens, mask = decoder.padded(prompts, padding)
+    batch, length = tokens.shape
+    mesh = config.mesh
+    spec = PartitionSpec(mesh.axis_names if batch % mesh.size == 0 else None)
+    tokens, mask = jax.device_put((tokens, mask), NamedSharding(mesh, spec))
+    dtype = model.shared["model.embed_tokens.weight"].dtype
+    room = decoder.rounded_up(length, chunk) + steps
 
-    def cache() -> Cache:
-        return empty_cache(config, mesh, batch, length + steps, dtype)
+    def run() -> tuple[decoder.State, Times]:
+        cache = decoder.empty_cache(config, model, batch, room, dtype)
+        start = _seconds(cache)
+        logits, cache = decoder.prefill(config, model, tokens, mask, cache, chunk)
+        state = decoder.begin(config, sampling, logits, cache, steps)
+        middle = _seconds(state)
+        if loop == "device":
+            state = decoder.decode(config, sampling, model, state)
+        else:
+            for _ in range(steps - 1):
+                state, *_ = decoder.step(config, sampling, model, state)
+        end = _seconds(state)
+        return state, Times(middle - start, end - middle, int(state.done) - 1)
 
-    def run(tokens: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache, float]:
-        start = time.perf_counter()
-        logits, cache = forward(config, model, tokens, cache)
-        next_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
-        next_tokens.block_until_ready()
-        return next_tokens, logits, cache, time.perf_counter() - start
+    run()  # compiles
+    state, times = run()
+    found = np.asarray(state.tokens).tolist()
+    return [[token for token in row if token != decoder.PADDING] for row in found], state, times
 
-    prompt = jnp.asarray(prompts, jnp.int32)
-    run(prompt, cache())
-    tokens, logits, state, prefill = run(prompt, cache())
-    decoded, all_logits, seconds = [tokens], [logits], []
-    for _ in range(steps - 1):
-        tokens, logits, state, step = run(tokens, state)
-        decoded.append(tokens)
-        all_logits.append(logits)
-        seconds.append(step)
-    median = sorted(seconds)[len(seconds) // 2] if seconds else 0.0
-    return np.concatenate(decoded, axis=1), list(map(np.asarray, all_logits)), prefill, median
+
+def _seconds(arrays: Any) -> float:
+    """Returns the time after the arrays are computed."""
+    jax.block_until_ready(arrays)
+    return time.perf_counter()
+
+
+def bytes_of_step(
+    config: decoder.Config, model: decoder.Model, state: decoder.State
+) -> tuple[float, float]:
+    """Decodes one more step, and counts the bytes that it must read on a device.
+
+    They are the weights, of the experts those that a token chose, on average over devices; and the
+    keys and values of the tokens that are attended to. The state is used up.
+
+    Returns:
+        The bytes, and the experts of a layer that were chosen, on average over layers.
+    """
+    lengths = np.asarray(state.cache.lengths)
+    cached = jax.tree.leaves(state.cache.keys)[0]
+    split = cached.sharding.shard_shape(cached.shape)[-4] / cached.shape[-4]
+    row = 2 * config.num_key_value_heads * config.head_dim * cached.dtype.itemsize
+    attended = sum(np.minimum(lengths, window).sum() for window in config.windows) * row * split
+    state = state._replace(finished=jnp.zeros_like(state.finished), done=jnp.int32(0))
+    _, _, chosen = decoder.step(config, GREEDY, model, state)
+    experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
+    layers = model.moe if isinstance(model.moe, list) else [model.moe]
+    of_experts, others = 0, bytes_of((model.shared, model.layers))
+    for params in layers:
+        for name, values in params._asdict().items():
+            if LOGICAL_AXES[name][0] == "exp":
+                of_experts += bytes_of(values)
+            else:
+                others += bytes_of(values)
+    if "lm_head.weight" in model.shared:  # of the embeddings only the tokens' rows are read
+        others -= bytes_of(model.shared["model.embed_tokens.weight"])
+    held = config.moe.num_slots or config.moe.num_experts
+    return others + of_experts * experts / held / config.mesh.size + attended, experts
+
+
+def bytes_of(arrays: Any) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
+
+
+def token_ids(name: str, values: Sequence[str], vocabulary: int) -> list[int]:
+    words = [word.strip() for word in values]
+    if not words or not all(word.isdecimal() and int(word) < vocabulary for word in words):
+        raise SystemExit(
+            f"--{name} must be token ids from 0 to {vocabulary - 1}, but is {','.join(words)}"
+        )
+    return list(map(int, words))
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """Returns the tokenizer of a published directory."""
+    if folder is None or not (folder / "tokenizer.json").exists():
+        raise SystemExit("--text needs a --checkpoint with tokenizer.json; give --prompt instead")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise SystemExit("--text needs the tokenizers package: pip install tokenizers") from None
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def prompts_of_flags(vocabulary: int, tokenizer: Any) -> list[list[int]]:
+    prompts = [token_ids("prompt", ids.split(","), vocabulary) for ids in _PROMPT.value or ()]
+    prompts += [tokenizer.encode(text).ids for text in _TEXT.value or ()]
+    if not all(prompts):
+        raise SystemExit("--text must not be empty")
+    batch = _BATCH_SIZE.value or len(prompts) or 8
+    if prompts:
+        return [prompts[i % len(prompts)] for i in range(batch)]
+    lengths = _PROMPT_LENGTH.value
+    if not lengths or not all(length.isdecimal() and int(length) for length in lengths):
+        raise SystemExit(f"--prompt_length must be positive integers, but is {','.join(lengths)}")
+    rng = np.random.default_rng(1)
+    sizes = [int(lengths[i % len(lengths)]) for i in range(batch)]
+    return [rng.integers(vocabulary, size=size).tolist() for size in sizes]
 
 
 def main(argv: list[str]) -> None:
@@ -200,34 +278,65 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     devices = jax.devices()
+    bandwidth = memory_bandwidth(devices[0])  # before the model takes the memory
     mesh = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(_CHECKPOINT.value or scratch)
-        if not _CHECKPOINT.value:
-            write_random_model(folder)
-        config, model = load_model(folder, mesh, dtype)
-    vocabulary = model.shared["embed_tokens"].shape[0]
-    if _PROMPT.value:
-        words = [word.strip() for word in _PROMPT.value]
-        if not all(word.isdecimal() and int(word) < vocabulary for word in words):
-            raise SystemExit(
-                f"--prompt must be token ids from 0 to {vocabulary - 1}, but is {','.join(words)}"
-            )
-        prompts = np.array([list(map(int, words))] * _BATCH_SIZE.value)
+    folder = Path(_CHECKPOINT.value) if _CHECKPOINT.value else None
+    tokenizer = tokenizer_of(folder) if _TEXT.value else None
+    if folder:
+        config, model = decoder.load_model(folder, mesh, dtype, stack=_SCAN_LAYERS.value)
     else:
-        shape = _BATCH_SIZE.value, _PROMPT_LENGTH.value
-        prompts = np.random.default_rng(1).integers(vocabulary, size=shape)
-    tokens, _, prefill, step = decode(config, model, prompts, _STEPS.value, mesh, dtype)
+        shape = SHAPES[_RANDOM_WEIGHTS.value]
+        config, model = decoder.random_model(shape, mesh, dtype, stack=_SCAN_LAYERS.value)
+    vocabulary = model.shared["model.embed_tokens.weight"].shape[0]
+    if _STOP_TOKENS.value is not None:
+        stop = [token_ids("stop_tokens", [word], vocabulary)[0] for word in _STOP_TOKENS.value]
+        config = config._replace(stop_tokens=tuple(stop))
+    prompts = prompts_of_flags(vocabulary, tokenizer)
+    decoded, state, times = generate(
+        config,
+        model,
+        prompts,
+        _STEPS.value,
+        sampling=decoder.Sampling(_TEMPERATURE.value, _SEED.value),
+        chunk=_CHUNK.value,
+        padding=_PADDING.value,
+        loop=_LOOP.value,
+    )
     print(
-        f"{config.sizes.num_layers} layers, {config.moe.num_experts_per_token} of "
+        f"{config.num_layers} layers, {config.moe.num_experts_per_token} of "
         f"{config.moe.num_experts} experts for each token, on {mesh.size} x "
         f"{devices[0].device_kind}"
     )
-    print(f"first sequence: {tokens[0].tolist()}")
-    print(f"prefill {prefill * 1e3:.2f} ms: {prompts.size / prefill:,.0f} tokens/s")
-    if step:
-        print(f"median step {step * 1e3:.2f} ms: {_BATCH_SIZE.value / step:,.0f} tokens/s")
+    print(f"first sequence: {decoded[0]}")
+    if tokenizer is not None:
+        for prompt, tokens in zip(prompts, decoded, strict=True):
+            print(repr(tokenizer.decode(prompt)), "->", repr(tokenizer.decode(tokens)))
+    read = sum(map(len, prompts))
+    print(f"prefill {times.prefill * 1e3:.2f} ms: {read / times.prefill:,.0f} tokens/s")
+    if times.steps:
+        report_decoding(config, model, decoded, state, times, bandwidth)
+
+
+def report_decoding(
+    config: decoder.Config,
+    model: decoder.Model,
+    decoded: list[list[int]],
+    state: decoder.State,
+    times: Times,
+    bandwidth: float,
+) -> None:
+    """Prints the time of a step, next to that of its bytes at a copy's bandwidth [bytes/s]."""
+    seconds = times.decoding / times.steps
+    rate = (sum(map(len, decoded)) - len(decoded)) / times.decoding
+    print(f"step {seconds * 1e3:.2f} ms, mean of {times.steps}: {rate:,.0f} tokens/s")
+    num_bytes, experts = bytes_of_step(config, model, state)
+    least = num_bytes / bandwidth
+    print(
+        f"a step reads {num_bytes / 1e9:.3g} GB on a device ({experts:.1f} experts in a layer); at "
+        f"a copy's {bandwidth / 1e9:,.0f} GB/s that is {least * 1e3:.2f} ms, "
+        f"{least / seconds:.0%} of the step's time"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support.examples import write_qwen3_moe
 from support.processes import environment_of_program, free_address
 from support.selection import quick
 
@@ -232,20 +233,23 @@ def test_decoding_does_not_depend_on_the_mesh():
 
 
 @pytest.mark.slow
-def test_a_published_model_decodes_alike_on_any_mesh():
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
+def test_a_published_kind_of_model_decodes_alike_on_any_mesh(model):
     """Of random weights; tests/checkpoints/test_transformers.py says what a real one must give."""
 
-    def decode(**env: str) -> str:
-        flags = "--steps=6", "--batch_size=6", "--prompt=1,2,3,4,5"
+    def decode(*flags: str, **env: str) -> str:
+        flags = f"--random_weights={model}", "--steps=6", "--prompt=1,2,3,4,5", "--prompt=7", *flags
         output = finish(start("decode_qwen3_moe.py", *flags, **env))
         assert re.search(r"prefill [\d.]+ ms: [\d,]+ tokens/s", output)
-        assert re.search(r"median step [\d.]+ ms: [\d,]+ tokens/s", output)
+        assert re.search(r"step [\d.]+ ms, mean of 5: [\d,]+ tokens/s", output)
+        assert re.search(r"a step reads [\d.e-]+ GB on a device \([\d.]+ experts", output)
         return re.search(r"first sequence: \[(.*)\]", output)[1]
 
-    tokens = decode()
+    tokens = decode("--batch_size=6")
     assert len(tokens.split(", ")) == 6
     if jax.default_backend() == "cpu":  # bfloat16 has ties
-        assert decode(**ONE_DEVICE) == tokens
+        flags = "--scan_layers", "--loop=host", "--chunk=2", "--padding=right"
+        assert decode(*flags, **ONE_DEVICE) == tokens
 
 
 @pytest.mark.parametrize("prompt", quick(["1,256", "-1", "one"], "1,256"))
@@ -337,7 +341,7 @@ def test_experts_in_float8_train_alike(tmp_path):
 PUBLISHED = """if True:
     import sys
     sys.path.insert(0, "examples")
-    import decode_qwen3_moe as decoding, qwen3_moe
+    import decoder, qwen3_moe
     from pathlib import Path
     import jax, jax.numpy as jnp, numpy as np, optax
     from jax.sharding import AxisType, Mesh
@@ -345,12 +349,12 @@ PUBLISHED = """if True:
     from jax_ep.bench.decoder import Decoder
 
     folder = Path(sys.argv[1])
-    qwen3_moe.write_random_model(folder)
     tokens = np.random.default_rng(0).integers(256, size=(8, 9), dtype=np.int32)
     mesh = Mesh(jax.devices()[:1], ("expert",), axis_types=(AxisType.Auto,))
-    config, published = decoding.load_model(folder, mesh, jnp.float32)
-    cache = decoding.empty_cache(config, mesh, 8, 9, jnp.float32)
-    expected = np.asarray(decoding.forward(config, published, tokens, cache)[0])
+    config, published = decoder.load_model(folder, mesh, jnp.float32)
+    cache = decoder.empty_cache(config, published, 8, 9, jnp.float32)
+    everywhere = np.ones(tokens.shape, bool)
+    expected = np.asarray(decoder.prefill(config, published, tokens, everywhere, cache, 9)[0])
 
     shape = (2, 2, 2) if jax.device_count() == 8 else (1, 1, 1)
     devices = np.array(jax.devices()[:np.prod(shape)]).reshape(shape)
@@ -370,6 +374,7 @@ PUBLISHED = """if True:
 @pytest.mark.slow
 def test_the_trained_model_is_the_decoded_one(tmp_path):
     """Published weights give the same logits; test_transformers.py compares those of decoding."""
+    write_qwen3_moe(tmp_path)
     output = finish(start_command(["-c", PUBLISHED], tmp_path))
     assert float(re.search(r"agree, of deviation ([\d.]+)", output)[1]) > 0.3
 
@@ -377,13 +382,7 @@ def test_the_trained_model_is_the_decoded_one(tmp_path):
 @on_cpus
 @pytest.mark.slow
 def test_training_starts_from_published_weights(tmp_path):
-    program = f"""if True:
-        import sys
-        sys.path.insert(0, "examples")
-        import pathlib, qwen3_moe
-        qwen3_moe.write_random_model(pathlib.Path({str(tmp_path)!r}))
-    """
-    finish(start_command(["-c", program]))
+    write_qwen3_moe(tmp_path)
     flags = f"--checkpoint={tmp_path}", "--num_layers=1", "--seq_len=32", "--plot=", "--steps=2"
     output = finish(start("train_qwen3_moe.py", *flags, f"--metrics_file={tmp_path}/metrics.jsonl"))
     assert "in 1 layers" in output and len(read_metrics(tmp_path / "metrics.jsonl")) == 2

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax_ep.bench.operations import OF_RANK_MAJOR, Work
 from pallas_kernels.formats import PLAIN
 
-_COPY_BYTES = 2**30
+_COPY_BYTES, _COPY_BYTES_OF_CPU = 2**30, 2**26
 
 
 class Bandwidths(NamedTuple):
@@ -56,12 +56,19 @@ def measure(devices: Sequence[jax.Device]) -> Bandwidths:
     """Measures the bandwidths of the link and of memory; CPUs have neither, one GPU no link."""
     if devices[0].platform != "gpu":
         return Bandwidths()
-    source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
-    copy = jax.jit(jnp.copy)
     link = None
     if len(devices) > 1:
+        source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
         link = _copies_per_second(lambda: jax.device_put(source, devices[1])) * _COPY_BYTES
-    return Bandwidths(link, 2 * _copies_per_second(lambda: copy(source)) * _COPY_BYTES)
+    return Bandwidths(link, memory_bandwidth(devices[0]))
+
+
+def memory_bandwidth(device: jax.Device) -> float:
+    """Measures a copy in a device's memory; returns bytes per second, read and written."""
+    size = _COPY_BYTES_OF_CPU if device.platform == "cpu" else _COPY_BYTES
+    source = jax.device_put(jnp.zeros(size, jnp.uint8), device)
+    copy = jax.jit(jnp.copy)
+    return 2 * _copies_per_second(lambda: copy(source)) * size
 
 
 def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:

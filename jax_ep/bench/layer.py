@@ -359,29 +359,39 @@ def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
     """Makes random parameters, x [T, H] and a cotangent of the output [T, H], the ranks stacked."""
-    num_local = shape.num_experts // mesh.size
-    hidden, mlp_dim = shape.hidden, shape.mlp_dim
 
     def on_rank(own_seed, gate_seed):
-        def rows(stream, *sizes):
-            return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
+        def rows(stream):
+            return random_rows(own_seed + 100 * stream, (num_tokens, shape.hidden), jnp.bfloat16)
 
-        # The gate has values that bfloat16 represents, so that the precision of the router's
-        # matmul cannot make layers choose different experts.
-        gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
-        params = MoEParams(
-            gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
-            wi_0=rows(1, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
-            wi_1=rows(2, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
-            wo=rows(3, num_local, mlp_dim, hidden) * math.sqrt(9 / mlp_dim),
-        )
-        state = params, rows(4, num_tokens, hidden), rows(5, num_tokens, hidden)
+        state = random_params(shape, mesh.size, own_seed, gate_seed), rows(4), rows(5)
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     spec = PartitionSpec(AXIS)
     make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     seeds = rank_seeds(mesh.size, seed)
     return jax.jit(make)(seeds, np.full_like(seeds, 1000 * seed + 999))
+
+
+def random_params(
+    shape: Shape, num_ranks: int, own_seed: jax.Array, gate_seed: jax.Array
+) -> MoEParams:
+    """Makes a rank's random parameters: all ranks have the same gate, and each its own experts."""
+    num_local = shape.num_experts // num_ranks
+    hidden, mlp_dim = shape.hidden, shape.mlp_dim
+
+    def rows(stream, *sizes):
+        return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
+
+    # The gate has values that bfloat16 represents, so that the precision of the router's
+    # matmul cannot make layers choose different experts.
+    gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
+    return MoEParams(
+        gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
+        wi_0=rows(1, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
+        wi_1=rows(2, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
+        wo=rows(3, num_local, mlp_dim, hidden) * math.sqrt(9 / mlp_dim),
+    )
 
 
 def make_config(

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench all`: runs all bench commands but `balance`, `compile` and `train`.
+"""`python -m jax_ep bench all`: runs all bench commands but decode, balance, compile and train.
 
 Each step is one command in its own process with its own timeout, so that a step that hangs or
 crashes does not cost other steps their results. The results of a step are in the file of `--json`

@@ -47,6 +47,10 @@ COMMANDS = {
         "jax_ep.bench.layer",
         "measure time, throughput and memory of the MoE layer, compared with layers of plain JAX",
     ),
+    "bench decode": Command(
+        "jax_ep.bench.decode",
+        "time the MoE layers of a decoding step by batch, next to the bytes that they must read",
+    ),
     "bench balance": Command(
         "jax_ep.bench.balance",
         "time the MoE layer under skewed routing, for several ways to place its experts",
@@ -65,8 +69,8 @@ COMMANDS = {
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "run all benchmarks but balance, compile and train, each in its own process, and save the "
-        "results of each as soon as it ends",
+        "run all benchmarks but decode, balance, compile and train, each in its own process, and "
+        "save the results of each as soon as it ends",
     ),
 }
 

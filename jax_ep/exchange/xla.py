@@ -194,8 +194,8 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 
 def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [T, ...] from all ranks: [N * T, ...]; without mesh axes there is one rank."""
-    if config.ranks_per_host == 1:  # XLA would run a collective of each rank with itself
+    """Gathers x [T, ...] from all ranks: [N * T, ...]."""
+    if _is_alone(config):
         return x
     return lax.all_gather(
         x, config.axis_name, axis=0, tiled=True, axis_index_groups=config.ranks_of_hosts
@@ -209,11 +209,16 @@ def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Sends x [N, ...] by destination rank; returns [N, ...] by source rank."""
-    if not config.axis_name or config.ranks_per_host == 1:
+    if _is_alone(config):
         return x
     return lax.all_to_all(
         x, config.axis_name, 0, 0, tiled=True, axis_index_groups=config.ranks_of_hosts
     )
+
+
+def _is_alone(config: Config) -> bool:
+    """Returns whether each rank exchanges with itself only; XLA would still run collectives."""
+    return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ layer's shapes.
 from __future__ import annotations
 
 import functools
-import importlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.examples import example
 from support.meshes import expert_mesh, mesh
-from support.published import E, F, H, K
+from support.published import E, F, H, K, publish
 from support.selection import quick
 
 import jax_ep
-from jax_ep import checkpoints
+from jax_ep import checkpoints, formats
+from jax_ep.checkpoints.safetensors import Directory
 
 WHY = (
     "compares with PyTorch and transformers, which are not installed: pip install '.[transformers]'"
@@ -299,45 +301,128 @@ def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, 
 
 # ------------------------------------------------------------------- a whole model, as an example
 
+DECODED = dict(head_dim=16, num_attention_heads=4, vocab_size=64)
+YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16)
+# GPT-OSS has sinks, biases everywhere, and a window, here shorter than the prompt.
+WHOLE = {
+    "Qwen3-MoE": Variant(
+        "Qwen3Moe", OWN_WIDTH | DECODED | dict(norm_topk_prob=True, rope_parameters=ROTARY)
+    ),
+    "Qwen3-MoE, tied": Variant(
+        "Qwen3Moe",
+        OWN_WIDTH | DECODED | dict(tie_word_embeddings=True, rope_parameters=YARN),
+    ),
+    "GPT-OSS": Variant(
+        "GptOss",
+        LOCAL
+        | DECODED
+        | dict(sliding_window=5, max_position_embeddings=128)
+        | dict(rope_parameters=YARN | dict(truncate=False)),
+    ),
+}
 
-@functools.cache  # a program's flags may be defined once
-def example(name: str) -> Any:
-    """An example program as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
-        return importlib.import_module(name)
 
-
-@pytest.mark.parametrize("batch, tied", [(8, False), (3, True)])
-def test_the_example_decodes_as_transformers_does(tmp_path, batch, tied):
-    """Prefill and greedy decoding of a Qwen3-MoE: every logit, and every token."""
-    program = example("decode_qwen3_moe")
+def whole_model(name: str, folder: Path, **sizes: int) -> Any:
+    """Saves a model whose every weight matters."""
     torch.manual_seed(1)
-    sizes = dict(head_dim=16, num_attention_heads=4, vocab_size=64, tie_word_embeddings=tied)
-    config = transformers.Qwen3MoeConfig(
-        **(OWN_WIDTH | sizes | dict(norm_topk_prob=True, rope_parameters=ROTARY))
-    )
-    model = transformers.Qwen3MoeForCausalLM(config).float()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-        elif "norm" in name:
+    config = getattr(transformers, WHOLE[name].name + "Config")(**(WHOLE[name].config | sizes))
+    model = getattr(transformers, WHOLE[name].name + "ForCausalLM")(config).float().eval()
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
             parameter.data.uniform_(0.5, 1.5)
-    model.save_pretrained(tmp_path)
-    prompts = torch.randint(64, (batch, 9))
+        elif parameter.ndim > 1 and "bias" not in key:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("batch, stack", [(8, False), (3, True)])
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_example_decodes_as_transformers_does(tmp_path, name, batch, stack):
+    """Chunked prefill and greedy decoding of prompts of several lengths.
+
+    Every logit; and every token, by steps from Python and by the loop on the devices.
+    """
+    decoder, program = example("decoder"), example("decode_qwen3_moe")
+    model = whole_model(name, tmp_path)
+    length, steps = 13, 7
+    prompts = [row[i % 4 :] for i, row in enumerate(torch.randint(64, (batch, length)).tolist())]
+    tokens, mask = decoder.padded(prompts)
     want = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=7,
+        torch.tensor(tokens),
+        attention_mask=torch.tensor(mask).long(),
+        max_new_tokens=steps,
         do_sample=False,
         eos_token_id=-1,
         return_dict_in_generate=True,
         output_logits=True,
     )
-    ranks = expert_mesh(8)
-    model_here = program.load_model(tmp_path, ranks, np.float32)
-    tokens, logits, _, _ = program.decode(*model_here, prompts.numpy(), 7, ranks, np.float32)
-    for got, step in zip(logits, want.logits, strict=True):
-        np.testing.assert_allclose(got, step.numpy(), rtol=1e-4, atol=1e-4)
-    assert np.std(logits[0]) > 0.3 and len(np.unique(tokens)) > 3
-    np.testing.assert_array_equal(tokens, want.sequences[:, 9:].numpy())
+    sequences = want.sequences[:, length:].tolist()
+    config, loaded = decoder.load_model(tmp_path, expert_mesh(8), np.float32, stack=stack)
+    config, sampling = config._replace(stop_tokens=()), decoder.Sampling()
+    cache = decoder.empty_cache(config, loaded, batch, 15 + steps, np.float32)
+    logits, cache = decoder.prefill(config, loaded, tokens, mask, cache, 5)
+    state = decoder.begin(config, sampling, logits, cache, steps)
+    all_logits = [logits]
+    for _ in range(steps - 1):
+        state, logits, _ = decoder.step(config, sampling, loaded, state)
+        all_logits.append(logits)
+    for got, logits in zip(all_logits, want.logits, strict=True):
+        np.testing.assert_allclose(got, logits.numpy(), rtol=1e-4, atol=1e-4)
+    assert np.std(all_logits[0]) > 0.3 and len(np.unique(sequences)) > 3
+    assert np.asarray(state.tokens).tolist() == sequences
+    found, *_ = program.generate(config, loaded, prompts, steps, chunk=5)
+    assert found == sequences
+
+
+def quantized(folder: Path, into: Path, method: str) -> None:
+    """Writes a directory's matrices of layers as float8 or its experts' as MXFP4, as published."""
+    files, tensors = Directory(folder), {}
+    for name in files.files:
+        values = files.read(name, (slice(None),) * len(files.entry(name).shape))
+        if method == "fp8" and "_proj.weight" in name:
+            format = formats.Float8.of(np.dtype(jnp.float8_e4m3fn), (128, 128), np.float32)
+            rows, columns = values.shape
+            padding = [(0, -rows % 128), (0, -columns % 128)]
+            numbers, scales = format.encode(np.pad(values, padding))
+            tensors[name] = numbers[:rows, :columns]
+            tensors[name + "_scale_inv"] = scales
+        elif method == "mxfp4" and name.endswith("_proj") and "experts" in name:
+            numbers, scales = formats.MXFP4.encode(values.swapaxes(1, 2))
+            tensors[name + "_blocks"] = numbers.reshape(*scales.shape, 16)
+            tensors[name + "_scales"] = scales.view(np.uint8)
+        else:
+            tensors[name] = values.astype(jnp.bfloat16)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    said = {"quant_method": method}
+    if method == "fp8":
+        said |= {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    publish(into, config | {"quantization_config": said}, tensors)
+
+
+@pytest.mark.parametrize("name, method", [("Qwen3-MoE", "fp8"), ("GPT-OSS", "mxfp4")])
+def test_quantized_directories_give_the_logits_of_transformers_dequantized(tmp_path, name, method):
+    decoder = example("decoder")
+    sizes = dict(hidden_size=64, intermediate_size=32)
+    if method == "fp8":
+        sizes |= dict(moe_intermediate_size=256)  # transformers divides 160 into 80 and 80
+    whole_model(name, tmp_path / "plain", **sizes)
+    quantized(tmp_path / "plain", tmp_path / "quantized", method)
+    kind = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}[method]
+    model = getattr(transformers, WHOLE[name].name + "ForCausalLM").from_pretrained(
+        tmp_path / "quantized", quantization_config=getattr(transformers, kind)(dequantize=True)
+    )
+    tokens = torch.randint(64, (4, 11))
+    with torch.no_grad():
+        want = model.float()(tokens).logits[:, -1].numpy()
+        plain = type(model).from_pretrained(tmp_path / "plain").float()(tokens)
+    config, loaded = decoder.load_model(tmp_path / "quantized", expert_mesh(1), np.float32)
+    cache = decoder.empty_cache(config, loaded, 4, 11, np.float32)
+    mask = np.ones((4, 11), np.bool_)
+    got, _ = decoder.prefill(config, loaded, tokens.numpy(), mask, cache, 11)
+    largest = np.abs(want).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * largest)
+    # Of the unquantized weights they are not: the quantized ones were read.
+    assert np.abs(plain.logits[:, -1].numpy() - want).max() > 2**-6 * largest

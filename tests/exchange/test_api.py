@@ -35,6 +35,7 @@ from support.contract import (
     small_weights,
     with_nan_elsewhere,
 )
+from support.hlo import collective_kinds
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -1074,3 +1075,19 @@ def test_one_rank_exchanges_outside_of_jit(layout: Any):
     jax.tree.map(assert_close, both(x, weights), want)
     with jax.disable_jit():
         jax.tree.map(assert_close, both(x, weights), want)
+
+
+# ------------------------------------------------------------------------------------- one rank
+
+
+def test_a_rank_alone_runs_no_collective():
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=expert_mesh(1), in_specs=P(AXIS), out_specs=P(AXIS))
+    def exchange(x, topk_idx, topk_weights):
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name=AXIS, implementation="xla")
+        return jax_ep.combine(sent.tokens, sent.handle, topk_weights, implementation="xla")
+
+    x, topk_idx = jnp.ones((5, 8)), jnp.arange(10, dtype=jnp.int32).reshape(5, 2) % 4
+    compiled = exchange.lower(x, topk_idx, jnp.full((5, 2), 0.5)).compile()
+    assert not collective_kinds(compiled.as_text())
+    np.testing.assert_array_equal(compiled(x, topk_idx, jnp.full((5, 2), 0.5)), x)

@@ -68,3 +68,8 @@ def _groups(line: str) -> list[list[int]]:
 
 def _lists(text: str) -> list[list[int]]:
     return [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def collective_kinds(text: str) -> set[str]:
+    """The kinds of collectives in a compiled program."""
+    return {found["kind"] for found in map(_COLLECTIVE.search, text.splitlines()) if found}

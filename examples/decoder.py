@@ -1,0 +1,638 @@
+"""Decoder models with MoE layers, Qwen3-MoE and GPT-OSS: weights, prefill and decoding.
+
+`load_model` reads a published directory and `random_model` fills the shapes of a config.json with
+random numbers. `prefill` reads prompts, in chunks and of any padding. `decode` continues them in
+one compiled loop on the devices, and `step` is one iteration of that loop. `jax_ep` has the MoE
+block of each layer; attention, norms and the rotary embedding are plain JAX here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep.checkpoints import load_moe_params
+from jax_ep.checkpoints.block import plan_block
+from jax_ep.checkpoints.encodings import Quantization, open_tensor
+from jax_ep.checkpoints.safetensors import Directory
+from jax_ep.moe.params import LOGICAL_AXES
+from jax_ep.placement import Placement
+
+Published = dict[str, Any]  # a config.json
+Weights = dict[str, jax.Array]
+
+NO_WINDOW = 2**30  # the window of a layer that attends to all earlier tokens
+PADDING = -1  # the token after a sequence's end, and the position of padding
+QKV = "self_attn.qkv_proj"
+
+
+class Rotary(NamedTuple):
+    """The rotary embedding: the angle per position of each pair of values, and a factor."""
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+
+class Config(NamedTuple):
+    """What the model is. Hashable: a static argument of the compiled functions.
+
+    A token attends to the `windows[layer]` tokens that end with itself.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    epsilon: float  # of the norms
+    rotary: Rotary
+    windows: tuple[int, ...]
+    moe: MoEConfig
+    stop_tokens: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def mesh(self) -> Mesh:
+        assert isinstance(self.moe.mesh, Mesh)
+        return self.moe.mesh
+
+
+class Model(NamedTuple):
+    """The weights by their published names: the layers' own names lack "model.layers.<i>.".
+
+    The projections of queries, keys and values are one matrix, `QKV`. `layers` and `moe` are lists,
+    or each one entry whose arrays stack all layers. `placement` says which expert each slot holds
+    where the devices do not divide the experts.
+    """
+
+    shared: Weights
+    layers: list[Weights] | Weights
+    moe: list[MoEParams] | MoEParams
+    placement: Placement | None = None
+
+
+class Cache(NamedTuple):
+    """Keys and values of B sequences, in M slots each; slots are filled from the first on.
+
+    Attributes:
+        keys, values: of each layer, [B, M, heads, D], or of all layers, [layers, B, M, heads, D].
+        positions: [B, M] int32, the position of each slot's token in its sequence, or PADDING.
+        lengths: [B] int32, the tokens of each sequence.
+        filled: [] int32, the slots that are filled.
+    """
+
+    keys: list[jax.Array] | jax.Array
+    values: list[jax.Array] | jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+    filled: jax.Array
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen: the likeliest at temperature 0, else at random by probability."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class State(NamedTuple):
+    """A batch during decoding.
+
+    Attributes:
+        tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
+        last: [B] int32, the newest token of each sequence.
+        finished: [B] bool, whether a sequence has its stop token.
+        done: [] int32, the tokens decoded of each sequence.
+        cache: of all tokens but the newest.
+    """
+
+    tokens: jax.Array
+    last: jax.Array
+    finished: jax.Array
+    done: jax.Array
+    cache: Cache
+
+
+# ------------------------------------------------------------------------------- weights and sizes
+
+
+def layer_shapes(published: Published) -> dict[str, tuple[int, ...]]:
+    """Returns the published tensors of a layer but its MoE block's."""
+    hidden, heads = published["hidden_size"], published["num_attention_heads"]
+    width = head_dim(published)
+    rows = {"q": heads * width, "o": heads * width}
+    rows |= dict.fromkeys("kv", published["num_key_value_heads"] * width)
+    shapes = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        **{f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in "qkv"},
+        "self_attn.o_proj.weight": (hidden, rows["o"]),
+    }
+    if published.get("attention_bias"):
+        shapes |= {f"self_attn.{name}_proj.bias": (rows[name],) for name in "qkv"}
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if published["model_type"] == "gpt_oss":
+        return shapes | {"self_attn.sinks": (heads,)}
+    return shapes | {f"self_attn.{name}_norm.weight": (width,) for name in "qk"}
+
+
+def shared_shapes(published: Published) -> dict[str, tuple[int, ...]]:
+    """Returns the published tensors outside the layers."""
+    table = published["vocab_size"], published["hidden_size"]
+    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
+    return shapes if published.get("tie_word_embeddings") else shapes | {"lm_head.weight": table}
+
+
+def head_dim(published: Published) -> int:
+    return published.get("head_dim") or published["hidden_size"] // published["num_attention_heads"]
+
+
+def model_config(published: Published, moe: MoEConfig) -> Config:
+    """Makes the configuration from a config.json; exits for a model that is neither of the two."""
+    layers, kind = published["num_hidden_layers"], published.get("model_type")
+    dense = published.get("mlp_only_layers") or published.get("decoder_sparse_step", 1) != 1
+    if kind not in ("qwen3_moe", "gpt_oss") or dense or published.get("use_sliding_window"):
+        raise SystemExit(
+            "config.json must be that of a GPT-OSS, or of a Qwen3-MoE with experts in every layer "
+            f"and without sliding windows, but has model_type {kind!r}."
+        )
+    windows = [NO_WINDOW] * layers
+    if kind == "gpt_oss":
+        kinds = published.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+        for i in range(layers):
+            if kinds[i] == "sliding_attention":
+                windows[i] = published["sliding_window"]
+    stop = published.get("eos_token_id")
+    return Config(
+        num_heads=published["num_attention_heads"],
+        num_key_value_heads=published["num_key_value_heads"],
+        head_dim=head_dim(published),
+        epsilon=published["rms_norm_eps"],
+        rotary=rotary_of(published),
+        windows=tuple(windows),
+        moe=moe,
+        stop_tokens=() if stop is None else tuple(np.atleast_1d(stop).tolist()),
+    )
+
+
+def rotary_of(published: Published) -> Rotary:
+    """Returns the rotary embedding, plain or by YaRN (Peng et al., 2023).
+
+    YaRN turns pairs that make few turns within the original context slower, by `factor`.
+    """
+    said = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    base = said.get("rope_theta") or published["rope_theta"]
+    width = head_dim(published)
+    frequencies = base ** (-np.arange(0, width, 2) / width)
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind == "default":
+        return Rotary(tuple(frequencies.tolist()))
+    if kind != "yarn":
+        raise SystemExit(f"config.json must have a rope_type of default or yarn, but has {kind!r}.")
+    factor = said["factor"]
+    context = said.get("original_max_position_embeddings") or published["max_position_embeddings"]
+
+    def pair(turns: float) -> float:  # which makes so many turns within the context
+        return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair(said.get("beta_fast") or 32), pair(said.get("beta_slow") or 1)
+    if said.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    slow = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
+    scale = said.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
+    return Rotary(tuple((frequencies * (1 - slow + slow / factor)).tolist()), scale)
+
+
+def load_model(
+    folder: Path, mesh: Mesh, dtype: Any, *, stack: bool = False
+) -> tuple[Config, Model]:
+    """Loads a published directory onto a mesh: experts split, all else on every device.
+
+    Matrices that are stored as float8 or MXFP4 are loaded in `dtype`. With `stack`, the layers'
+    weights are stacked.
+    """
+    published = json.loads((folder / "config.json").read_text())
+    model_config(published, MoEConfig(num_experts=1, num_experts_per_token=1))  # checks it
+    files, everywhere = Directory(folder), NamedSharding(mesh, PartitionSpec())
+    said = published.get("quantization_config") or {}
+    block = tuple(said.get("weight_block_size") or Quantization.block)
+    quantization = Quantization(said.get("quant_method"), block)
+
+    def read(name: str, shape: tuple[int, ...]) -> jax.Array:
+        stored = open_tensor(files, name, quantization)
+        if stored.shape != shape:
+            raise SystemExit(f"{name} must have shape {shape}, but has {stored.shape}.")
+        values = stored.read((slice(None),) * len(shape)).astype(dtype)
+        return jax.device_put(values, everywhere)
+
+    slots = _slots(published, mesh)
+    moe_config = None
+
+    def layer(i: int) -> tuple[Weights, MoEParams]:
+        nonlocal moe_config
+        shapes = layer_shapes(published)
+        weights = {name: read(f"model.layers.{i}.{name}", shapes[name]) for name in shapes}
+        moe_config, params = load_moe_params(folder, i, mesh=mesh, dtype=dtype, **slots)
+        return _one_qkv(weights), params
+
+    shared = {name: read(name, shape) for name, shape in shared_shapes(published).items()}
+    layers, moe = _layers(map(layer, range(published["num_hidden_layers"])), published, stack)
+    assert moe_config is not None
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        published |= {"eos_token_id": json.loads(generation.read_text()).get("eos_token_id")}
+    config = model_config(published, moe_config)
+    return config, Model(shared, layers, moe, _placement(moe_config, mesh))
+
+
+def random_model(
+    published: Published, mesh: Mesh, dtype: Any, *, stack: bool = False, seed: int = 0
+) -> tuple[Config, Model]:
+    """Makes a model with the shapes of a config.json and random weights, without files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch, "config.json").write_text(json.dumps(published))
+        block = plan_block(scratch, 0)
+    assert block is not None
+    slots = _slots(published, mesh)
+    moe_config = MoEConfig(**dict(block.fields), mesh=mesh, **slots)
+    shapes = {name: block.shape(name) for name in block.params()}
+    specs = {
+        name: PartitionSpec(*("expert" if axis == "exp" else None for axis in LOGICAL_AXES[name]))
+        for name in shapes
+    }
+
+    @functools.partial(
+        jax.jit,
+        out_shardings=(
+            NamedSharding(mesh, PartitionSpec()),
+            {name: NamedSharding(mesh, spec) for name, spec in specs.items()},
+        ),
+    )
+    def layer(key: jax.Array) -> tuple[Weights, dict[str, jax.Array]]:
+        keys = jax.random.split(key)
+        weights = _random(keys[0], layer_shapes(published), -1, dtype)
+        params = _random(keys[1], shapes, -2, dtype)
+        if slots:  # slot s holds expert s % E, as in files that are loaded
+            experts = jnp.arange(slots["num_slots"]) % moe_config.num_experts
+            of_experts = [name for name in params if LOGICAL_AXES[name][0] == "exp"]
+            params |= {name: params[name][experts] for name in of_experts}
+        return weights, params
+
+    def with_params(key: jax.Array) -> tuple[Weights, MoEParams]:
+        weights, params = layer(key)
+        return _one_qkv(weights), MoEParams.of(**params)
+
+    key, *keys = jax.random.split(jax.random.key(seed), published["num_hidden_layers"] + 1)
+    layers, moe = _layers(map(with_params, keys), published, stack)
+    shared = jax.jit(
+        lambda key: _random(key, shared_shapes(published), -1, dtype),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )(key)
+    model = Model(shared, layers, moe, _placement(moe_config, mesh))
+    return model_config(published, moe_config), model
+
+
+def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> Weights:
+    """Draws matrices that keep the size of what they multiply; `fan_in` is their axis of inputs."""
+    arrays = {}
+    for one, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
+        if "norm" in name:
+            arrays[name] = jnp.ones(shape, dtype)
+            continue
+        is_matrix = len(shape) > 1 and "bias" not in name
+        scale = shape[fan_in] ** -0.5 if is_matrix else 0.3
+        arrays[name] = (jax.random.normal(one, shape) * scale).astype(dtype)
+    return arrays
+
+
+def _slots(published: Published, mesh: Mesh) -> dict[str, Any]:
+    """Returns the layers' `num_slots` if the devices do not divide the experts."""
+    experts = published.get("num_experts") or published["num_local_experts"]
+    return {"num_slots": experts + -experts % mesh.size} if experts % mesh.size else {}
+
+
+def _placement(config: MoEConfig, mesh: Mesh) -> Placement | None:
+    if config.num_slots is None:
+        return None
+    sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
+    return Placement.in_order(**sizes, num_ranks=mesh.size)[0]
+
+
+def _one_qkv(weights: Weights) -> Weights:
+    """Joins the projections of queries, keys and values, so that one matmul computes all three."""
+    for kind in ("weight", "bias"):
+        names = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
+        if names[0] in weights:
+            parts = [weights.pop(name) for name in names]
+            weights[f"{QKV}.{kind}"] = jnp.concatenate(parts)
+    return weights
+
+
+def _layers(
+    layers: Iterable[tuple[Weights, MoEParams]], published: Published, stack: bool
+) -> tuple[Any, Any]:
+    """Lists the layers or stacks them; at most one layer is held twice."""
+    if not stack:
+        weights, moe = zip(*layers, strict=True)
+        return list(weights), list(moe)
+    count = published["num_hidden_layers"]
+
+    def room(array: jax.Array) -> jax.Array:
+        split = array.sharding
+        assert isinstance(split, NamedSharding)
+        stacked = NamedSharding(split.mesh, PartitionSpec(None, *split.spec))
+        return jnp.zeros((count, *array.shape), array.dtype, device=stacked)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(stacked: Any, layer: Any, i: jax.Array) -> Any:
+        return jax.tree.map(lambda into, array: into.at[i].set(array), stacked, layer)
+
+    stacked = None
+    for i, layer in enumerate(layers):
+        stacked = jax.tree.map(room, layer) if stacked is None else stacked
+        stacked = write(stacked, layer, i)
+    assert stacked is not None
+    return stacked
+
+
+# ------------------------------------------------------------------------------------ forward pass
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return weight * wide.astype(x.dtype)
+
+
+def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [B, S, heads, D] (rotary embedding; Su et al., "RoFormer", 2021)."""
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def cos_and_sin(kind: Rotary, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the factors of `rotary`, [B, S, 1, D / 2], for positions [B, S]."""
+    angle = positions[..., None, None] * jnp.array(kind.frequencies, jnp.float32)
+    return (jnp.cos(angle) * kind.scale).astype(dtype), (jnp.sin(angle) * kind.scale).astype(dtype)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, sinks: jax.Array | None
+) -> jax.Array:
+    """Attends from q [B, S, heads, D] to k and v [B, M, groups, D], where `seen` [B, S, M].
+
+    The score `sinks` [heads] competes with those of the keys, and has no value (GPT-OSS).
+    """
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, length, groups, heads // groups, width)
+    scores = jnp.einsum("bsgrd,bmgd->bgrsm", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores * width**-0.5, -1e30)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(groups, heads // groups, 1, 1)
+        top = jnp.maximum(top, sink)
+    scores = jnp.exp(scores - top)
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sink - top)
+    out = jnp.einsum("bgrsm,bmgd->bsgrd", (scores / total).astype(v.dtype), v)
+    return out.reshape(batch, length, heads * width)
+
+
+def attention(
+    config: Config,
+    w: Weights,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    seen: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    start: jax.Array,
+    layer: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attends from tokens x [B, S, H] in the slots from `start`; returns the caches with them too.
+
+    `layer` is the layer's number in a cache of all layers, or None for a cache of its own.
+    """
+    bias = w.get(f"{QKV}.bias", 0)
+    projected = (x @ w[f"{QKV}.weight"].T + bias).reshape(*x.shape[:2], -1, config.head_dim)
+    groups = config.num_key_value_heads
+    q, k, v = jnp.split(projected, [config.num_heads, config.num_heads + groups], axis=2)
+    if "self_attn.q_norm.weight" in w:
+        q = rms_norm(q, w["self_attn.q_norm.weight"], config.epsilon)
+        k = rms_norm(k, w["self_attn.k_norm.weight"], config.epsilon)
+    keys = _write(keys, rotary(k, *angles), start, layer)
+    values = _write(values, v, start, layer)
+    own_keys, own_values = keys, values
+    if layer is not None:
+        own_keys, own_values = (
+            jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (keys, values)
+        )
+    out = attend(rotary(q, *angles), own_keys, own_values, seen, w.get("self_attn.sinks"))
+    out = out @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
+    return out, keys, values
+
+
+def _write(
+    cache: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    if layer is None:
+        return jax.lax.dynamic_update_slice_in_dim(cache, rows, start, 1)
+    return jax.lax.dynamic_update_slice(cache, rows[None], (layer, 0, start, 0, 0))
+
+
+def hidden_states(
+    config: Config, model: Model, tokens: jax.Array, mask: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache, jax.Array]:
+    """Reads tokens [B, S] where `mask` [B, S] bool, and puts them into the next slots.
+
+    Returns:
+        The last layer's output [B, S, H], the cache, and the choices of each expert, [layers, E].
+    """
+    positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    own = jnp.where(mask, positions, PADDING)
+    slots = jax.lax.dynamic_update_slice_in_dim(cache.positions, own, cache.filled, 1)
+    past = (slots[:, None] >= 0) & (slots[:, None] <= positions[..., None])
+    x = model.shared["model.embed_tokens.weight"][tokens]
+    angles = cos_and_sin(config.rotary, positions, x.dtype)
+
+    def block(x, w, moe, window, keys, values, layer):
+        seen = past & (slots[:, None] > positions[..., None] - window)
+        y = rms_norm(x, w["input_layernorm.weight"], config.epsilon)
+        y, keys, values = attention(config, w, y, angles, seen, keys, values, cache.filled, layer)
+        x += y
+        y = rms_norm(x, w["post_attention_layernorm.weight"], config.epsilon)
+        y, metrics = moe_layer(moe, y, config.moe, mask, placement=model.placement)
+        return x + y, keys, values, metrics.expert_counts
+
+    keys, values = cache.keys, cache.values
+    if isinstance(model.layers, list):
+        counts, keys, values = [], list(keys), list(values)
+        for i, (w, moe) in enumerate(zip(model.layers, model.moe, strict=True)):
+            x, keys[i], values[i], count = block(
+                x, w, moe, config.windows[i], keys[i], values[i], None
+            )
+            counts.append(count)
+        chosen = jnp.stack(counts)
+    else:
+
+        def scanned(carry, layer):
+            (x, keys, values), (w, moe, window, i) = carry, layer
+            *carry, count = block(x, w, moe, window, keys, values, i)
+            return tuple(carry), count
+
+        windows = jnp.array(config.windows, jnp.int32)
+        layers = model.layers, model.moe, windows, jnp.arange(config.num_layers)
+        (x, keys, values), chosen = jax.lax.scan(scanned, (x, keys, values), layers)
+    lengths, filled = cache.lengths + jnp.sum(mask, axis=1), cache.filled + tokens.shape[1]
+    return x, Cache(keys, values, slots, lengths.astype(jnp.int32), filled), chosen
+
+
+def logits_of(config: Config, model: Model, x: jax.Array) -> jax.Array:
+    """Returns the logits [B, vocabulary] float32 of the tokens after hidden states x [B, H]."""
+    shared = model.shared
+    head = shared.get("lm_head.weight", shared["model.embed_tokens.weight"])
+    x = rms_norm(x, shared["model.norm.weight"], config.epsilon)
+    return jnp.matmul(x, head.T, preferred_element_type=jnp.float32)
+
+
+# -------------------------------------------------------------------------- prefill and decoding
+
+
+def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any) -> Cache:
+    """Makes room for so many tokens of each sequence, in lists or stacked as the layers are.
+
+    Sequences are split over the mesh if its devices divide them.
+    """
+    mesh = config.mesh
+    axes = mesh.axis_names if batch % mesh.size == 0 else None
+    shape = batch, room, config.num_key_value_heads, config.head_dim
+    keys: Any
+    values: Any
+    if isinstance(model.layers, list):
+        split = NamedSharding(mesh, PartitionSpec(axes))
+        make = functools.partial(jnp.zeros, shape, dtype, device=split)
+        keys, values = ([make() for _ in model.layers] for _ in range(2))
+    else:
+        split = NamedSharding(mesh, PartitionSpec(None, axes))
+        keys, values = (
+            jnp.zeros((config.num_layers, *shape), dtype, device=split) for _ in range(2)
+        )
+    rows = NamedSharding(mesh, PartitionSpec(axes))
+    positions = jnp.full((batch, room), PADDING, jnp.int32, device=rows)
+    lengths = jnp.zeros(batch, jnp.int32, device=rows)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return Cache(keys, values, positions, lengths, jnp.zeros((), jnp.int32, device=everywhere))
+
+
+def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts of any lengths as tokens [B, S] int32, and the mask [B, S] of those there."""
+    shape = len(prompts), max(map(len, prompts))
+    tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
+    for i, prompt in enumerate(prompts):
+        at = slice(shape[1] - len(prompt), None) if side == "left" else slice(len(prompt))
+        tokens[i, at], mask[i, at] = prompt, True
+    return tokens, mask
+
+
+def rounded_up(length: int, chunk: int) -> int:
+    """Returns the slots that `prefill` fills for prompts [B, length]."""
+    return length + -length % min(chunk, length)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "chunk"), donate_argnames="cache")
+def prefill(
+    config: Config, model: Model, tokens: jax.Array, mask: jax.Array, cache: Cache, chunk: int
+) -> tuple[jax.Array, Cache]:
+    """Reads prompts [B, S] where `mask`, `chunk` columns at a time; every prompt has a token.
+
+    Returns the logits [B, vocabulary] float32 of each prompt's next token, and the cache.
+    """
+    batch, length = tokens.shape
+    chunk = min(chunk, length)
+    more = rounded_up(length, chunk) - length
+
+    def chunks(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, ((0, 0), (more, 0)))
+        return array.reshape(batch, -1, chunk).swapaxes(0, 1)
+
+    def read(carry: tuple[Cache, jax.Array], part: tuple[jax.Array, jax.Array]) -> Any:
+        cache, last = carry
+        x, cache, _ = hidden_states(config, model, *part, cache)
+        here = part[1]
+        final = chunk - 1 - jnp.argmax(here[:, ::-1], axis=1)
+        x = jnp.take_along_axis(x, final[:, None, None], axis=1)[:, 0]
+        return (cache, jnp.where(here.any(axis=1)[:, None], x, last)), None
+
+    table = model.shared["model.embed_tokens.weight"]
+    nothing = jnp.zeros((batch, table.shape[1]), table.dtype)
+    (cache, last), _ = jax.lax.scan(read, (cache, nothing), (chunks(tokens), chunks(mask)))
+    return logits_of(config, model, last), cache
+
+
+def choose(config: Config, sampling: Sampling, logits: jax.Array, state: State) -> State:
+    """Appends the next token of every sequence that has not ended."""
+    if sampling.temperature:
+        key = jax.random.fold_in(jax.random.key(sampling.seed), state.done)
+        chosen = jax.random.categorical(key, logits / sampling.temperature)
+    else:
+        chosen = jnp.argmax(logits, axis=-1)
+    chosen = chosen.astype(jnp.int32)
+    column = jnp.where(state.finished, PADDING, chosen)[:, None]
+    finished = state.finished
+    if config.stop_tokens:
+        finished |= jnp.isin(chosen, jnp.array(config.stop_tokens, jnp.int32))
+    tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, column, state.done, 1)
+    return State(tokens, chosen, finished, state.done + 1, state.cache)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "steps"), donate_argnums=3)
+def begin(config: Config, sampling: Sampling, logits: jax.Array, cache: Cache, steps: int) -> State:
+    """Chooses the first of `steps` tokens, by the logits of `prefill`."""
+    batch = logits.shape[0]
+    tokens = jnp.full((batch, steps), PADDING, jnp.int32)
+    nothing = jnp.zeros(batch, jnp.int32)
+    state = State(tokens, nothing, nothing != 0, jnp.int32(0), cache)
+    return choose(config, sampling, logits, state)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
+def step(
+    config: Config, sampling: Sampling, model: Model, state: State
+) -> tuple[State, jax.Array, jax.Array]:
+    """Decodes one token of each sequence.
+
+    Returns:
+        The state, the logits [B, vocabulary] that the tokens were chosen by, and the choices of
+        each expert, [layers, E] int32.
+    """
+    last = jnp.where(state.finished, 0, state.last)[:, None]
+    x, cache, chosen = hidden_states(config, model, last, ~state.finished[:, None], state.cache)
+    logits = logits_of(config, model, x[:, 0])
+    state = choose(config, sampling, logits, state._replace(cache=cache))
+    return state, logits, chosen
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
+def decode(config: Config, sampling: Sampling, model: Model, state: State) -> State:
+    """Decodes until every sequence has its stop token or all steps are done, in one loop."""
+    steps = state.tokens.shape[1]
+
+    def goes_on(state: State) -> jax.Array:
+        return (state.done < steps) & ~state.finished.all()
+
+    return jax.lax.while_loop(goes_on, lambda state: step(config, sampling, model, state)[0], state)

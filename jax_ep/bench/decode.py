@@ -1,0 +1,353 @@
+"""`python -m jax_ep bench decode`: times MoE layers at the batches of decoding.
+
+A program is a stack of layers in one compiled loop, whose iterations stand for decoding steps. Each
+layer adds its output for the normalized x to x. With as many layers as a model has, a step is all
+of that model but its attention, embeddings and logits. The layers are either unrolled, each with
+arrays of its own, or scanned over stacked arrays. Experts are multiplied in bfloat16, or in float8
+that is quantized before the loop.
+
+Next to the times stands the floor: the bytes that any implementation must read, over the bandwidth
+of a plain copy in the same run. They are the matrices of the experts that a token of the batch
+chose, on the rank with most of them, and the gates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep.bench import floor, report, runner
+from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
+from jax_ep.bench.flags import BenchFlags, Iterations
+from jax_ep.bench.layer import SHAPES, TOLERANCE, Shape, agree, random_params
+from jax_ep.bench.report import Column, Row
+from jax_ep.bench.timing import Loop
+from jax_ep.flags import check_experts
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.layer import moe_layer, quantize_experts
+from jax_ep.moe.params import MoEParams
+
+
+class Format(NamedTuple):
+    """A format that experts are multiplied in.
+
+    Attributes:
+      matmul_dtype: that of `jax_ep.MoEConfig`.
+      bytes_per_number: of a matrix, with its scales.
+      tolerance: the largest error of a row of the output, as in `layer.agree`.
+    """
+
+    matmul_dtype: Any
+    bytes_per_number: float
+    tolerance: float
+
+
+FORMATS = {
+    "bfloat16": Format(None, 2.0, TOLERANCE),
+    # A float32 scale for 128 x 128 numbers; each of two matmuls rounds two operands.
+    "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
+}
+IMPLEMENTATIONS = ("unrolled", "scanned")
+# CPUs measure these; float8 needs multiples of 128.
+SMALL_SHAPES = {
+    name: shape._replace(hidden=128, mlp_dim=128, num_experts=16, top_k=min(shape.top_k, 4))
+    for name, shape in SHAPES.items()
+}
+
+FLAGS = BenchFlags()
+_SHAPES = FLAGS.choices(
+    "shapes",
+    ("qwen3-moe",),
+    SHAPES,
+    "The models whose MoE layers are measured; on CPUs, small layers of the same kind.",
+)
+_BATCHES = FLAGS.integers(
+    "batches",
+    None,
+    "The numbers of tokens in a step, over all ranks. Default: 1,8,16,64,128 on GPUs, 1,8 on CPUs.",
+)
+_LAYERS = FLAGS.integers(
+    "layers",
+    None,
+    "The numbers of layers in a step; 48 are those of Qwen3-30B-A3B. Default: 1,8 on GPUs, 1,2 on "
+    "CPUs.",
+)
+_FORMATS = FLAGS.choices("formats", FORMATS, FORMATS, "The formats that experts are multiplied in.")
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the stack of layers", "all")
+_TIMING = FLAGS.timing(Iterations(2, 20, 50), 5, least_iterations=2)
+_SEED = FLAGS.seed("parameters and tokens")
+_SHARED = FLAGS.share(
+    plot="the times of a step",
+    timing=_TIMING,
+    check=FLAGS.check("the outputs of all programs of the same layers and batch with each other"),
+    seconds=600.0,
+)
+
+
+def run() -> int:
+    return runner.run(DecodeBench())
+
+
+class Stack(NamedTuple):
+    """The layers of one rank: lists of them, or arrays with a leading axis of layers.
+
+    `quantized` holds their `QuantizedExperts`, or is None for experts multiplied in bfloat16.
+    """
+
+    params: list[MoEParams] | MoEParams
+    quantized: Any
+
+
+class DecodeCase(runner.Case):
+    """One stack of layers, at every batch."""
+
+    spaced = False
+
+    def __init__(self, bench: DecodeBench, shape: Shape, facts: Row, batches: Sequence[int]):
+        self.bench, self.shape = bench, shape
+        self.config = MoEConfig(
+            num_experts=shape.num_experts,
+            num_experts_per_token=shape.top_k,
+            score=shape.score,
+            expert_axis=AXIS,
+            matmul_dtype=FORMATS[facts["format"]].matmul_dtype,
+        )
+        super().__init__(
+            "{shape}, {layers} layers {implementation}, {format}, {ranks} ranks".format(**facts),
+            [facts | {"batch": batch} for batch in batches],
+        )
+
+    def prepare(self) -> tuple[Mesh, Stack]:
+        row = self.rows[0]
+        mesh = Mesh(np.asarray(jax.devices()[: row["ranks"]]), (AXIS,))
+        scanned = row["implementation"] == "scanned"
+        return mesh, make_stack(self.shape, self.config, row["layers"], scanned, mesh, _SEED.value)
+
+    def build(self, row: Row, shared: tuple[Mesh, Stack]) -> Loop:
+        mesh, stack = shared
+        tokens = -(-row["batch"] // mesh.size)
+        state = stack, make_tokens(self.shape, tokens, mesh, _SEED.value)
+
+        def step(state: tuple[Stack, jax.Array]) -> jax.Array:
+            return step_of_layers(state, self.config, row["batch"])[0]
+
+        return Loop(None, step, state, mesh, _TIMING.iterations_of(tokens))
+
+    def compiled(self, row: Row, loop: Loop) -> Row:
+        """Returns the bytes that a step must read on a rank, and their time."""
+        hits = experts_hit(loop.state, loop.mesh, self.config, row["batch"])
+        matrix = self.shape.hidden * self.shape.mlp_dim
+        read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
+        read += row["layers"] * self.shape.hidden * self.shape.num_experts * 4  # the gates
+        found = {"experts_hit": float(hits.sum(axis=1).mean()), "bytes": float(read)}
+        if (bandwidth := self.bench.bandwidths.memory) is not None:
+            found["floor_us"] = read / bandwidth * 1e6
+        return found | {"iterations": loop.iterations}
+
+    def check(self, row: Row, loop: Loop, shared: Any) -> bool:
+        # An error of float8 may change the choices of the next layers.
+        alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
+        work = tuple(row[key] for key in alike)
+        name, outputs = self.bench.name(row), loop.outputs()
+        own = name, outputs, FORMATS[row["format"]].tolerance
+        other, expected, tolerance = self.bench.expected.setdefault(work, own)
+        agree(name, (outputs,), other, (expected,), max(tolerance, own[2]))
+        return True
+
+    def results(self, row: Row) -> Row:
+        """Returns the throughput, and a step's time over the floor's."""
+        us = (row["device"] or {}).get("slowest_us") or row["wall"]["median_us"]
+        found = {"tokens_per_s": row["batch"] / row["wall"]["median_us"] * 1e6}
+        return found | ({"of_floor": us / row["floor_us"]} if "floor_us" in row else {})
+
+
+class DecodeBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("shape"),
+        Column("layers", "layers"),
+        Column("ranks", "ranks"),
+        report.text("format"),
+        report.text("layers are", "implementation"),
+        Column("batch", "batch"),
+        report.CHECKED,
+        *report.WALL,
+        report.SLOWEST,
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("experts", "experts_hit", "{:.1f}"),
+        Column("MB", lambda row: row["bytes"] / 1e6 if "bytes" in row else None, "{:.1f}"),
+        Column("floor us", "floor_us", "{:.1f}"),
+        Column("of floor", "of_floor", "{:.2f}x"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of each work the first program's name, output and tolerance.
+        self.expected: dict[Any, tuple[str, Any, float]] = {}
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
+        on_cpus = devices[0].platform == "cpu"
+        table = SMALL_SHAPES if on_cpus else SHAPES
+        self.shapes = {name: table[name] for name in _SHAPES.value}
+        for name, shape in self.shapes.items():
+            for num_ranks in ranks:
+                check_experts(shape.num_experts, num_ranks, shape.top_k, name)
+        self.bandwidths = floor.measure(devices[:1])
+        self.facts["bandwidths"] = self.bandwidths._asdict()
+        batches = _BATCHES.value or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
+        implementations = _IMPLEMENTATIONS.value
+        return [
+            DecodeCase(
+                self,
+                shape,
+                {
+                    "shape": name,
+                    "layers": layers,
+                    "ranks": num_ranks,
+                    "format": format,
+                    "implementation": implementation,
+                },
+                batches,
+            )
+            for name, shape in self.shapes.items()
+            for layers in _LAYERS.value or ((1, 2) if on_cpus else (1, 8))
+            for num_ranks in ranks
+            for format in _FORMATS.value
+            for implementation in (IMPLEMENTATIONS if implementations is None else implementations)
+        ]
+
+    def header(self) -> list[str]:
+        found = [
+            f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}"
+            for name, shape in self.shapes.items()
+        ]
+        if self.bandwidths.memory is not None:
+            found.append(f"a copy reads and writes {self.bandwidths.memory / 1e9:.0f} GB/s")
+        return found
+
+    def name(self, row: Row) -> str:
+        return (
+            "{shape}, {layers} layers {implementation}, {format}, {ranks} ranks, batch {batch}"
+        ).format(**row)
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        legend = (
+            "experts: those of a layer that the batch chose, mean over layers; MB: bytes that a "
+            "rank must read; floor: their time at a copy's bandwidth"
+        )
+        return [*report.table(self.columns, rows), "", legend]
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
+        panels: report.Panels = {}
+        for row in rows:
+            panel = panels.setdefault("{shape}, {layers} layers, {ranks} ranks".format(**row), {})
+            lines = {"{format}, {implementation}": (row.get("wall") or {}).get("median_us")}
+            lines["{format}, its bytes at a copy's bandwidth"] = row.get("floor_us")
+            for line, us in lines.items():
+                points = panel.setdefault(line.format(**row), [])
+                if us is not None and (row["batch"], us) not in points:
+                    points.append((row["batch"], us))
+        drawn = {
+            name: {line: points for line, points in found.items() if points}
+            for name, found in panels.items()
+        }
+        report.lines(
+            drawn,
+            path,
+            title="MoE layers of one decoding step\n" + machine,
+            x_label="tokens of all ranks",
+            y_label="wall time of a step [us]",
+        )
+
+
+def make_stack(
+    shape: Shape, config: MoEConfig, layers: int, scanned: bool, mesh: Mesh, seed: int
+) -> Stack:
+    """Makes the same random layers as lists or stacked, the ranks stacked."""
+
+    def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
+        params = random_params(shape, mesh.size, *seeds)
+        quantized = None if config.matmul_dtype is None else quantize_experts(params, config)
+        return params, quantized
+
+    def on_rank(own: jax.Array, gates: jax.Array) -> Any:
+        make = functools.partial(lax.map, layer) if scanned else layer
+        own, gates = (a[0] if scanned else a[0, 0] for a in (own, gates))
+        return jax.tree.map(lambda leaf: leaf[None], make((own, gates)))
+
+    spec = PartitionSpec(AXIS)
+    make = jax.jit(
+        jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    own = rank_seeds(mesh.size, seed)[:, None] + 10_000 * np.arange(layers, dtype=np.int32)
+    gates = np.broadcast_to(own[:1] + 9_999, own.shape)
+    if scanned:
+        return Stack(*make(own, gates))
+    made = [make(own[:, i : i + 1], gates[:, i : i + 1]) for i in range(layers)]
+    params, quantized = (list(part) for part in zip(*made, strict=True))
+    return Stack(params, None if config.matmul_dtype is None else quantized)
+
+
+def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Array:
+    """Makes random x [T, H] bfloat16, the ranks stacked."""
+
+    def on_rank(seed: jax.Array) -> jax.Array:
+        return random_rows(seed + 400, (1, num_tokens, shape.hidden), jnp.bfloat16)
+
+    spec = PartitionSpec(AXIS)
+    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(make)(rank_seeds(mesh.size, seed))
+
+
+def step_of_layers(
+    state: tuple[Stack, jax.Array], config: MoEConfig, batch: int
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the layers on a rank's x [T, H].
+
+    Returns:
+      The last x, and the choices of each expert, [layers, E] int32. The ranks' tokens past the
+      first `batch` are left out.
+    """
+    stack, x = state
+    tokens, mask = x.shape[0], None
+    if batch != tokens * lax.axis_size(AXIS):
+        mask = lax.axis_index(AXIS) * tokens + jnp.arange(tokens) < batch
+
+    def layer(x: jax.Array, one: Any) -> tuple[jax.Array, jax.Array]:
+        wide = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        normalized = (wide * scale).astype(x.dtype)
+        out, metrics = moe_layer(one[0], normalized, config, mask, quantized_experts=one[1])
+        return x + out, metrics.expert_counts
+
+    if not isinstance(stack.params, list):
+        return lax.scan(layer, x, stack)
+    counts = []
+    quantized = stack.quantized or [None] * len(stack.params)
+    for one in zip(stack.params, quantized, strict=True):
+        x, count = layer(x, one)
+        counts.append(count)
+    return x, jnp.stack(counts)
+
+
+def experts_hit(
+    state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
+) -> np.ndarray:
+    """Returns how many experts of each layer and rank a batch chose, [layers, N]."""
+
+    def on_rank(state: Any) -> jax.Array:
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+        return step_of_layers(state, config, batch)[1][None]
+
+    spec = PartitionSpec(AXIS)
+    count = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    counts = np.asarray(jax.jit(count)(state))[0]
+    return (counts.reshape(len(counts), mesh.size, -1) > 0).sum(axis=2)
