@@ -369,23 +369,29 @@ def _on_rank(
             inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
     own_tokens = tokens  # the free experts take only this rank's own tokens
     router_x = tokens if inputs.router_x is None else inputs.router_x
-    routed, logits = route(params, router_x, inputs, mask, config)
-    sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
+    with jax.named_scope("router"):
+        routed, logits = route(params, router_x, inputs, mask, config)
+        sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
-    tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
-        arrays, where, config.implementation
-    )
+    with jax.named_scope("dispatch"):
+        tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
+            arrays, where, config.implementation
+        )
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _run_routed_experts(
         params, quantized, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
-        out += _shared_experts(params, x, config)
-    out = tensor_axis.sum_over_ranks(out, where, config.implementation)
+        with jax.named_scope("shared_experts"):
+            out += _shared_experts(params, x, config)
+    with jax.named_scope("combine"):
+        out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
-        free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
-        out = (out.astype(jnp.float32) + free).astype(out.dtype)
-    metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
+        with jax.named_scope("free_experts"):
+            free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
+            out = (out.astype(jnp.float32) + free).astype(out.dtype)
+    with jax.named_scope("metrics"):
+        metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
     return out.reshape(shape), metrics
 
 
@@ -401,35 +407,30 @@ def _run_routed_experts(
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
-    held = topk_idx
-    if placement is not None:
-        held = chosen(topk_idx, placement, where.expert_axes)
-    tokens = tokens.astype(config.dtype)
     # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
     stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
-    received = dispatch(
-        lax.stop_gradient(tokens) if stays_quantized else tokens,
-        held,
-        num_experts=config.num_held,
-        axis_name=where.expert_axes,
-        capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
-        expert_alignment=config.expert_alignment,
-        # Without a capacity factor nothing overflows, so both rules give the same result.
-        overflow="tail" if config.capacity_factor is None else config.overflow,
-        host_capacity=_host_capacity(config, tokens.shape[0], where),
-        wire_dtype=config.wire_dtype,
-        output="quantized" if stays_quantized else "dequantized",
-        zero_unused=False,
-        implementation=config.implementation,
-    )
-    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
-    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
-    if quantized is not None:
-        own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
-        experts = experts._replace(quantized=jax.tree.map(own, quantized))
-    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
-        is_first = lax.axis_index(where.tensor_axes) == 0
-        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    with jax.named_scope("dispatch"):
+        held = topk_idx
+        if placement is not None:
+            held = chosen(topk_idx, placement, where.expert_axes)
+        tokens = tokens.astype(config.dtype)
+        received = dispatch(
+            lax.stop_gradient(tokens) if stays_quantized else tokens,
+            held,
+            num_experts=config.num_held,
+            axis_name=where.expert_axes,
+            capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
+            expert_alignment=config.expert_alignment,
+            # Without a capacity factor nothing overflows, so both rules give the same result.
+            overflow="tail" if config.capacity_factor is None else config.overflow,
+            host_capacity=_host_capacity(config, tokens.shape[0], where),
+            wire_dtype=config.wire_dtype,
+            output="quantized" if stays_quantized else "dequantized",
+            zero_unused=False,
+            implementation=config.implementation,
+        )
+    with jax.named_scope("experts"):
+        experts = _experts_of_rank(params, quantized, placement, config, where)
     out = run_experts(
         received,
         experts,
@@ -439,12 +440,32 @@ def _run_routed_experts(
         config.matmul_implementation,
         tokens if stays_quantized else None,
     )
-    dropped = (
-        _of_all_experts(received.dropped_counts, where)
-        if placement is None
-        else by_expert(received.dropped_counts, placement, where.expert_axes)
-    )
+    with jax.named_scope("metrics"):
+        dropped = (
+            _of_all_experts(received.dropped_counts, where)
+            if placement is None
+            else by_expert(received.dropped_counts, placement, where.expert_axes)
+        )
     return out, dropped
+
+
+def _experts_of_rank(
+    params: MoEParams,
+    quantized: QuantizedExperts | None,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> Experts:
+    """Returns the weights of this rank's experts, as the matmuls take them."""
+    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
+    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
+    if quantized is not None:
+        own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+        experts = experts._replace(quantized=jax.tree.map(own, quantized))
+    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
+        is_first = lax.axis_index(where.tensor_axes) == 0
+        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    return experts
 
 
 def receive_capacity(
