@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import losses, routing, tensor_axis
+from jax_ep.moe import fsdp, losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -33,9 +32,16 @@ from jax_ep.moe.expert_matmuls import (
 )
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
-from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
+from jax_ep.moe.mesh import (
+    AxisRules,
+    LayerMesh,
+    check_mesh_of_experts,
+    explicit_axes,
+    find_mesh,
+    reshard,
+)
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_params
+from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
@@ -109,7 +115,7 @@ def moe_layer(
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
     """
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
-    return run_layer(params, x, config, mask, placement, inputs, quantized_experts, axis_rules={})
+    return run_layer(params, x, config, mask, placement, inputs, quantized_experts, axis_rules=())
 
 
 def run_layer(
@@ -121,12 +127,12 @@ def run_layer(
     inputs: RouterInputs,
     quantized: QuantizedExperts | None = None,
     *,
-    axis_rules: Mapping[str, Any],
+    axis_rules: AxisRules,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; see `moe_layer`.
 
-    `axis_rules` maps logical axes to the mesh axes over which the parameters are probably sharded;
-    it is used for warnings only.
+    `axis_rules` are the mesh axes over which logical axes of the parameters are probably sharded,
+    for warnings and where `config.fsdp_axes` is None.
     """
     for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
         if not isinstance(value, kind):
@@ -141,6 +147,7 @@ def run_layer(
     where = find_mesh(config, x)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
+    where = fsdp.with_further_axes(where, params, config, axis_rules)
     check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)
     call = _Call(x, mask, inputs)
@@ -277,12 +284,14 @@ def _on_mesh(
 
     tokens_spec = PartitionSpec(where.batch_axes)
     params_spec = MoEParams.of(**{
-        name: _spec_of_parameter(name, where)
+        name: fsdp.spec_of_parameter(name, where)
         for name, array in params._asdict().items()
         if array is not None
     })  # fmt: skip
     placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
-    quantized_spec = None if quantized is None else specs_of_quantized(quantized, params_spec)
+    quantized_spec = None
+    if quantized is not None:
+        quantized_spec = specs_of_quantized(quantized, fsdp.specs_of_quantized(params, where))
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
@@ -319,6 +328,7 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
+    where = fsdp.with_further_axes(where, params, config, axis_rules=())
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
 
     def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
@@ -329,20 +339,23 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     if where.mesh is None:
         return quantize(matrices)
     held = {name: array for name, array in matrices.items() if array is not None}
-    specs = {name: _spec_of_parameter(name, where) for name in held}
+    specs = {name: fsdp.spec_of_parameter(name, where) for name in held}
+    specs_of_result = fsdp.specs_of_quantized(params, where)
+
+    def on_rank(parts: dict[str, Any]) -> QuantizedExperts:
+        for name in held:
+            if specs[name] != getattr(specs_of_result, name):  # its parts have no whole blocks
+                parts = parts | {name: fsdp.gather(name, parts[name], where, config.dtype)}
+        return quantize(parts)
+
     given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
     specs_of_given = specs | {name: None for name in matrices if name not in specs}
     return jax.shard_map(
-        quantize,
+        on_rank,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
         in_specs=(specs_of_given,),
-        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), MoEParams.of(**specs)),
+        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs_of_result),
     )({name: given.get(name) for name in matrices})
-
-
-def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
-    axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
-    return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
 
 
 def _on_rank(
@@ -370,6 +383,7 @@ def _on_rank(
     own_tokens = tokens  # the free experts take only this rank's own tokens
     router_x = tokens if inputs.router_x is None else inputs.router_x
     with jax.named_scope("router"):
+        params = _gathered(params, ("gate",), where)
         routed, logits = route(params, router_x, inputs, mask, config)
         sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
@@ -383,11 +397,12 @@ def _on_rank(
     )
     if params.shared_wo is not None:
         with jax.named_scope("shared_experts"):
-            out += _shared_experts(params, x, config)
+            out += _shared_experts(params, x, config, where)
     with jax.named_scope("combine"):
         out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
         with jax.named_scope("free_experts"):
+            params = _gathered(params, ("constant_value", "constant_gate"), where)
             free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
             out = (out.astype(jnp.float32) + free).astype(out.dtype)
     with jax.named_scope("metrics"):
@@ -457,11 +472,29 @@ def _experts_of_rank(
     where: LayerMesh,
 ) -> Experts:
     """Returns the weights of this rank's experts, as the matmuls take them."""
-    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
-    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
+    own = {
+        name: _own_experts(name, weights, placement, config, where)
+        for name in ROUTED_WEIGHTS
+        if (weights := getattr(params, name)) is not None
+    }
+    matrices = {name: own[name] for name in QuantizedExperts._fields if name in own}
+    if config.matmul_dtype is not None and where.splits_further(*matrices):
+        if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
+            if quantized is None:
+                parts = MoEParams.of(**{n: w.astype(config.dtype) for n, w in matrices.items()})
+                quantized = quantize_experts_of_rank(
+                    parts.wi_0, parts.wi_1, parts.wo, config.matmul_implementation
+                )
+            quantized = fsdp.gather_quantized(quantized, where)
+    for name, part in own.items():
+        dtype = config.dtype if name in matrices else None
+        whole = fsdp.gather if quantized is None or name not in matrices else fsdp.stand_in
+        own[name] = whole(name, part, where, dtype)
     if quantized is not None:
-        own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
-        experts = experts._replace(quantized=jax.tree.map(own, quantized))
+        of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+        quantized = jax.tree.map(of_rank, quantized)
+    experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
+    experts = experts._replace(**own, quantized=quantized)
     if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
         is_first = lax.axis_index(where.tensor_axes) == 0
         experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
@@ -506,16 +539,16 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
 
 
 def _own_experts(
-    weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
+    name: str,
+    weights: jax.Array,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
 ) -> jax.Array:
-    """Returns this rank's experts, with matrices in the compute dtype.
-
-    `weights` has all experts or only this rank's.
-    """
-    weights = _of_rank(weights, config.num_held // where.num_ranks(), where)
-    if placement is not None:
-        weights = equal_copies(weights, placement, where.expert_axes)
-    return weights.astype(config.dtype) if weights.ndim == 3 else weights
+    """Returns this rank's part of a parameter of experts: of all experts', or only its own."""
+    axes = where.expert_axes + (where.further(name) or ((),))[0]
+    weights = _of_rank(weights, config.num_held // where.size(axes), where)
+    return weights if placement is None else equal_copies(weights, placement, axes)
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
@@ -533,13 +566,25 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
     return jnp.where(here, jnp.tile(counts, where.num_ranks()), 0)
 
 
-def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
+def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
+    """Gathers some of the parameters in their own dtypes."""
+    given = {name: array for name in names if (array := getattr(params, name)) is not None}
+    return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
+
+
+def _shared_experts(
+    params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh
+) -> jax.Array:
     """Runs the shared experts, which compute every token, as one MLP."""
-    wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
-    assert params.shared_wo is not None
+    *wi, wo = (
+        fsdp.gather(name, w, where, config.dtype)
+        for name in SHARED_WEIGHTS
+        if (w := getattr(params, name)) is not None
+    )
     tokens = x.astype(config.dtype)
     unit = config.expert_options()
-    out = unit(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
+    out = unit(*(tokens @ w for w in wi)) @ wo
+    params = _gathered(params, ("shared_gate",), where)
     if params.shared_gate is not None:
         factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)
