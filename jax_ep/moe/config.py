@@ -148,6 +148,10 @@ class MoEConfig:
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
             the axes that x varies over, which must run the same layer.
+        sequence_axes: None, or those of `batch_axes`, one or a tuple, over which the sequences of x
+            [batch, ..., sequence, H] are split; the others then split its leading dimension. The
+            layer takes tokens that lie so without moving them. None: what the type of x shows on
+            Explicit axes, or else (). See the page "Sharding".
         fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
             to the further mesh axis, or tuple of axes, over which their dimensions are split, such
             as {"embed": "fsdp"}; tokens are spread over these axes, too. The layer gathers such
@@ -198,6 +202,7 @@ class MoEConfig:
     dtype: Any = option(None, optional(_check_dtype))
     expert_axis: str | tuple[str, ...] = option("expert", axes)
     batch_axes: str | tuple[str, ...] | None = None
+    sequence_axes: str | tuple[str, ...] | None = option(None, optional(axes))
     fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = option(None, optional(_check_fsdp_axes))
     tensor_axis: str | tuple[str, ...] | None = option(None, optional(axes))
     mesh: Mesh | None = option(None, optional(_check_mesh))
@@ -205,7 +210,7 @@ class MoEConfig:
     matmul_implementation: MatmulImplementation = None
 
     def __post_init__(self) -> None:
-        for name in ("expert_axis", "batch_axes", "tensor_axis"):
+        for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))  # a list would not be hashable
         if isinstance(self.fsdp_axes, Mapping):

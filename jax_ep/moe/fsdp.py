@@ -152,20 +152,23 @@ def _large(further: Iterable[Axes], where: LayerMesh) -> tuple[Axes, ...]:
 
 def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     """Returns how a parameter lies: over the axes of experts and F, and then over further axes."""
-    base, further = where.axes_of(LOGICAL_AXES[name]), where.further(name)
-    further = further or ((),) * len(base)
-    return PartitionSpec(*((own + more) or None for own, more in zip(base, further, strict=True)))
+    return PartitionSpec(*(axes or None for axes in _all_axes(name, where)))
 
 
-def specs_of_quantized(params: MoEParams, where: LayerMesh) -> MoEParams:
+def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
+    base = where.axes_of(LOGICAL_AXES[name])
+    further = where.further(name) or ((),) * len(base)
+    return tuple(own + more for own, more in zip(base, further, strict=True))
+
+
+def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
     """Returns how quantized matrices lie: as the matrices, if their parts have whole blocks.
 
     Otherwise they lie over the axes of experts and F only.
     """
-    names = [n for n in QuantizedExperts._fields if getattr(params, n) is not None]
-    if not has_whole_blocks(*(_part_shape(n, getattr(params, n), where) for n in names)):
-        where = where._replace(further_axes=())
-    return MoEParams.of(**{name: spec_of_parameter(name, where) for name in names})
+    arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    shapes = [_part_shape(name, a, where) for name, a in arrays.items() if a is not None]
+    return where if has_whole_blocks(*shapes) else where._replace(further_axes=())
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
@@ -175,8 +178,8 @@ def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
 
 
 def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...]:
-    spec = spec_of_parameter(name, where)
-    return tuple(n // where.size(axes or ()) for n, axes in zip(array.shape, spec, strict=True))
+    split = zip(array.shape, _all_axes(name, where), strict=True)
+    return tuple(size // where.size(axes) for size, axes in split)
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:

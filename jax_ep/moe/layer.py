@@ -70,9 +70,9 @@ def moe_layer(
       `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
     - Elsewhere, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
       or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
-      split over `batch_axes` along x's leading dimension, or if the ranks do not divide that, along
-      all leading dimensions, flattened and padded. On a mesh without `expert_axis` every rank has
-      all experts (data parallelism).
+      split over `batch_axes` along x's leading dimension, and with `sequence_axes` along its
+      sequences; or if the ranks do not divide these, along all leading dimensions, flattened and
+      padded. On a mesh without `expert_axis` every rank has all experts (data parallelism).
     - Without a mesh, it runs unsharded.
 
     If every rank would have to gather all experts on each call, the layer raises an error (experts
@@ -261,14 +261,18 @@ def _on_mesh(
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
-    parts = math.prod(mesh.shape[a] for a in where.batch_axes)
-    divides = len(shape) > 1 and shape[0] % parts == 0
-    if len(shape) < 3 or not divides:
+    parts = where.size(where.batch_axes)
+    tokens_over = where.axes_of_tokens(len(shape))
+    divides = len(shape) > 1 and not any(
+        n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False)
+    )
+    if len(shape) < 3 or not divides or where.sequence_axes:
         number = math.prod(shape[:-2])
         ids = jnp.arange(number, dtype=jnp.int32).reshape(*shape[:-2], *(1,) * (len(shape) > 1))
         call = call._replace(sequence_ids=jnp.broadcast_to(ids, shape[:-1]))
         on_rank = functools.partial(on_rank, num_sequences=number)
     if not divides:
+        tokens_over = (where.batch_axes,)
         if call.mask is None:
             call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
         num_tokens = math.prod(shape[:-1])
@@ -282,16 +286,13 @@ def _on_mesh(
 
         call = jax.tree.map(flattened, call)
 
-    tokens_spec = PartitionSpec(where.batch_axes)
-    params_spec = MoEParams.of(**{
-        name: fsdp.spec_of_parameter(name, where)
-        for name, array in params._asdict().items()
-        if array is not None
-    })  # fmt: skip
+    tokens_spec = PartitionSpec(*(axes or None for axes in tokens_over))
+    params_spec = _specs_of(params, where)
     placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
     quantized_spec = None
     if quantized is not None:
-        quantized_spec = specs_of_quantized(quantized, fsdp.specs_of_quantized(params, where))
+        of_quantized = fsdp.mesh_of_quantized(where, params)
+        quantized_spec = specs_of_quantized(quantized, _specs_of(params, of_quantized))
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
@@ -312,7 +313,8 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 
     A training step quantizes them before its microbatches, and gives each the result as
     `quantized_experts`. Gradients go to `params`, straight through the rounding. The result has
-    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are.
+    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are (over
+    `fsdp_axes` only if the parts have whole blocks of 128 x 128 numbers).
 
     Args:
         params: the parameters of a layer.
@@ -329,33 +331,34 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     check_config(config)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
     where = fsdp.with_further_axes(where, params, config, axis_rules=())
+    where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    if config.dtype is not None:  # a layer quantizes what it would multiply
+        matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
     def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
-        if config.dtype is not None:  # a layer quantizes what it would multiply
-            matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
         return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
 
     if where.mesh is None:
         return quantize(matrices)
     held = {name: array for name, array in matrices.items() if array is not None}
     specs = {name: fsdp.spec_of_parameter(name, where) for name in held}
-    specs_of_result = fsdp.specs_of_quantized(params, where)
-
-    def on_rank(parts: dict[str, Any]) -> QuantizedExperts:
-        for name in held:
-            if specs[name] != getattr(specs_of_result, name):  # its parts have no whole blocks
-                parts = parts | {name: fsdp.gather(name, parts[name], where, config.dtype)}
-        return quantize(parts)
-
     given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
     specs_of_given = specs | {name: None for name in matrices if name not in specs}
     return jax.shard_map(
-        on_rank,
+        quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
         in_specs=(specs_of_given,),
-        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs_of_result),
+        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), MoEParams.of(**specs)),
     )({name: given.get(name) for name in matrices})
+
+
+def _specs_of(params: MoEParams, where: LayerMesh) -> MoEParams:
+    return MoEParams.of(**{
+        name: fsdp.spec_of_parameter(name, where)
+        for name, array in params._asdict().items()
+        if array is not None
+    })  # fmt: skip
 
 
 def _on_rank(

@@ -28,6 +28,8 @@ class LayerMesh(NamedTuple):
         batch_axes: the axes that tokens are spread over.
         mesh: the mesh for which the call opens a `jax.shard_map`; None if it opens none.
         tensor_axes: the axes that F is split over; (): every rank holds whole experts.
+        sequence_axes: those of `batch_axes` over which the sequences of x [..., sequence, H] are
+            split; the others split the leading dimension.
         further_axes: names of parameters, and for each of their dimensions the further axes that it
             is split over, along which the layer gathers it; see `jax_ep.moe.fsdp`.
     """
@@ -36,6 +38,7 @@ class LayerMesh(NamedTuple):
     batch_axes: Axes
     mesh: Mesh | AbstractMesh | None = None
     tensor_axes: Axes = ()
+    sequence_axes: Axes = ()
     further_axes: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
 
     def num_ranks(self) -> int:
@@ -54,6 +57,13 @@ class LayerMesh(NamedTuple):
     def further(self, name: str) -> tuple[Axes, ...]:
         """Returns the further axes of each dimension of a parameter; (): it has none."""
         return dict(self.further_axes).get(name, ())
+
+    def axes_of_tokens(self, ndim: int) -> tuple[Axes, ...]:
+        """Returns the axes that each leading dimension of x [..., H], of `ndim` ones, is over."""
+        if not self.sequence_axes:
+            return (self.batch_axes,)
+        others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
+        return others, *[()] * (ndim - 3), self.sequence_axes
 
     def splits_further(self, *names: str) -> bool:
         """Returns whether one of the parameters is split over further axes."""
@@ -74,9 +84,9 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     """Finds the mesh that a call on x runs on, and its axes.
 
     Raises:
-        ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names an axis that the mesh
-            lacks or that cannot hold experts, columns or tokens; or `config.mesh` is another mesh
-            than that of `jax.set_mesh`.
+        ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` names an
+            axis that the mesh lacks or that cannot hold experts, columns or tokens; or
+            `config.mesh` is another mesh than that of `jax.set_mesh`.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -102,7 +112,8 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
         _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()
     )
     batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
-    return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes)
+    sequence_axes = _sequence_axes(config, batch_axes, x)
+    return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes, sequence_axes)
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
@@ -305,3 +316,17 @@ def _batch_axes(
             f"different tokens) or none of it, but is {batch_axes}."
         )
     return batch_axes
+
+
+def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
+    """Returns `config.sequence_axes`, or by default what x's type shows of them."""
+    if config.sequence_axes is not None:
+        axes = as_axes(config.sequence_axes, "sequence_axes")
+        if not set(axes) <= set(batch_axes):
+            raise ValueError(f"sequence_axes must be among batch_axes {batch_axes}, but is {axes}.")
+        return axes if x.ndim > 2 else ()
+    if x.ndim < 3:
+        return ()
+    part = jax.typeof(x).sharding.spec[-2]
+    axes = (part,) if isinstance(part, str) else tuple(part or ())
+    return axes if set(axes) <= set(batch_axes) else ()

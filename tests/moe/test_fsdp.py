@@ -200,16 +200,16 @@ def test_slots_with_copies():
     params, x = make_params(), make_x()
     for fsdp_axes in ({"embed": "fsdp"}, {"exp": "fsdp"}):
         config = dataclasses.replace(CONFIG, num_slots=16, fsdp_axes=fsdp_axes)
-        placement = Placement.in_order(E, 16, 4)
-        slots = MoEParams(*to_slots(dict(params._asdict()), placement).values())
+        placement = Placement.in_order(num_experts=E, num_slots=16, num_ranks=4)[0]
+        slots = to_slots(params, placement)
         with jax.set_mesh(devices):
             (_, (out, metrics)), (dslots, dx) = step_of(config)(slots, x, placement)
-        dparams = MoEParams(*to_experts(dict(dslots._asdict()), placement).values())
+        dparams = to_experts(dslots, placement)
         want = jax.device_get(step_of(CONFIG)(params, x))
         assert_close((out, dparams, dx), (want[0][1][0], *want[1]), rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(metrics.expert_counts, want[0][1][1].expert_counts)
-        again = to_slots(dict(dparams._asdict()), placement)
-        np.testing.assert_array_equal(again["wi_0"], dslots.wi_0)  # copies have equal gradients
+        again = to_slots(dparams, placement)
+        np.testing.assert_array_equal(again.wi_0, dslots.wi_0)  # copies have equal gradients
 
 
 @pytest.mark.slow
