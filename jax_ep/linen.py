@@ -186,7 +186,7 @@ class MoE(nn.Module, _Fields):
             for name, shape in shapes.items()
         }
         inputs = RouterInputs(router_x, topk_idx, topk_weights)
-        rules = dict(spmd.get_logical_axis_rules())
+        rules = tuple(spmd.get_logical_axis_rules())
         return run_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
             x,

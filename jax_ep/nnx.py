@@ -73,8 +73,9 @@ class MoE(nnx.Module):
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
-    `expert_axis`, "mlp" over `tensor_axis`, and the others are not sharded. On a mesh without
-    `expert_axis`, every rank has all experts.
+    `expert_axis`, "mlp" over `tensor_axis`, each logical axis of `fsdp_axes` over its axes there,
+    and the others are not sharded. On a mesh without `expert_axis`, every rank has all experts. The
+    layer remembers the rules for calls where none are in force.
 
     Args:
       hidden: H.
@@ -129,6 +130,7 @@ class MoE(nnx.Module):
             config=config,
             rngs=rngs,
         )
+        self.axis_rules = _hashable(spmd.get_logical_axis_rules())
         # NNX does not let an attribute change between None and a module, so it is set once.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
@@ -174,7 +176,7 @@ class MoE(nnx.Module):
         params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
         arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
         inputs = RouterInputs(router_x, topk_idx, topk_weights)
-        rules = dict(spmd.get_logical_axis_rules())
+        rules = tuple(spmd.get_logical_axis_rules()) or self.axis_rules
         return run_layer(
             MoEParams(**arrays),
             x,
@@ -218,13 +220,15 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
     rules: dict[str, Any] = dict(spmd.get_logical_axis_rules())
-    held = _axes_of(mesh, config.expert_axis)
+    further = config.further_axes()
+    held = _axes_of(mesh, (*as_axes(config.expert_axis), *further.get("exp", ())))
     missing = [axis for axis in axes if axis is not None and axis not in rules]
     defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
     if "exp" in defaults:
         defaults["exp"] = held or None
-    if "mlp" in defaults and config.tensor_axis is not None:
-        defaults["mlp"] = _axes_of(mesh, config.tensor_axis) or None
+    for axis, own in (("mlp", config.tensor_axis or ()), ("embed", ())):
+        if axis in defaults and (named_axes := (*as_axes(own), *further.get(axis, ()))):
+            defaults[axis] = _axes_of(mesh, named_axes) or None
     named = rules | defaults
     spec = [None if axis is None else named[axis] for axis in axes]
     if "exp" in axes:
@@ -239,6 +243,10 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
     return nnx.Param(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+
+
+def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, tuple(a) if isinstance(a, list) else a) for name, a in rules)
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:

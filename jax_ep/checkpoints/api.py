@@ -252,6 +252,8 @@ def _ambient_mesh() -> Mesh | None:
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
     """Returns the sharding of a parameter: experts over `expert_axis`, F over `tensor_axis`.
 
+    Dimensions that `fsdp_axes` name are split over these axes, too.
+
     Raises:
         ValueError: the ranks along an axis do not divide a dimension.
     """
@@ -260,10 +262,10 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
     shape, spec = block.shape(name), []
     for size, letter, logical in zip(shape, PARAMETER_AXES[name], LOGICAL_AXES[name], strict=True):
-        field = fields.get(logical or "", "")
-        axes = tuple(
-            a for a in as_axes(getattr(config, field, None) or (), field) if a in mesh.shape
-        )
+        field = fields.get(logical or "", "fsdp_axes")
+        own = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
+        further = config.further_axes().get(logical or "", ())
+        axes = tuple(axis for axis in (*own, *further) if axis in mesh.shape)
         num_ranks = math.prod(mesh.shape[axis] for axis in axes)
         if size % num_ranks:
             what, given = f"the width of {name}", f"{block.directory.path} has {size}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,18 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
         )
 
 
+def _check_fsdp_axes(name: str, value: Any) -> None:
+    if not isinstance(value, tuple):  # a mapping has become the tuple of its items
+        raise TypeError(
+            f"{name} must be None or map logical axes to mesh axes, such as "
+            f'{{"embed": "fsdp"}}, but is {checks.described(value)}.'
+        )
+    for logical, named in value:
+        if logical not in ("exp", "embed", "mlp"):
+            raise ValueError(f'{name} must map "exp", "embed" or "mlp", but maps {logical!r}.')
+        checks.as_axes(named, f"{name}[{logical!r}]")
+
+
 @documented(RoutingOptions, ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -136,6 +148,15 @@ class MoEConfig:
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
             the axes that x varies over, which must run the same layer.
+        sequence_axes: None, or those of `batch_axes`, one or a tuple, over which the sequences of x
+            [batch, ..., sequence, H] are split; the others then split its leading dimension. The
+            layer takes tokens that lie so without moving them. None: what the type of x shows on
+            Explicit axes, or else (). See the page "Sharding".
+        fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
+            to the further mesh axis, or tuple of axes, over which their dimensions are split, such
+            as {"embed": "fsdp"}; tokens are spread over these axes, too. The layer gathers such
+            parameters where it uses them, in the compute dtype, and scatters the sums of their
+            gradients. None: the axes that it finds; {}: none. See the page "Sharding".
         tensor_axis: None, or a mesh axis, or tuple of axes, over which F of every expert and of the
             shared experts is split. Ranks along it hold the same tokens, or different tokens if
             `batch_axes` include it; see `jax_ep.moe_layer`. A mesh without it splits nothing.
@@ -181,15 +202,21 @@ class MoEConfig:
     dtype: Any = option(None, optional(_check_dtype))
     expert_axis: str | tuple[str, ...] = option("expert", axes)
     batch_axes: str | tuple[str, ...] | None = None
+    sequence_axes: str | tuple[str, ...] | None = option(None, optional(axes))
+    fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = option(None, optional(_check_fsdp_axes))
     tensor_axis: str | tuple[str, ...] | None = option(None, optional(axes))
     mesh: Mesh | None = option(None, optional(_check_mesh))
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
     def __post_init__(self) -> None:
-        for name in ("expert_axis", "batch_axes", "tensor_axis"):
+        for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))  # a list would not be hashable
+        if isinstance(self.fsdp_axes, Mapping):
+            items = sorted(self.fsdp_axes.items(), key=str)
+            named = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in items)
+            object.__setattr__(self, "fsdp_axes", named)
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
@@ -234,6 +261,10 @@ class MoEConfig:
             )
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
+    def further_axes(self) -> dict[str, tuple[str, ...]]:
+        """Maps logical axes to the mesh axes that `fsdp_axes` gives."""
+        return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
+
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function, by name."""
         fields = {name: getattr(self, name) for name in function_names(type(self))}
@@ -254,7 +285,15 @@ class MoEConfig:
 def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, if a value is never valid."""
     check_options(config)
-    config.split_axes()
+    split = config.split_axes()
+    further = [axis for names in config.further_axes().values() for axis in names]
+    for name, own in split.items():
+        if both := set(own) & set(further):
+            raise ValueError(
+                f"fsdp_axes must name other mesh axes than {name} {own}, but has {sorted(both)}."
+            )
+    if len(set(further)) < len(further):
+        raise ValueError(f"fsdp_axes must name a mesh axis once, but is {config.further_axes()}.")
     if config.router is None:
         k = config.num_experts_per_token
         options = config.routing_options()

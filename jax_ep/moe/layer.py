@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import losses, routing, tensor_axis
+from jax_ep.moe import fsdp, losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -33,9 +32,16 @@ from jax_ep.moe.expert_matmuls import (
 )
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
-from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
+from jax_ep.moe.mesh import (
+    AxisRules,
+    LayerMesh,
+    check_mesh_of_experts,
+    explicit_axes,
+    find_mesh,
+    reshard,
+)
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_params
+from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
@@ -64,9 +70,9 @@ def moe_layer(
       `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
     - Elsewhere, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
       or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
-      split over `batch_axes` along x's leading dimension, or if the ranks do not divide that, along
-      all leading dimensions, flattened and padded. On a mesh without `expert_axis` every rank has
-      all experts (data parallelism).
+      split over `batch_axes` along x's leading dimension, and with `sequence_axes` along its
+      sequences; or if the ranks do not divide these, along all leading dimensions, flattened and
+      padded. On a mesh without `expert_axis` every rank has all experts (data parallelism).
     - Without a mesh, it runs unsharded.
 
     If every rank would have to gather all experts on each call, the layer raises an error (experts
@@ -109,7 +115,7 @@ def moe_layer(
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
     """
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
-    return run_layer(params, x, config, mask, placement, inputs, quantized_experts, axis_rules={})
+    return run_layer(params, x, config, mask, placement, inputs, quantized_experts, axis_rules=())
 
 
 def run_layer(
@@ -121,12 +127,12 @@ def run_layer(
     inputs: RouterInputs,
     quantized: QuantizedExperts | None = None,
     *,
-    axis_rules: Mapping[str, Any],
+    axis_rules: AxisRules,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; see `moe_layer`.
 
-    `axis_rules` maps logical axes to the mesh axes over which the parameters are probably sharded;
-    it is used for warnings only.
+    `axis_rules` are the mesh axes over which logical axes of the parameters are probably sharded,
+    for warnings and where `config.fsdp_axes` is None.
     """
     for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
         if not isinstance(value, kind):
@@ -141,6 +147,7 @@ def run_layer(
     where = find_mesh(config, x)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
+    where = fsdp.with_further_axes(where, params, config, axis_rules)
     check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)
     call = _Call(x, mask, inputs)
@@ -254,14 +261,18 @@ def _on_mesh(
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
-    parts = math.prod(mesh.shape[a] for a in where.batch_axes)
-    divides = len(shape) > 1 and shape[0] % parts == 0
-    if len(shape) < 3 or not divides:
+    parts = where.size(where.batch_axes)
+    tokens_over = where.axes_of_tokens(len(shape))
+    divides = len(shape) > 1 and not any(
+        n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False)
+    )
+    if len(shape) < 3 or not divides or where.sequence_axes:
         number = math.prod(shape[:-2])
         ids = jnp.arange(number, dtype=jnp.int32).reshape(*shape[:-2], *(1,) * (len(shape) > 1))
         call = call._replace(sequence_ids=jnp.broadcast_to(ids, shape[:-1]))
         on_rank = functools.partial(on_rank, num_sequences=number)
     if not divides:
+        tokens_over = (where.batch_axes,)
         if call.mask is None:
             call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
         num_tokens = math.prod(shape[:-1])
@@ -275,14 +286,13 @@ def _on_mesh(
 
         call = jax.tree.map(flattened, call)
 
-    tokens_spec = PartitionSpec(where.batch_axes)
-    params_spec = MoEParams.of(**{
-        name: _spec_of_parameter(name, where)
-        for name, array in params._asdict().items()
-        if array is not None
-    })  # fmt: skip
+    tokens_spec = PartitionSpec(*(axes or None for axes in tokens_over))
+    params_spec = _specs_of(params, where)
     placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
-    quantized_spec = None if quantized is None else specs_of_quantized(quantized, params_spec)
+    quantized_spec = None
+    if quantized is not None:
+        of_quantized = fsdp.mesh_of_quantized(where, params)
+        quantized_spec = specs_of_quantized(quantized, _specs_of(params, of_quantized))
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
@@ -303,7 +313,8 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 
     A training step quantizes them before its microbatches, and gives each the result as
     `quantized_experts`. Gradients go to `params`, straight through the rounding. The result has
-    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are.
+    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are (over
+    `fsdp_axes` only if the parts have whole blocks of 128 x 128 numbers).
 
     Args:
         params: the parameters of a layer.
@@ -319,17 +330,19 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
+    where = fsdp.with_further_axes(where, params, config, axis_rules=())
+    where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    if config.dtype is not None:  # a layer quantizes what it would multiply
+        matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
     def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
-        if config.dtype is not None:  # a layer quantizes what it would multiply
-            matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
         return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
 
     if where.mesh is None:
         return quantize(matrices)
     held = {name: array for name, array in matrices.items() if array is not None}
-    specs = {name: _spec_of_parameter(name, where) for name in held}
+    specs = {name: fsdp.spec_of_parameter(name, where) for name in held}
     given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
     specs_of_given = specs | {name: None for name in matrices if name not in specs}
     return jax.shard_map(
@@ -340,9 +353,12 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     )({name: given.get(name) for name in matrices})
 
 
-def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
-    axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
-    return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
+def _specs_of(params: MoEParams, where: LayerMesh) -> MoEParams:
+    return MoEParams.of(**{
+        name: fsdp.spec_of_parameter(name, where)
+        for name, array in params._asdict().items()
+        if array is not None
+    })  # fmt: skip
 
 
 def _on_rank(
@@ -369,23 +385,31 @@ def _on_rank(
             inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
     own_tokens = tokens  # the free experts take only this rank's own tokens
     router_x = tokens if inputs.router_x is None else inputs.router_x
-    routed, logits = route(params, router_x, inputs, mask, config)
-    sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
+    with jax.named_scope("router"):
+        params = _gathered(params, ("gate",), where)
+        routed, logits = route(params, router_x, inputs, mask, config)
+        sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
-    tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
-        arrays, where, config.implementation
-    )
+    with jax.named_scope("dispatch"):
+        tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
+            arrays, where, config.implementation
+        )
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _run_routed_experts(
         params, quantized, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
-        out += _shared_experts(params, x, config)
-    out = tensor_axis.sum_over_ranks(out, where, config.implementation)
+        with jax.named_scope("shared_experts"):
+            out += _shared_experts(params, x, config, where)
+    with jax.named_scope("combine"):
+        out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
-        free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
-        out = (out.astype(jnp.float32) + free).astype(out.dtype)
-    metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
+        with jax.named_scope("free_experts"):
+            params = _gathered(params, ("constant_value", "constant_gate"), where)
+            free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
+            out = (out.astype(jnp.float32) + free).astype(out.dtype)
+    with jax.named_scope("metrics"):
+        metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
     return out.reshape(shape), metrics
 
 
@@ -401,35 +425,30 @@ def _run_routed_experts(
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
-    held = topk_idx
-    if placement is not None:
-        held = chosen(topk_idx, placement, where.expert_axes)
-    tokens = tokens.astype(config.dtype)
     # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
     stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
-    received = dispatch(
-        lax.stop_gradient(tokens) if stays_quantized else tokens,
-        held,
-        num_experts=config.num_held,
-        axis_name=where.expert_axes,
-        capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
-        expert_alignment=config.expert_alignment,
-        # Without a capacity factor nothing overflows, so both rules give the same result.
-        overflow="tail" if config.capacity_factor is None else config.overflow,
-        host_capacity=_host_capacity(config, tokens.shape[0], where),
-        wire_dtype=config.wire_dtype,
-        output="quantized" if stays_quantized else "dequantized",
-        zero_unused=False,
-        implementation=config.implementation,
-    )
-    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
-    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
-    if quantized is not None:
-        own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
-        experts = experts._replace(quantized=jax.tree.map(own, quantized))
-    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
-        is_first = lax.axis_index(where.tensor_axes) == 0
-        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    with jax.named_scope("dispatch"):
+        held = topk_idx
+        if placement is not None:
+            held = chosen(topk_idx, placement, where.expert_axes)
+        tokens = tokens.astype(config.dtype)
+        received = dispatch(
+            lax.stop_gradient(tokens) if stays_quantized else tokens,
+            held,
+            num_experts=config.num_held,
+            axis_name=where.expert_axes,
+            capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
+            expert_alignment=config.expert_alignment,
+            # Without a capacity factor nothing overflows, so both rules give the same result.
+            overflow="tail" if config.capacity_factor is None else config.overflow,
+            host_capacity=_host_capacity(config, tokens.shape[0], where),
+            wire_dtype=config.wire_dtype,
+            output="quantized" if stays_quantized else "dequantized",
+            zero_unused=False,
+            implementation=config.implementation,
+        )
+    with jax.named_scope("experts"):
+        experts = _experts_of_rank(params, quantized, placement, config, where)
     out = run_experts(
         received,
         experts,
@@ -439,12 +458,50 @@ def _run_routed_experts(
         config.matmul_implementation,
         tokens if stays_quantized else None,
     )
-    dropped = (
-        _of_all_experts(received.dropped_counts, where)
-        if placement is None
-        else by_expert(received.dropped_counts, placement, where.expert_axes)
-    )
+    with jax.named_scope("metrics"):
+        dropped = (
+            _of_all_experts(received.dropped_counts, where)
+            if placement is None
+            else by_expert(received.dropped_counts, placement, where.expert_axes)
+        )
     return out, dropped
+
+
+def _experts_of_rank(
+    params: MoEParams,
+    quantized: QuantizedExperts | None,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> Experts:
+    """Returns the weights of this rank's experts, as the matmuls take them."""
+    own = {
+        name: _own_experts(name, weights, placement, config, where)
+        for name in ROUTED_WEIGHTS
+        if (weights := getattr(params, name)) is not None
+    }
+    matrices = {name: own[name] for name in QuantizedExperts._fields if name in own}
+    if config.matmul_dtype is not None and where.splits_further(*matrices):
+        if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
+            if quantized is None:
+                parts = MoEParams.of(**{n: w.astype(config.dtype) for n, w in matrices.items()})
+                quantized = quantize_experts_of_rank(
+                    parts.wi_0, parts.wi_1, parts.wo, config.matmul_implementation
+                )
+            quantized = fsdp.gather_quantized(quantized, where)
+    for name, part in own.items():
+        dtype = config.dtype if name in matrices else None
+        whole = fsdp.gather if quantized is None or name not in matrices else fsdp.stand_in
+        own[name] = whole(name, part, where, dtype)
+    if quantized is not None:
+        of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+        quantized = jax.tree.map(of_rank, quantized)
+    experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
+    experts = experts._replace(**own, quantized=quantized)
+    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
+        is_first = lax.axis_index(where.tensor_axes) == 0
+        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    return experts
 
 
 def receive_capacity(
@@ -485,16 +542,16 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
 
 
 def _own_experts(
-    weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
+    name: str,
+    weights: jax.Array,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
 ) -> jax.Array:
-    """Returns this rank's experts, with matrices in the compute dtype.
-
-    `weights` has all experts or only this rank's.
-    """
-    weights = _of_rank(weights, config.num_held // where.num_ranks(), where)
-    if placement is not None:
-        weights = equal_copies(weights, placement, where.expert_axes)
-    return weights.astype(config.dtype) if weights.ndim == 3 else weights
+    """Returns this rank's part of a parameter of experts: of all experts', or only its own."""
+    axes = where.expert_axes + (where.further(name) or ((),))[0]
+    weights = _of_rank(weights, config.num_held // where.size(axes), where)
+    return weights if placement is None else equal_copies(weights, placement, axes)
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
@@ -512,13 +569,25 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
     return jnp.where(here, jnp.tile(counts, where.num_ranks()), 0)
 
 
-def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
+def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
+    """Gathers some of the parameters in their own dtypes."""
+    given = {name: array for name in names if (array := getattr(params, name)) is not None}
+    return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
+
+
+def _shared_experts(
+    params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh
+) -> jax.Array:
     """Runs the shared experts, which compute every token, as one MLP."""
-    wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
-    assert params.shared_wo is not None
+    *wi, wo = (
+        fsdp.gather(name, w, where, config.dtype)
+        for name in SHARED_WEIGHTS
+        if (w := getattr(params, name)) is not None
+    )
     tokens = x.astype(config.dtype)
     unit = config.expert_options()
-    out = unit(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
+    out = unit(*(tokens @ w for w in wi)) @ wo
+    params = _gathered(params, ("shared_gate",), where)
     if params.shared_gate is not None:
         factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)

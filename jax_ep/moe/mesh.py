@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,9 @@ from jax_ep.checks import as_axes
 from jax_ep.moe.config import MoEConfig
 from jax_ep.runtime import jax_compat
 
+Axes = tuple[str, ...]
+AxisRules = Sequence[tuple[str, Any]]  # logical axes and their mesh axes, as in Flax
+
 
 class LayerMesh(NamedTuple):
     """The mesh and the mesh axes of one call of the layer.
@@ -25,26 +28,53 @@ class LayerMesh(NamedTuple):
         batch_axes: the axes that tokens are spread over.
         mesh: the mesh for which the call opens a `jax.shard_map`; None if it opens none.
         tensor_axes: the axes that F is split over; (): every rank holds whole experts.
+        sequence_axes: those of `batch_axes` over which the sequences of x [..., sequence, H] are
+            split; the others split the leading dimension.
+        further_axes: names of parameters, and for each of their dimensions the further axes that it
+            is split over, along which the layer gathers it; see `jax_ep.moe.fsdp`.
     """
 
-    expert_axes: tuple[str, ...]
-    batch_axes: tuple[str, ...]
+    expert_axes: Axes
+    batch_axes: Axes
     mesh: Mesh | AbstractMesh | None = None
-    tensor_axes: tuple[str, ...] = ()
+    tensor_axes: Axes = ()
+    sequence_axes: Axes = ()
+    further_axes: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
 
     def num_ranks(self) -> int:
         """Returns N, the number of ranks that the experts are spread over."""
-        return self._size(self.expert_axes)
+        return self.size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
         """Returns the number of ranks that F is split over."""
-        return self._size(self.tensor_axes)
+        return self.size(self.tensor_axes)
+
+    def axes_of(self, logical_axes: Sequence[str | None]) -> tuple[Axes, ...]:
+        """Returns the axes of experts or F that each logical axis of a parameter is split over."""
+        axes = {"exp": self.expert_axes, "mlp": self.tensor_axes}
+        return tuple(axes.get(axis or "", ()) for axis in logical_axes)
+
+    def further(self, name: str) -> tuple[Axes, ...]:
+        """Returns the further axes of each dimension of a parameter; (): it has none."""
+        return dict(self.further_axes).get(name, ())
+
+    def axes_of_tokens(self, ndim: int) -> tuple[Axes, ...]:
+        """Returns the axes that each leading dimension of x [..., H], of `ndim` ones, is over."""
+        if not self.sequence_axes:
+            return (self.batch_axes,)
+        others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
+        return others, *[()] * (ndim - 3), self.sequence_axes
+
+    def splits_further(self, *names: str) -> bool:
+        """Returns whether one of the parameters is split over further axes."""
+        return any(name in names for name, _ in self.further_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:
         """Returns whether the ranks along `tensor_axes` hold different tokens."""
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
-    def _size(self, axes: tuple[str, ...]) -> int:
+    def size(self, axes: Axes) -> int:
+        """Returns the number of ranks along the axes."""
         if self.mesh is not None:
             return math.prod(self.mesh.shape[axis] for axis in axes)
         return lax.axis_size(axes)
@@ -54,9 +84,9 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     """Finds the mesh that a call on x runs on, and its axes.
 
     Raises:
-        ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names an axis that the mesh
-            lacks or that cannot hold experts, columns or tokens; or `config.mesh` is another mesh
-            than that of `jax.set_mesh`.
+        ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` names an
+            axis that the mesh lacks or that cannot hold experts, columns or tokens; or
+            `config.mesh` is another mesh than that of `jax.set_mesh`.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -82,7 +112,8 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
         _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()
     )
     batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
-    return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes)
+    sequence_axes = _sequence_axes(config, batch_axes, x)
+    return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes, sequence_axes)
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
@@ -114,7 +145,7 @@ def _on_mesh(
 
 
 def check_mesh_of_experts(
-    experts: jax.Array, config: MoEConfig, where: LayerMesh, axis_rules: Mapping[str, Any]
+    experts: jax.Array, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules
 ) -> None:
     """Raises or warns if every rank would gather all experts [E, H, F] on each call.
 
@@ -143,7 +174,10 @@ def check_mesh_of_experts(
         logical, part = dims[name]
         how, held = "is sharded over", _large(part, mesh)
         if not held and not known:
-            how, held = "is sharded by the axis rules over", _large(axis_rules.get(logical), mesh)
+            how, held = (
+                "is sharded by the axis rules over",
+                _large(dict(axis_rules).get(logical), mesh),
+            )
         if not held and not known and not set(axes) & set(mesh.axis_names):
             how, held = "may be sharded over", _large(_likely_meant(name, axes, mesh), mesh)
         if held and not set(held) & set(axes):
@@ -282,3 +316,17 @@ def _batch_axes(
             f"different tokens) or none of it, but is {batch_axes}."
         )
     return batch_axes
+
+
+def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
+    """Returns `config.sequence_axes`, or by default what x's type shows of them."""
+    if config.sequence_axes is not None:
+        axes = as_axes(config.sequence_axes, "sequence_axes")
+        if not set(axes) <= set(batch_axes):
+            raise ValueError(f"sequence_axes must be among batch_axes {batch_axes}, but is {axes}.")
+        return axes if x.ndim > 2 else ()
+    if x.ndim < 3:
+        return ()
+    part = jax.typeof(x).sharding.spec[-2]
+    axes = (part,) if isinstance(part, str) else tuple(part or ())
+    return axes if set(axes) <= set(batch_axes) else ()

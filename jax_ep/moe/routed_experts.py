@@ -193,8 +193,10 @@ def _forward(
     unit, matmuls = config.unit, config.matmuls
     if quantized is not None:
         tokens = quantized
-    y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
-    out = combine(y, handle, weights, implementation=config.implementation)
+    with jax.named_scope("experts"):
+        y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
+    with jax.named_scope("combine"):
+        out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 
 
@@ -202,30 +204,33 @@ def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     # Unused rows past the last group contribute nothing, so they may be undefined here.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
-    grad_rows = dispatch_like(
-        grad,
-        rows_of_groups,
-        wire_dtype=config.grad_wire_dtype,
-        output="dequantized" if config.grad_wire_dtype is None else "quantized",
-        implementation=config.implementation,
-    )
-    row_weights = None
-    if weights is not None:
-        row_weights = choices_to_rows(weights, handle, config.implementation)
-    dtokens, dexperts, drow_weights = backward(
-        saved,
-        grad_rows,
-        row_weights,
-        config.unit,
-        config.matmuls,
-        handle.zero_unused,
-    )
+    with jax.named_scope("combine"):
+        grad_rows = dispatch_like(
+            grad,
+            rows_of_groups,
+            wire_dtype=config.grad_wire_dtype,
+            output="dequantized" if config.grad_wire_dtype is None else "quantized",
+            implementation=config.implementation,
+        )
+        row_weights = None
+        if weights is not None:
+            row_weights = choices_to_rows(weights, handle, config.implementation)
+    with jax.named_scope("experts"):
+        dtokens, dexperts, drow_weights = backward(
+            saved,
+            grad_rows,
+            row_weights,
+            config.unit,
+            config.matmuls,
+            handle.zero_unused,
+        )
     if weights is None:
         return dtokens, dexperts, None, None, None, None
     # The barrier delays the weights' gradient until the tokens' gradient is sent, where the ranks
     # meet anyway. A collective that waits for peers earlier takes multiprocessors from a matmul.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
-    dweights = rows_to_choices(drow_weights, handle, config.implementation)
+    with jax.named_scope("combine"):
+        dweights = rows_to_choices(drow_weights, handle, config.implementation)
     return dtokens, dexperts, None, dweights, None, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.export
@@ -614,3 +615,22 @@ def test_a_layer_runs_where_jit_is_disabled(num_ranks):
     with jax.disable_jit():
         step = jax.value_and_grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
         assert_close(step(make_params(), make_x()), unsharded())
+
+
+PARTS = ("router", "dispatch", "experts", "combine", "shared_experts")
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.checkpoint], ids=["plain", "remat"])
+def test_op_names_say_which_part_of_the_layer_they_are_of(wrap):
+    with jax.set_mesh(expert_mesh(4)):
+        step = jax.value_and_grad(wrap(lambda *args: loss(*args)[0]), (0, 1))
+        hlo = jax.jit(step).lower(make_params(), make_x()).compile().as_text() or ""
+    found = set()
+    for line in hlo.splitlines():
+        if (name := re.search(r'op_name="([^"]*)"', line)) is None:
+            continue
+        parts = [p for p in re.findall(r"\w+", name[1]) if p in (*PARTS, "metrics")]
+        found |= {(part, "transpose" in name[1]) for part in parts[:1]}
+        if re.search(r" (dot|all-to-all|all-gather|all-reduce|reduce-scatter)\(", line):
+            assert parts, line
+    assert found >= {(part, backward) for part in PARTS for backward in (False, True)}

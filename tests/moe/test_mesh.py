@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import warnings
 
 import jax
@@ -242,3 +243,73 @@ def test_axis_rules_over_another_axis_than_expert_axis_warn():
             layer = jax_ep.nnx.MoE(H, F, **sizes, rngs=nnx.Rngs(0))
         with pytest.warns(UserWarning, match="by the axis rules over .'experts_here',.*'ep'"):
             nnx.jit(lambda layer, x: layer(x)[0])(layer, x)
+
+
+def resharded(text: str) -> list[str]:
+    """The collectives that move tokens, of those that are of no part of the layer."""
+    kinds = r" (all-to-all|collective-permute|all-gather|reduce-scatter)\("
+    lines = [line for line in text.splitlines() if re.search(kinds, line)]
+    return [line for line in lines if not re.search(r"/(dispatch|combine)/", line)]
+
+
+@pytest.mark.parametrize(
+    "axes, shape, types",
+    quick(
+        [
+            (("expert",), (2, 4), (AUTO, AUTO)),
+            (("expert", "data"), (2, 4), (AUTO, AUTO)),
+            (None, (2, 4), (EXPLICIT, EXPLICIT)),
+        ],
+        (("expert",), (2, 4), (AUTO, AUTO)),
+        (None, (2, 4), (EXPLICIT, EXPLICIT)),
+    ),
+    ids=str,
+)
+def test_tokens_split_along_the_sequence_stay_where_they_are(axes, shape, types):
+    config = dataclasses.replace(CONFIG, balance_convention="deepseek_v3")
+    params, x = make_params(), make_x(shape=(4, 8))
+    mask = jnp.arange(32).reshape(4, 8) % 5 > 0
+
+    def step_with(**fields):
+        changed = dataclasses.replace(config, **fields)
+
+        def total(params, x):
+            out, metrics = moe_layer(params, x, changed, mask)
+            return jnp.sum(jnp.sin(out)) + metrics.load_balance_loss, (out, metrics)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+    want = step_with()(params, x)
+    devices = typed_mesh(shape, ("data", "expert"), types)
+    sequence = axes or ("expert",)
+    spec = P(None if "data" in sequence else "data", sequence)
+    with jax.set_mesh(devices):
+        x = jax.device_put(x, NamedSharding(devices, spec))
+        step = step_with(sequence_axes=axes)
+        compiled = step.lower(params, x).compile()
+        got = step(params, x)
+        if types[0] == AUTO:  # what the test looks for is there without the option
+            assert resharded(step_with().lower(params, x).compile().as_text() or "")
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not resharded(compiled.as_text() or "")
+    for array in (got[0][1][0], got[1][1]):
+        assert array.sharding.is_equivalent_to(NamedSharding(devices, spec), 3)
+
+
+def test_sequences_that_their_axes_do_not_divide_are_moved():
+    params, x = make_params(), make_x(shape=(4, 3))
+    want, _ = dense(params, x)
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        out = moe_layer(params, x, dataclasses.replace(CONFIG, sequence_axes="expert"))[0]
+        tokens = moe_layer(params, x[0], dataclasses.replace(CONFIG, sequence_axes=["expert"]))[0]
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(tokens, want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_sequence_axes_that_hold_no_tokens_are_refused():
+    config = dataclasses.replace(CONFIG, batch_axes="expert", sequence_axes="data")
+    with (
+        jax.set_mesh(mesh((2, 4), ("data", "expert"))),
+        pytest.raises(ValueError, match=r"sequence_axes must be among batch_axes \('expert',\)"),
+    ):
+        moe_layer(make_params(), make_x(), config)

@@ -1,0 +1,271 @@
+"""Gathers parameters that are split over further mesh axes than those of experts and F (FSDP).
+
+Such a parameter enters the layer's `jax.shard_map` as it lies, and is gathered there, where it is
+used: matrices in the compute dtype, or in float8 if the experts multiply float8. The transpose sums
+the gradients of the ranks in the parameter's dtype, and leaves each rank its own part
+(reduce-scatter). `LayerMesh.further_axes` says how the parameters lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, explicit_axes
+from jax_ep.moe.params import LOGICAL_AXES, MoEParams
+from jax_ep.runtime.jax_compat import to_varying, varying_axes
+
+
+def with_further_axes(
+    where: LayerMesh, params: MoEParams, config: MoEConfig, axis_rules: AxisRules
+) -> LayerMesh:
+    """Adds to a call's mesh how its parameters are split over further axes.
+
+    `config.fsdp_axes` says it. If that is None, the types of the parameters show it for Explicit
+    axes, and the caller's axis rules for Auto axes; what the layer cannot gather is left to XLA.
+
+    Raises:
+        ValueError: `config.fsdp_axes` does not fit the mesh or the parameters.
+    """
+    if where.mesh is None:
+        _check_not_bound(config)
+        return where
+    arrays = {name: array for name, array in params._asdict().items() if array is not None}
+    if config.fsdp_axes is None:
+        found = {name: _found(name, a, where, axis_rules) for name, a in arrays.items()}
+    else:
+        given = config.further_axes()
+        _check_on_mesh(given, where)
+        found = {name: _given(name, array, where, given) for name, array in arrays.items()}
+    further = {name: axes for name, axes in found.items() if any(axes)}
+    return where._replace(further_axes=tuple(further.items()))
+
+
+def _check_not_bound(config: MoEConfig) -> None:
+    bound = set(jax.sharding.get_abstract_mesh().manual_axes)
+    given = config.further_axes().values()
+    if named := [axis for axes in given for axis in axes if axis in bound]:
+        raise ValueError(
+            f"fsdp_axes must not name {named} in a jax.shard_map that binds them, since the layer "
+            "gathers parameters only in its own: gather them before the call, and leave fsdp_axes "
+            "at None."
+        )
+
+
+def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
+    assert where.mesh is not None
+    for logical, axes in given.items():
+        if missing := [axis for axis in axes if axis not in where.mesh.axis_names]:
+            raise ValueError(
+                f"fsdp_axes must name axes of the mesh {dict(where.mesh.shape)}, but has {missing} "
+                f"for {logical!r}."
+            )
+        if same := [axis for axis in axes if axis not in where.batch_axes]:
+            raise ValueError(
+                f"fsdp_axes must name axes over which the tokens are spread, batch_axes "
+                f"{where.batch_axes}, but has {same} for {logical!r}."
+            )
+
+
+def _given(
+    name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
+) -> tuple[Axes, ...]:
+    """Returns the further axes of each dimension that the configuration gives."""
+    logical = LOGICAL_AXES[name]
+    further = tuple(given.get(axis or "", ()) for axis in logical)
+    split = zip(logical, array.shape, where.axes_of(logical), further, strict=True)
+    for axis, size, base, more in split:
+        if more and size % where.size(base + more):
+            raise ValueError(
+                f"fsdp_axes must divide each dimension that is split, but {axis!r} of {name} "
+                f"{array.shape} has {size}, and {where.size(base + more)} ranks are along "
+                f"{base + more}."
+            )
+    return _large(further, where)
+
+
+def _found(
+    name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
+) -> tuple[Axes, ...]:
+    """Returns the further axes of each dimension over which the array is probably split.
+
+    A dimension is left out if it is split otherwise than by its own axes and then further ones.
+    """
+    assert where.mesh is not None
+    explicit = explicit_axes(where.mesh)
+    logical = LOGICAL_AXES[name]
+    of_type = (*jax.typeof(array).sharding.spec, *[None] * len(logical))
+    by_rules = _assign(logical, axis_rules)
+    base = where.axes_of(logical)
+    used = {axis for axes in base for axis in axes}
+    further = []
+    for i, own in enumerate(base):
+        auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
+        axes = (_names(of_type[i]) or ()) + auto
+        more = axes[len(own) :] if axes[: len(own)] == own else ()
+        known = logical[i] is not None and (own or logical[i] != "exp")
+        fits = set(more) <= set(where.batch_axes) - used and not (
+            array.shape[i] % where.size(own + more) if more and known else 0
+        )
+        further.append(more if known and fits else ())
+        used |= set(further[-1])
+    return _large(further, where)
+
+
+def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
+    """Returns the mesh axes of each logical axis by rules, as Flax assigns them.
+
+    The first rule whose mesh axes no other dimension has taken applies.
+    """
+    assigned: dict[str, Axes] = {}
+    for name, mesh_axes in axis_rules:
+        axes = _names(mesh_axes)
+        taken = {axis for other in assigned.values() for axis in other}
+        if name in logical and name not in assigned and axes is not None and not taken & set(axes):
+            assigned[name] = axes
+    return [assigned.get(axis or "", ()) for axis in logical]
+
+
+def _names(part: Any) -> Axes | None:
+    """Returns the mesh axes of one dimension of a `PartitionSpec`; None for anything else."""
+    axes = (part,) if isinstance(part, str) else part
+    if axes is None:
+        return ()
+    return tuple(axes) if isinstance(axes, (tuple, list)) else None
+
+
+def _large(further: Iterable[Axes], where: LayerMesh) -> tuple[Axes, ...]:
+    return tuple(tuple(axis for axis in axes if where.size((axis,)) > 1) for axes in further)
+
+
+def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
+    """Returns how a parameter lies: over the axes of experts and F, and then over further axes."""
+    return PartitionSpec(*(axes or None for axes in _all_axes(name, where)))
+
+
+def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
+    base = where.axes_of(LOGICAL_AXES[name])
+    further = where.further(name) or ((),) * len(base)
+    return tuple(own + more for own, more in zip(base, further, strict=True))
+
+
+def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
+    """Returns how quantized matrices lie: as the matrices, if their parts have whole blocks.
+
+    Otherwise they lie over the axes of experts and F only.
+    """
+    arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    shapes = [_part_shape(name, a, where) for name, a in arrays.items() if a is not None]
+    return where if has_whole_blocks(*shapes) else where._replace(further_axes=())
+
+
+def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
+    """Returns whether matrices of these shapes [L, K, N] can be quantized."""
+    block = FLOAT8_MATRICES.block
+    return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
+
+
+def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...]:
+    split = zip(array.shape, _all_axes(name, where), strict=True)
+    return tuple(size // where.size(axes) for size, axes in split)
+
+
+def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
+    """Gathers a parameter along its further axes, in `dtype` or its own.
+
+    A parameter without further axes is only cast.
+    """
+    dims = _dims(name, where)
+    dtype = part.dtype if dtype is None else jnp.dtype(dtype)
+    if not dims:
+        return part.astype(dtype)
+    whole = _gather(dims, dtype, part.dtype, False, _of_each_token(part, where))
+    return checkpoint_name(whole, GATHERED)
+
+
+# The name of gathered parameters for policies of `jax.checkpoint`.
+GATHERED = "gathered_parameters"
+
+
+def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
+    """Returns zeros of the gathered parameter's type, with the gradient of `gather`.
+
+    It stands for matrices of which only the quantized ones are read.
+    """
+    dims = _dims(name, where)
+    if not dims:
+        return part.astype(dtype)
+    return _gather(dims, jnp.dtype(dtype), part.dtype, True, _of_each_token(part, where))
+
+
+def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
+    """Gathers quantized matrices along their further axes, in one order; transposes them here."""
+
+    def whole(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
+        if matrices is None or not (dims := _dims(name, where)):
+            return matrices
+
+        def moved(array: jax.Array) -> jax.Array:
+            return checkpoint_name(_all_gather(array, dims), GATHERED)
+
+        def turned(array: jax.Array) -> jax.Array:
+            return jnp.swapaxes(array, 1, 2)
+
+        gathered: QuantizedArray = jax.tree.map(moved, matrices.matrices)
+        return QuantizedMatrices(gathered, jax.tree.map(turned, gathered))
+
+    return QuantizedExperts(*(whole(*item) for item in quantized._asdict().items()))  # type: ignore
+
+
+_Dims = tuple[tuple[int, Axes], ...]
+
+
+def _dims(name: str, where: LayerMesh) -> _Dims:
+    return tuple((i, axes) for i, axes in enumerate(where.further(name)) if axes)
+
+
+def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
+    """Types a part as varying over all axes of the tokens.
+
+    The gradients of ranks with equal parts are thus summed after they are scattered, not before.
+    """
+    return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
+
+
+def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
+    for dim, axes in dims:
+        array = lax.all_gather(array, axes, axis=dim, tiled=True)
+    return array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
+    """Gathers a part cast to `dtype`; or, if `zeros`, returns zeros of the same type."""
+    if not zeros:
+        return _all_gather(part.astype(dtype), dims)
+    shape = list(part.shape)
+    for dim, axes in dims:
+        shape[dim] *= math.prod(lax.axis_size(axis) for axis in axes)
+    return to_varying(jnp.zeros(shape, dtype), varying_axes(part))
+
+
+def _scatter(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, _: None, grad: jax.Array):
+    grad = grad.astype(grad_dtype)
+    for dim, axes in reversed(dims):
+        grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return (grad,)
+
+
+_gather.defvjp(lambda *args: (_gather(*args), None), _scatter)

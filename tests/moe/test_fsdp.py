@@ -1,0 +1,374 @@
+"""Parameters split over further mesh axes: gathered in the layer, their gradients scattered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.dense_moe import E, K, assert_close, weight_shapes
+from support.meshes import mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, MoEParams, linen, moe_layer
+from jax_ep.moe.params import LOGICAL_AXES
+from jax_ep.placement import Placement, to_experts, to_slots
+
+B, SEQUENCE, H, F = 8, 4, 16, 12
+PARTS: dict = dict(shared_dim=8, use_shared_gate=True, use_mlp_bias=True)
+FREE: dict = dict(constant_experts=1)
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+BF16 = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, fsdp_axes={"embed": "fsdp"})
+AXES = ("fsdp", "expert")
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def make_params(hidden=H, mlp=F, **parts) -> MoEParams:
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (hidden, E)} | weight_shapes(E, hidden, mlp, **parts)
+    return MoEParams.of(**{
+        name: jnp.asarray(rng.normal(size=shape) * 0.4, jnp.float32)
+        for name, shape in shapes.items()
+    })  # fmt: skip
+
+
+def make_x(hidden=H) -> jax.Array:
+    values = np.random.default_rng(1).normal(size=(B, SEQUENCE, hidden))
+    return jnp.asarray(values, jnp.float32)
+
+
+def shardings(params: MoEParams, devices, axes) -> MoEParams:
+    return MoEParams.of(**{
+        name: NamedSharding(devices, P(*(axes.get(axis) for axis in LOGICAL_AXES[name])))
+        for name, array in params._asdict().items()
+        if array is not None
+    })  # fmt: skip
+
+
+def loss(params, x, placement=None, *, config):
+    out, metrics = moe_layer(params, x, config, placement=placement)
+    total = jnp.sum(jnp.sin(out.astype(jnp.float32))) + metrics.load_balance_loss
+    return total, (out, metrics)
+
+
+def step_of(config, wrap=lambda function: function):
+    function = wrap(functools.partial(loss, config=config))
+    return jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))
+
+
+@functools.cache
+def unsharded():
+    return jax.device_get(step_of(CONFIG)(make_params(**PARTS), make_x()))
+
+
+CASES = {
+    "embed": ((4, 2), AXES, {"embed": "fsdp"}, {}),
+    "mlp": ((2, 4), AXES, {"mlp": "fsdp"}, {}),
+    "experts": ((2, 4), AXES, {"exp": "fsdp"}, {}),
+    "two axes, and a third with copies": (
+        (2, 2, 2),
+        ("data", "fsdp", "expert"),
+        {"embed": ["fsdp", "data"]},
+        {},
+    ),
+    "with a tensor axis": (
+        (2, 2, 2),
+        (*AXES, "tensor"),
+        {"mlp": "fsdp"},
+        {"tensor_axis": "tensor"},
+    ),
+    "tokens split over the tensor axis": (
+        (2, 2, 2),
+        (*AXES, "tensor"),
+        {"embed": "fsdp"},
+        {"tensor_axis": "tensor", "batch_axes": (*AXES, "tensor")},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", quick(list(CASES), "embed", "with a tensor axis", unpack=False))
+def test_results_are_those_without_a_mesh(case):
+    shape, axes, fsdp_axes, fields = CASES[case]
+    config = dataclasses.replace(CONFIG, fsdp_axes=fsdp_axes, **fields)
+    devices = mesh(shape, axes)
+    params = make_params(**PARTS)
+    base = {"exp": ("expert",), "mlp": ("tensor",) if "tensor" in axes else ()}
+    split = base | {k: (*base.get(k, ()), *config.further_axes()[k]) for k in fsdp_axes}
+    where = shardings(params, devices, split)
+    with jax.set_mesh(devices):
+        got = step_of(config)(jax.device_put(params, where), make_x())
+    assert_close(got, unsharded(), rtol=1e-4, atol=1e-5)
+
+
+def collectives(text: str, kind: str) -> list[str]:
+    """The types of the results of a kind of collective in StableHLO."""
+    found = re.findall(rf'"stablehlo\.{kind}"\(.*? : \(tensor[^)]*\) -> (\S+)', text, re.DOTALL)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "remat"])
+def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
+    """XLA for CPUs moves bfloat16 as float32, so dtypes are those of the lowered program."""
+    devices = mesh((2, 4), AXES)
+    params = make_params(shared_dim=8)
+    where = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
+    of_tokens = NamedSharding(devices, P(AXES))
+    with jax.set_mesh(devices):
+        step = jax.jit(
+            jax.value_and_grad(wrap(functools.partial(loss, config=BF16)), (0, 1), has_aux=True),
+            out_shardings=(None, (where, of_tokens)),
+        )
+        lowered = step.lower(jax.device_put(params, where), jax.device_put(make_x(), of_tokens))
+    text, passes = lowered.as_text(), 1 if wrap is not jax.checkpoint else 2
+    own = E // 4
+    gathered = [f"tensor<{own}x{H}x{F}xbf16>"] * 2 + [f"tensor<{own}x{F}x{H}xbf16>"]
+    gathered += [f"tensor<{H}x8xbf16>"] * 2 + [f"tensor<8x{H}xbf16>"]
+    weights = [t for t in collectives(text, "all_gather") if f"{H}" in t and "bf16" in t]
+    assert weights == sorted(gathered * passes)
+    half = H // 2
+    scattered = [f"tensor<{own}x{half}x{F}xf32>"] * 2 + [f"tensor<{own}x{F}x{half}xf32>"]
+    scattered += [f"tensor<{half}x8xf32>"] * 2 + [f"tensor<8x{half}xf32>"]
+    scattered += [f"tensor<{half}x{E}xf32>"]  # the gate
+    assert collectives(text, "reduce_scatter") == sorted(scattered)
+
+    # Outside of the layer's shard_map, XLA adds no collective of a parameter or a token.
+    hlo = lowered.compile().as_text() or ""
+    moved = re.findall(r"= (\S+|\(.*?\)) (all-\S+|reduce-scatter|collective-permute)\(", hlo)
+    assert not [kind for _, kind in moved if kind == "collective-permute"]
+    whole = (f"[{own},{H},{F}]", f"[{own},{F},{H}]", f"[{own},{half},{F}]")
+    reduced = [result for result, kind in moved if kind == "all-reduce"]
+    assert not [result for result in reduced if any(shape in result for shape in whole)]
+    of_experts = [r for r, kind in moved if kind == "all-gather" and any(s in r for s in whole)]
+    assert 3 <= len(of_experts) <= 3 * passes  # for CPUs, XLA may merge what remat repeats
+
+
+def test_copies_of_parts_are_summed_after_they_are_scattered():
+    """Along "data" ranks hold equal parts: only parts are all-reduced, in the parameters' dtype."""
+    devices = mesh((2, 2, 2), ("data", *AXES))
+    params = make_params()
+    with jax.set_mesh(devices):
+        text = step_of(BF16).lower(params, make_x()).as_text()
+    reduced = collectives(text, "all_reduce")
+    assert reduced.count(f"tensor<{E // 2}x{H // 2}x{F}xf32>") == 2
+    assert not [kind for kind in reduced if f"{E // 2}x{H}x{F}" in kind]
+
+
+def test_a_scan_gathers_one_layer_at_a_time():
+    devices, layers = mesh((2, 4), AXES), 3
+    stack = jax.tree.map(lambda a: jnp.stack([a] * layers), make_params())
+
+    def total(stack, x):
+        def block(x, params):
+            return x + moe_layer(params, x, BF16)[0].astype(x.dtype), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(block), x, stack)[0])
+
+    axes = {name: P(None, *spec.spec) for name, spec in _specs(stack, devices).items()}
+    where = MoEParams.of(**{name: NamedSharding(devices, spec) for name, spec in axes.items()})
+    with jax.set_mesh(devices):
+        step = jax.jit(jax.grad(total), in_shardings=(where, None), out_shardings=where)
+        lowered = step.lower(stack, make_x())
+    whole = f"tensor<{E // 4}x{H}x{F}xbf16>"
+    assert collectives(lowered.as_text(), "all_gather").count(whole) == 4  # wi_0 and wi_1, twice
+    results = re.findall(r"= (\S+) all-gather\(", lowered.compile().as_text() or "")
+    assert results and not [r for r in results if re.search(rf"\[{layers},.*{F}", r)]
+
+
+def _specs(params, devices):
+    given = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
+    return {name: spec for name, spec in given._asdict().items() if spec is not None}
+
+
+@pytest.mark.slow
+def test_slots_with_copies():
+    devices = mesh((2, 4), AXES)
+    params, x = make_params(), make_x()
+    for fsdp_axes in ({"embed": "fsdp"}, {"exp": "fsdp"}):
+        config = dataclasses.replace(CONFIG, num_slots=16, fsdp_axes=fsdp_axes)
+        placement = Placement.in_order(num_experts=E, num_slots=16, num_ranks=4)[0]
+        slots = to_slots(params, placement)
+        with jax.set_mesh(devices):
+            (_, (out, metrics)), (dslots, dx) = step_of(config)(slots, x, placement)
+        dparams = to_experts(dslots, placement)
+        want = jax.device_get(step_of(CONFIG)(params, x))
+        assert_close((out, dparams, dx), (want[0][1][0], *want[1]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(metrics.expert_counts, want[0][1][1].expert_counts)
+        again = to_slots(dparams, placement)
+        np.testing.assert_array_equal(again.wi_0, dslots.wi_0)  # copies have equal gradients
+
+
+@pytest.mark.slow
+def test_float8_values_are_gathered_and_the_bits_are_the_same():
+    devices = mesh((2, 2), AXES)
+    params, x = make_params(256, 128), make_x(256)
+    quantizing = dataclasses.replace(
+        CONFIG, dtype=jnp.bfloat16, matmul_dtype=jnp.float8_e4m3fn, fsdp_axes={}
+    )
+    gathering = dataclasses.replace(quantizing, fsdp_axes={"embed": "fsdp"})
+    with jax.set_mesh(devices):
+        want = step_of(quantizing)(params, x)
+        got = step_of(gathering)(params, x)
+        text = step_of(gathering).lower(params, x).as_text()
+    assert_close(got[0], want[0], rtol=0, atol=0)
+    assert_close(got[1], want[1], rtol=2e-2, atol=2e-2)  # sums of ranks in bfloat16, in float32
+    own, values = E // 2, "f8E4M3FN"
+    gathered = [kind for kind in collectives(text, "all_gather") if kind.count("x") == 3]
+    assert [kind for kind in gathered if "128" in kind] == [
+        f"tensor<{own}x128x256x{values}>",
+        *[f"tensor<{own}x256x128x{values}>"] * 2,
+    ]
+    assert f"tensor<{E // 2}x128x128xf32>" in collectives(text, "reduce_scatter")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden, split", [(256, True), (128, False)])
+def test_experts_quantized_beforehand(hidden, split):
+    """Parts without whole blocks are gathered first, and are then not split over further axes."""
+    devices = mesh((2, 2), AXES)
+    params, x = make_params(hidden, 128), make_x(hidden)
+    config = dataclasses.replace(BF16, matmul_dtype=jnp.float8_e4m3fn)
+    with jax.set_mesh(devices):
+        want = jax.jit(functools.partial(moe_layer, config=config))(params, x)[0]
+        quantized = jax.jit(lambda p: jax_ep.quantize_experts(p, config))(params)
+        spec = quantized.wi_0.matrices.values.sharding.spec
+        layer = jax.jit(lambda p, q, x: moe_layer(p, x, config, quantized_experts=q)[0])
+        np.testing.assert_array_equal(layer(params, quantized, x), want)
+    assert ("fsdp" in spec) == split
+
+
+RULES = (("embed", "fsdp"), ("exp", "expert"), ("mlp", None))
+
+
+def gathers(text: str) -> bool:
+    return f"tensor<{E // 4}x{H}x{F}xbf16>" in collectives(text, "all_gather")
+
+
+def test_linen_layer_follows_the_rules_in_force():
+    layer = linen.MoE(E, K, F, dtype=jnp.bfloat16)
+    x = make_x()
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        params = jax.eval_shape(layer.init, jax.random.key(0), x)
+        for rules, found in ((RULES, True), (RULES[1:], False)):
+            with nn.logical_axis_rules(rules):
+                assert gathers(jax.jit(layer.apply).lower(params, x).as_text()) == found
+        off = layer.clone(fsdp_axes={})
+        with nn.logical_axis_rules(RULES):
+            assert not gathers(jax.jit(off.apply).lower(params, x).as_text())
+
+
+def test_linen_layer_in_a_scan_with_remat():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            y, _ = linen.MoE(E, K, F, dtype=jnp.bfloat16, fsdp_axes={"embed": "fsdp"})(x)
+            return x + y.astype(x.dtype), None
+
+    stack = nn.scan(
+        nn.remat(Block, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=2,
+    )()
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        params = jax.eval_shape(stack.init, jax.random.key(0), make_x(), None)
+        step = jax.grad(lambda params, x: jnp.sum(stack.apply(params, x, None)[0]))
+        assert gathers(jax.jit(step).lower(nn.unbox(params), make_x()).as_text())
+
+
+def test_nnx_layer_is_created_split_and_remembers_the_rules():
+    x = make_x()
+
+    def make(**fields):
+        return jax_ep.nnx.MoE(
+            H,
+            F,
+            num_experts=E,
+            num_experts_per_token=K,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+            **fields,
+        )
+
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        with nnx.logical_axis_rules(RULES):
+            by_rules = make()
+        for layer in (by_rules, make(fsdp_axes={"embed": "fsdp"})):
+            assert layer.wi_0.get_value().sharding.spec[:2] in (
+                ("expert", "fsdp"),
+                (("expert",), ("fsdp",)),
+            )
+            graph, state = nnx.split(layer)
+            step = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)[0])
+            assert gathers(step.lower(state, x).as_text())
+
+
+def test_types_show_explicit_axes():
+    devices = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
+    params = make_params(**PARTS)
+    where = shardings(params, devices, {"exp": "expert", "mlp": "fsdp"})
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
+    with jax.set_mesh(devices):
+        params = jax.device_put(params, where)
+        step = step_of(config)
+        assert gathers(step.lower(params, make_x()).as_text())
+        grads = step(params, make_x())[1][0]
+    assert grads.wi_0.sharding.spec == where.wi_0.spec
+
+
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        ({"fsdp_axes": {"embed": "rows"}}, r"fsdp_axes must name axes of the mesh .*'rows'"),
+        ({"fsdp_axes": {"embed": "expert"}}, "other mesh axes than expert_axis"),
+        (
+            {"fsdp_axes": {"mlp": "fsdp"}, "tensor_axis": "fsdp"},
+            "other mesh axes than tensor_axis",
+        ),
+        ({"fsdp_axes": {"embed": "fsdp", "mlp": "fsdp"}}, "must name a mesh axis once"),
+        ({"fsdp_axes": {"vocab": "fsdp"}}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
+        (
+            {"fsdp_axes": {"embed": "fsdp"}, "batch_axes": "expert"},
+            "over which the tokens are spread",
+        ),
+        ({"fsdp_axes": {"mlp": "fsdp"}}, r"'mlp' of wi_0 \(8, 16, 15\) has 15, and 2 ranks"),
+        ({"fsdp_axes": {"exp": "fsdp"}, "num_experts": 12}, "'exp' of wi_0 .* has 12, and 8 ranks"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(fields, match):
+    config = dataclasses.replace(CONFIG, **fields)
+    params = make_params(H, 15)
+    if config.num_experts != E:
+        shapes = {"gate": (H, 12)} | weight_shapes(12, H, F)
+        params = MoEParams.of(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
+    with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match=match):
+        moe_layer(params, make_x(), config)
+
+
+def test_a_value_that_is_no_mapping_is_refused():
+    with pytest.raises(TypeError, match="fsdp_axes must be None or map logical axes"):
+        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, fsdp_axes="fsdp"))  # type: ignore
+
+
+def test_in_the_callers_shard_map_the_caller_gathers():
+    layer = jax.shard_map(
+        lambda params, x: moe_layer(params, x, dataclasses.replace(BF16, batch_axes=AXES))[0],
+        in_specs=(P(), P(AXES)),
+        out_specs=P(AXES),
+    )
+    with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match="fsdp_axes must not"):
+        layer(make_params(), make_x())
