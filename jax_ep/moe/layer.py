@@ -21,21 +21,32 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
     QuantizedExperts,
+    check_all_stored,
+    check_not_stored,
     check_quantized,
+    dequantized,
     quantize_experts_of_rank,
     specs_of_quantized,
+    without_gradient,
 )
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_params
+from jax_ep.moe.params import (
+    LOGICAL_AXES,
+    SHARED_WEIGHTS,
+    MoEParams,
+    check_num_held,
+    check_params,
+)
 from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
@@ -139,6 +150,7 @@ def run_layer(
     if mask is not None:
         mask = mask.astype(jnp.bool_)
     where = find_mesh(config, x)
+    check_all_stored(params)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
     check_quantized(quantized, params, config.matmul_dtype)
@@ -160,7 +172,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
             hint = "; set dtype, and for float8 rows on the wire wire_dtype"
             check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
         with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.result_type(x, params.wi_0)
+            dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
     if router_dtype.itemsize > 4:  # logits are never wider than float32
         router_dtype = jnp.dtype(jnp.float32)
@@ -277,7 +289,7 @@ def _on_mesh(
 
     tokens_spec = PartitionSpec(where.batch_axes)
     params_spec = MoEParams.of(**{
-        name: _spec_of_parameter(name, where)
+        name: _specs_of(array, _spec_of_parameter(name, where))
         for name, array in params._asdict().items()
         if array is not None
     })  # fmt: skip
@@ -318,6 +330,7 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     if config.matmul_dtype is None:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
+    check_not_stored("params must not be given to quantize_experts", params)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
 
@@ -343,6 +356,11 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
     return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
+
+
+def _specs_of(array: jax.Array | QuantizedArray, spec: PartitionSpec) -> Any:
+    """Returns how an array is sharded, or both parts of a quantized one, by that of the numbers."""
+    return array.specs(spec) if isinstance(array, QuantizedArray) else spec
 
 
 def _on_rank(
@@ -423,7 +441,8 @@ def _run_routed_experts(
         implementation=config.implementation,
     )
     experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
-    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
+    own_experts = functools.partial(_own_experts, placement=placement, config=config, where=where)
+    experts = jax.tree.map(own_experts, experts, is_leaf=_is_quantized)
     if quantized is not None:
         own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
         experts = experts._replace(quantized=jax.tree.map(own, quantized))
@@ -484,15 +503,23 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
     return math.ceil(config.host_capacity_factor * num_tokens)
 
 
+def _is_quantized(array: Any) -> bool:
+    return isinstance(array, QuantizedArray)
+
+
 def _own_experts(
-    weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
-) -> jax.Array:
+    weights: jax.Array | QuantizedArray,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> jax.Array | QuantizedArray:
     """Returns this rank's experts, with matrices in the compute dtype.
 
     `weights` has all experts or only this rank's.
     """
-    weights = _of_rank(weights, config.num_held // where.num_ranks(), where)
-    if placement is not None:
+    own = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+    weights = jax.tree.map(own, weights)
+    if placement is not None and not _is_quantized(weights):
         weights = equal_copies(weights, placement, where.expert_axes)
     return weights.astype(config.dtype) if weights.ndim == 3 else weights
 
@@ -514,11 +541,14 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
     """Runs the shared experts, which compute every token, as one MLP."""
-    wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
-    assert params.shared_wo is not None
+    *wi, wo = (
+        dequantized(without_gradient(name, matrix), config.dtype)
+        for name in SHARED_WEIGHTS
+        if (matrix := getattr(params, name)) is not None
+    )
     tokens = x.astype(config.dtype)
     unit = config.expert_options()
-    out = unit(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
+    out = unit(*(tokens @ w for w in wi)) @ wo
     if params.shared_gate is not None:
         factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)
@@ -545,6 +575,16 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoE
             )
 
 
+def _check_blocks(params: MoEParams, where: LayerMesh) -> None:
+    """Raises ValueError if a rank along the tensor axes would hold parts of quantized blocks."""
+    num_ranks = where.num_tensor_ranks()
+    for name, array in params._asdict().items():
+        if _is_quantized(array):
+            sizes = zip(array.shape, LOGICAL_AXES[name], strict=True)
+            shape = tuple(size // num_ranks if axis == "mlp" else size for size, axis in sizes)
+            array.format.check_shape(f"{name} on one of {num_ranks} ranks of tensor_axis", shape)
+
+
 def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     num_ranks = where.num_ranks()
     if config.num_held % num_ranks:
@@ -568,6 +608,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> No
                     f"{where.num_tensor_ranks()} ranks along tensor_axis {where.tensor_axes}, but "
                     f"it is {width}, of shape {getattr(params, name).shape}."
                 )
+        _check_blocks(params, where)
     if not where.expert_axes and config.implementation == "pallas":
         raise ValueError(
             'implementation="pallas" exchanges rows between the ranks of expert_axis '
