@@ -408,8 +408,8 @@ def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
     if isinstance(format, Transposed):
         format, is_transposed = format.transposes, True
     wanted = FLOAT8_MATRICES.dtype, FLOAT8_MATRICES.block
-    wide = jnp.promote_types(format.scale_dtype, jnp.float32)
-    if (format.dtype, format.block) != wanted or wide != jnp.float32:
+    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    if (format.dtype, format.block) != wanted or not exact:
         return None
     scales = stored.scales.astype(jnp.float32)
     kept = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)
