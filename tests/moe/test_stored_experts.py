@@ -130,7 +130,7 @@ def test_no_program_quantizes_float8_matrices_again(name, again):
     """Unlike those of other formats."""
     config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
-    assert ("quantize_matrices" in str(program)) == again
+    assert ("quantize_float8_matrices" in str(program)) == again
 
 
 def test_other_formats_are_quantized_again_for_float8_matmuls():
