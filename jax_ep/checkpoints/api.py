@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jax_ep import checks
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
-from jax_ep.checkpoints.block import MATRICES, Block, open_block, plan_block
+from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes, as_dtype_of_arrays
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import moe_layer
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams, ParameterOptions
+from jax_ep.moe.params import LOGICAL_AXES, MATRICES, MoEParams, ParameterOptions
 from jax_ep.moe.slots import check_placement
 from jax_ep.nnx import MoE
 from jax_ep.placement.table import Placement
@@ -97,7 +97,8 @@ def load_moe_params(
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh of devices, but is {checks.described(mesh)}."
         )
-    if quantized not in (None, "keep") and not isinstance(quantized, Format):
+    is_keep = isinstance(quantized, str) and quantized == "keep"
+    if not (quantized is None or is_keep or isinstance(quantized, Format)):
         raise TypeError(
             'quantized must be None, "keep" or a jax_ep.Format, but is '
             f"{checks.described(quantized)}."

@@ -42,7 +42,7 @@ from jax_ep.checkpoints.encodings import (
 from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
 from jax_ep.formats import Format, QuantizedArray, Transposed
-from jax_ep.moe.params import PARAMETERS
+from jax_ep.moe.params import MATRICES
 
 Parameter = Any  # a parameter or a part of it: an np.ndarray, or a QuantizedArray of them
 
@@ -69,13 +69,6 @@ _LAYER = re.compile(
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
-
-# The experts' matrices, also of shared experts: the only parameters that are stored quantized.
-MATRICES = tuple(
-    name
-    for name, parameter in PARAMETERS.items()
-    if parameter.init == "kernel" and "mlp" in parameter.logical_axes
-)
 
 # The rows that are read at once, and the columns that are transposed at once, so that pieces fit
 # in caches.
