@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.core import spmd
 
 from jax_ep import checks
+from jax_ep.formats import QuantizedArray
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
@@ -197,9 +198,14 @@ class MoE(nn.Module, _Fields):
             axis_rules=rules,
         )
 
-    def _weight(self, name: str, shape: tuple[int, ...], init: Initializer) -> jax.Array:
+    def _weight(
+        self, name: str, shape: tuple[int, ...], init: Initializer
+    ) -> jax.Array | QuantizedArray:
         dims = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
+            given = nn.unbox(self.get_variable("params", name))
+            if isinstance(given, QuantizedArray):
+                return given
             # Inside a shard_map, wi_0 may hold only this rank's experts and columns.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}

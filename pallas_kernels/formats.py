@@ -12,6 +12,7 @@ Nothing here imports Pallas or Mosaic.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -84,6 +85,13 @@ class Format:
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the numbers that values of a shape store."""
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
+
+    def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Orders what belongs to the axes of numbers as values and scales have these axes.
+
+        Takes, for example, the parts of a `jax.sharding.PartitionSpec`, one for each axis.
+        """
+        return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
         """Returns the columns and dtype of each array that stores rows of H numbers of `dtype`."""

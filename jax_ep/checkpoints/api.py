@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,19 +21,23 @@ from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes, as_dtype_of_arrays
+from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import moe_layer
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams, ParameterOptions
+from jax_ep.moe.params import LOGICAL_AXES, MATRICES, MoEParams, ParameterOptions
 from jax_ep.moe.slots import check_placement
 from jax_ep.nnx import MoE
 from jax_ep.placement.table import Placement
-from jax_ep.placement.weights import to_experts
+from jax_ep.placement.weights import ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
 # A callback (bytes loaded so far, bytes to load).
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
+
+# What to hold quantized: nothing, what the file holds so, or the routed experts in a format.
+Quantized = Literal["keep"] | Format | None
 
 
 def load_moe_params(
@@ -42,6 +46,7 @@ def load_moe_params(
     *,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    quantized: Quantized = None,
     progress: Progress | None = None,
     **fields: Any,
 ) -> tuple[MoEConfig, MoEParams]:
@@ -58,7 +63,15 @@ def load_moe_params(
             `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient mesh, or
             else one device.
         dtype: the dtype of the parameters; the selection bias is always float32. None: the stored
-            dtype, or bfloat16 for stored float8 and MXFP4.
+            dtype, or bfloat16 for stored float8 and MXFP4. Of quantized parameters, it is the dtype
+            of the numbers.
+        quantized: None, the default: all parameters are arrays of numbers. "keep": matrices of
+            experts, also of shared ones, that the files hold as float8 or MXFP4 become
+            `jax_ep.QuantizedArray`s with the same bytes. A `jax_ep.Format`, such as
+            `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
+            to it while they are loaded; what the files hold in this format keeps its bytes. Values
+            and scales of each matrix are those of its transpose, [out, in], as published
+            (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
             a progress bar on standard error if that is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
@@ -72,16 +85,23 @@ def load_moe_params(
         FileNotFoundError: a file is missing.
         ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
             tensor of the block is missing, misshapen or unknown; a field has a value that the block
-            or the layer does not support; or the mesh does not divide the experts, slots or F. The
-            message names the cause.
+            or the layer does not support; the mesh does not divide the experts, slots or F; or
+            `quantized` does not fit the matrices, such as parts of blocks. The message names the
+            cause.
         TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` has no devices,
-            or a keyword is not a field of `jax_ep.MoEConfig`.
+            `quantized` is none of the above, or a keyword is not a field of `jax_ep.MoEConfig`.
     """
     if dtype is not None:
         as_dtype_of_arrays("dtype", dtype)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh of devices, but is {checks.described(mesh)}."
+        )
+    is_keep = isinstance(quantized, str) and quantized == "keep"
+    if not (quantized is None or is_keep or isinstance(quantized, Format)):
+        raise TypeError(
+            'quantized must be None, "keep" or a jax_ep.Format, but is '
+            f"{checks.described(quantized)}."
         )
     block = open_block(directory, layer)
     config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
@@ -99,16 +119,18 @@ def load_moe_params(
         name: np.dtype(np.float32 if name == "bias" else dtype or block.dtype(name))
         for name in block.params()
     }
-    _check_call(block, config, dtypes)
+    formats = _formats(block, quantized)
+    for name, format in formats.items():
+        _check_blocks(name, format, block.shape(name), shardings[name])
+    _check_call(block, config, dtypes, formats)
     total = sum(
-        math.prod(sharding.shard_shape(block.shape(name)))
+        _num_bytes(sharding.shard_shape(block.shape(name)), dtypes[name], formats.get(name))
         * len(_devices_of_parts(sharding, block.shape(name)))
-        * dtypes[name].itemsize
         for name, sharding in shardings.items()
     )
     counter = _Counter(total, progress or _print_progress)
     params: dict[str, Any] = {
-        name: _load(block, name, sharding, dtypes[name], counter)
+        name: _load(block, name, sharding, dtypes[name], formats.get(name), counter)
         for name, sharding in shardings.items()
     }
     return config, MoEParams.of(**params)
@@ -120,6 +142,7 @@ def load_moe(
     *,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    quantized: Quantized = None,
     progress: Progress | None = None,
     **fields: Any,
 ) -> MoE:
@@ -127,7 +150,7 @@ def load_moe(
 
     Arguments and errors are those of `load_moe_params`.
     """
-    arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, progress=progress)
+    arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, quantized=quantized, progress=progress)
     return _module(*load_moe_params(directory, layer, **arguments, **fields))
 
 
@@ -143,9 +166,10 @@ def save_moe(
     If the directory has the block, its tensors are overwritten, with the names, shapes, dtypes and
     encodings that they have there; all other tensors stay. Unchanged numbers keep their bytes, so
     that loading and saving changes no byte of a file. Changed numbers are rounded to the stored
-    dtype; the changed blocks of float8 and MXFP4 get new scales. Each file of the block is copied,
-    changed and then replaced, which needs as much free space. Only one save at a time may write to
-    a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
+    dtype; the changed blocks of float8 and MXFP4 get new scales. Values and scales of a
+    `QuantizedArray` in the tensor's format are written as they are. Each file of the block is
+    copied, changed and then replaced, which needs as much free space. Only one save at a time may
+    write to a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
 
     If the directory has config.json but not the block, the block is written to a new file and added
     to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
@@ -189,15 +213,53 @@ def save_moe(
     else:
         files = rewriting(block.directory, block.stored())
     with files as into:
-        params = {name: np.asarray(value) for name, value in given.items()}
+        params = jax.tree.map(np.asarray, given)
         block.write(params if placement is None else to_experts(params, placement), into)
 
 
-def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) -> None:
+def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
+    """Returns the formats of the parameters to hold quantized."""
+    if isinstance(quantized, Format):
+        format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
+        return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
+    if quantized is None:
+        return {}
+    found = {name: block.format(name) for name in block.params() if name in MATRICES}
+    return {name: format for name, format in found.items() if format is not None}
+
+
+def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: Sharding) -> None:
+    """Raises ValueError if devices would hold parts of blocks."""
+    part = sharding.shard_shape(shape)
+    rows, columns = format.block
+    if part[-2] % rows or part[-1] % columns:
+        raise ValueError(
+            f"quantized must be None for {name} of shape {shape}, of which a device would hold "
+            f"{part}: as {format.name} a device holds whole blocks of {rows} x {columns} numbers."
+        )
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: np.dtype, format: Format | None) -> int:
+    if format is None:
+        return math.prod(shape) * dtype.itemsize
+    return (
+        math.prod(format.values_shape(shape)) * format.dtype.itemsize
+        + math.prod(format.scales_shape(shape)) * format.scale_dtype.itemsize
+    )
+
+
+def _check_call(
+    block: Block, config: MoEConfig, dtypes: dict[str, np.dtype], formats: dict[str, Format]
+) -> None:
     """Traces a call of the layer, so that loading refuses fields that every call would refuse."""
     params: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
     }
+    for name, format in formats.items():
+        numbers = params[name]
+        values: Any = jax.ShapeDtypeStruct(format.values_shape(numbers.shape), format.dtype)
+        scales: Any = jax.ShapeDtypeStruct(format.scales_shape(numbers.shape), format.scale_dtype)
+        params[name] = QuantizedArray(values, scales, format, numbers.dtype)
     hidden = block.shape("wi_0")[1]
     x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or dtypes["wi_0"])
     placement = None
@@ -219,16 +281,32 @@ def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) ->
 
 
 def _load(
-    block: Block, name: str, sharding: Sharding, dtype: np.dtype, counter: _Counter
-) -> jax.Array:
+    block: Block,
+    name: str,
+    sharding: Sharding,
+    dtype: np.dtype,
+    format: Format | None,
+    counter: _Counter,
+) -> jax.Array | QuantizedArray:
     """Loads one parameter part by part; reads a part once for all devices that hold it."""
     shape = block.shape(name)
-    shards = []
+    shards: list[Any] = []
     for index, devices in _devices_of_parts(sharding, shape).items():
-        part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter)
+        part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter, format)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
         del part  # frees the memory before the next part is read, unless a CPU device uses it
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    make = jax.make_array_from_single_device_arrays
+    if format is None:
+        return make(shape, sharding, shards)
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
+        sharding = NamedSharding(sharding.mesh, spec)
+    return QuantizedArray(
+        make(format.values_shape(shape), sharding, [shard.values for shard in shards]),
+        make(format.scales_shape(shape), sharding, [shard.scales for shard in shards]),
+        format,
+        dtype,
+    )
 
 
 def _devices_of_parts(
@@ -345,8 +423,10 @@ def _check_saved(block: Block, given: dict[str, Any]) -> None:
             f"{wanted}, but has {shapes}; parameters that lead with slots need their placement."
         )
     for name, value in given.items():
-        here = getattr(value, "is_fully_addressable", True) or value.is_fully_replicated
-        if not here:
+        if not all(
+            getattr(part, "is_fully_addressable", True) or part.is_fully_replicated
+            for part in jax.tree.leaves(value)
+        ):
             raise ValueError(
                 f"{name} must be on devices of this process to be saved; gather it first, for "
                 "example with jax.experimental.multihost_utils.process_allgather."

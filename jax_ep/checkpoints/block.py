@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_ep import checks
@@ -31,14 +32,19 @@ from jax_ep.checkpoints.encodings import (
     BLOCKS,
     Encoding,
     Float8,
+    Plain,
     Quantization,
     float8_tensors,
+    format_of,
     mxfp4_tensors,
     open_tensor,
 )
 from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
-from jax_ep.moe.params import PARAMETERS
+from jax_ep.formats import Format, QuantizedArray, Transposed
+from jax_ep.moe.params import MATRICES
+
+Parameter = Any  # a parameter or a part of it: an np.ndarray, or a QuantizedArray of them
 
 CONFIG = "config.json"
 
@@ -110,6 +116,30 @@ class Block:
         """Returns the dtype of a parameter as stored; bfloat16 if it is quantized."""
         return self.open(self._tensor(param), 0).dtype
 
+    def format(self, param: str) -> Format | None:
+        """Returns the format in which the file holds a parameter; None: it is not quantized.
+
+        Raises:
+            ValueError: it differs between experts.
+        """
+        tensor = self._tensor(param)
+        experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
+        found = {self._format(self.open(tensor, e), tensor, param) for e in experts}
+        if len(found) > 1:
+            names = sorted("none" if format is None else format.name for format in found)
+            raise ValueError(
+                f"{param} must be in one format in {self.directory.path} to stay quantized, but "
+                f"the formats of its experts are {', '.join(names)}; leave quantized at None."
+            )
+        return found.pop()
+
+    def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
+        """Returns the format of a parameter's matrices in a stored tensor; None: not quantized."""
+        format = format_of(encoding)
+        letters = tensor.axes.replace("G", "").replace(" ", "")
+        same_order = letters[-2:] == PARAMETER_AXES[param][-2:]
+        return format if format is None or same_order else Transposed.of(format)
+
     def open(self, tensor: Tensor, expert: int) -> Encoding:
         """Returns the stored tensor of a parameter, or of one expert where each has its own."""
         name = self.prefix + tensor.name.format(e=expert)
@@ -152,8 +182,13 @@ class Block:
         return next(tensor for tensor in self.tensors if param in tensor.params)
 
     def read(
-        self, param: str, index: Index, dtype: np.dtype, done: Callable[[int], None]
-    ) -> np.ndarray:
+        self,
+        param: str,
+        index: Index,
+        dtype: np.dtype,
+        done: Callable[[int], None],
+        format: Format | None = None,
+    ) -> Parameter:
         """Reads a slice of a parameter, and only the stored bytes that the slice needs.
 
         Args:
@@ -161,9 +196,12 @@ class Block:
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
             done: called after each piece is read, with the piece's number of bytes.
+            format: None; or the format to return the slice of a matrix in, whose whole blocks it
+                has. What is stored in this format is not quantized again.
 
         Returns:
-            The slice, in memory of its own that a CPU device can use without a copy.
+            The slice, in memory of its own that a CPU device can use without a copy; with a
+            `format`, as a `QuantizedArray` of NumPy arrays.
         """
         tensor, axes = self._tensor(param), PARAMETER_AXES[param]
         shape = self.shape(param)
@@ -171,24 +209,34 @@ class Block:
             letter: slice(*part.indices(size)[:2])
             for letter, part, size in zip(axes, index, shape, strict=True)
         }
-        out = _empty(tuple(part.stop - part.start for part in taken.values()), dtype)
+        sizes = tuple(part.stop - part.start for part in taken.values())
+        out = _empty(sizes, dtype) if format is None else _empty_quantized(sizes, format, dtype)
 
         def read_part(slot: int | None) -> None:
             part, into, expert = taken, out, None
             if slot is not None:
                 expert = slot % self.sizes["E"]
                 part = taken | {"E": slice(expert, expert + 1)}
-                into = out[slot - taken["E"].start]
+                into = _entry(out, slot - taken["E"].start)
             where, letters = _place(tensor, param, part, self.sizes)
-            into = _in_order(into, axes if expert is None else axes[1:], letters)
-            _copy(self.open(tensor, expert or 0), where, into)
-            done(into.nbytes)
+            encoding = self.open(tensor, expert or 0)
+            if isinstance(into, QuantizedArray):
+                is_stored = self._format(encoding, tensor, param) == into.format
+                _copy_quantized(encoding, where, into, is_stored, letters[-2:] == axes[-2:])
+            else:
+                into = _in_order(into, axes if expert is None else axes[1:], letters)
+                _copy(encoding, where, into)
+            done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
         _for_each(read_part, _experts(axes, taken))
         return out
 
-    def write(self, params: Mapping[str, np.ndarray], into: Directory) -> None:
-        """Writes whole parameters to `into`, a directory that has tensors of the same names."""
+    def write(self, params: Mapping[str, Parameter], into: Directory) -> None:
+        """Writes whole parameters to `into`, a directory that has tensors of the same names.
+
+        A `QuantizedArray` must be of NumPy arrays. Its values and scales are written as they are,
+        if its format is that of the tensor, or else its numbers.
+        """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
         for tensor in self.tensors:
@@ -198,7 +246,7 @@ class Block:
     def _write_part(
         self,
         tensor: Tensor,
-        params: Mapping[str, np.ndarray],
+        params: Mapping[str, Parameter],
         whole: Mapping[str, slice],
         expert: int | None,
     ) -> None:
@@ -208,12 +256,29 @@ class Block:
             slice(expert, expert + 1) if token == "E" and expert is not None else slice(0, n)
             for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
         )
+        arrays = {param: params[param] for param in tensor.params}
+        if expert is not None:
+            arrays = {param: _entry(array, expert) for param, array in arrays.items()}
+        if not isinstance(encoding, Plain) and all(
+            getattr(array, "format", None) == self._format(encoding, tensor, param)
+            for param, array in arrays.items()
+        ):
+            taken = whole if expert is None else {**whole, "E": slice(expert, expert + 1)}
+            for param, array in arrays.items():
+                where, _ = _place(tensor, param, taken, self.sizes)
+                lead = (None,) * (len(where) - array.ndim)
+                encoding.write_parts(where, array.values[lead], array.scales[lead])
+            return
+        arrays = {
+            param: array.dequantize(np.float32) if isinstance(array, QuantizedArray) else array
+            for param, array in arrays.items()
+        }
         shape = tuple(part.stop - part.start for part in region)
-        values = np.empty(shape, params[tensor.params[0]].dtype)
-        for param in tensor.params:
-            array, taken, letters = params[param], whole, PARAMETER_AXES[param]
+        values = np.empty(shape, arrays[tensor.params[0]].dtype)
+        for param, array in arrays.items():
+            taken, letters = whole, PARAMETER_AXES[param]
             if expert is not None:
-                array, taken, letters = array[expert], {**whole, "E": slice(0, 1)}, letters[1:]
+                taken, letters = {**whole, "E": slice(0, 1)}, letters[1:]
             where, order = _place(tensor, param, taken, self.sizes)
             array = _in_order(array, letters, order)
             values[where] = array.reshape(values[where].shape)
@@ -243,10 +308,7 @@ class Block:
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
             return encoding.scale_dtype if isinstance(encoding, Float8) else None
-        # Only the experts' matrices are stored as float8.
-        parameter = PARAMETERS[tensor.params[0]]
-        is_of_experts = parameter.init == "kernel" and "mlp" in parameter.logical_axes
-        if is_of_experts and self.quantization.is_float8(self.prefix + name):
+        if tensor.params[0] in MATRICES and self.quantization.is_float8(self.prefix + name):
             return np.dtype(np.float32)
         return None
 
@@ -596,6 +658,30 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
             into[first:last, tile] = values[:, tile]
 
 
+def _copy_quantized(
+    encoding: Encoding, index: Index, into: QuantizedArray, is_stored: bool, same_order: bool
+) -> None:
+    """Copies a slice of a stored tensor into the values and scales of a matrix.
+
+    `is_stored` says whether the tensor is in the format of `into`, and `same_order` whether its
+    last two axes are those of the matrix.
+    """
+    if is_stored:
+        assert not isinstance(encoding, Plain)
+        parts = encoding.read_parts(index)
+    else:
+        numbers = encoding.read(index).astype(np.float32)
+        numbers = numbers.reshape(numbers.shape[-2:])
+        parts = into.format.encode(numbers if same_order else numbers.T)
+    for part, values in zip(jax.tree.leaves(into), parts, strict=True):
+        part[...] = values.reshape(part.shape)
+
+
+def _entry(array: Parameter, i: int) -> Any:
+    """Returns entry i along the first axis, a view."""
+    return jax.tree.map(lambda part: part[i], array)
+
+
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
     """Calls a function for each item, in several threads, since NumPy copies in parallel."""
     if len(items) == 1:
@@ -603,6 +689,13 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
         return
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(function, items))
+
+
+def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
+    """Allocates values and scales of a matrix, aligned as by `_empty`."""
+    values: Any = _empty(format.values_shape(shape), format.dtype)
+    scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
+    return QuantizedArray(values, scales, format, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -114,6 +114,30 @@ class _InBlocks:
         parts = np.where(of_values, new[0], old[0]), np.where(changed, new[1], old[1])
         self._store(blocks, *parts)
 
+    def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the values and scales of a slice of whole blocks, as they are stored."""
+        return self._load(self._whole_blocks(index))
+
+    def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
+        """Writes what `read_parts` returned to a slice of whole blocks."""
+        self._store(self._whole_blocks(index), values, scales)
+
+    def _whole_blocks(self, index: Index) -> Index:
+        """Returns the index of the blocks that a slice consists of.
+
+        Raises:
+            ValueError: the slice has parts of blocks.
+        """
+        blocks, within = self._blocks(index)
+        for taken, size in zip(within, self._block, strict=True):
+            if taken.start or taken.stop % size or taken.step != 1:
+                raise ValueError(
+                    f"{self.name} must hold each parameter in whole blocks of {self._block} "
+                    "numbers to stay quantized, but a block has numbers of several parameters, or "
+                    "is partial."
+                )
+        return blocks
+
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
         """Returns the index of the blocks that hold a slice, and the slice's place within them."""
         block = self._block
@@ -304,6 +328,11 @@ class Quantization:
         """Returns whether a new matrix of this name, of an MLP, is stored as float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
+
+
+def format_of(encoding: Encoding) -> formats.Format | None:
+    """Returns the format of a tensor's blocks; None for a tensor that is stored plainly."""
+    return None if isinstance(encoding, Plain) else encoding.format
 
 
 def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:

@@ -5,8 +5,8 @@
 - `MXFP4`: float4_e2m1, two in a byte, with a power of two for each 32 neighbours of a row.
 
 `jax_ep.quantize` stores an array in a format, and returns a `jax_ep.QuantizedArray`. `Float8.of`
-makes formats of other blocks, scales and float8 dtypes. NaN and infinities become NaN in every
-format.
+makes formats of other blocks, scales and float8 dtypes; `Transposed.of` stores the transpose of
+each matrix. NaN and infinities become NaN in every format.
 
 **Float8.** The blocks and scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a
 block, such as 128 neighbouring values of one row,
@@ -40,6 +40,7 @@ import jax.numpy as _jnp
 
 from jax_ep.formats.mxfp4 import MXFP4, MXFloat4
 from jax_ep.formats.quantized_array import QuantizedArray, quantize
+from jax_ep.formats.transposed import Transposed
 from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Float8, Format, Plain, RowFormat
 
 FLOAT8_MATRICES = Float8.of(_jnp.float8_e4m3fn, (128, 128))
@@ -55,5 +56,6 @@ __all__ = [
     "Plain",
     "QuantizedArray",
     "RowFormat",
+    "Transposed",
     "quantize",
 ]

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_ep import checks
 from jax_ep.formats.mxfp4 import MXFP4
+from jax_ep.formats.transposed import Transposed
 from jax_ep.runtime.jax_compat import register_for_export
 from pallas_kernels.formats import Float8, Format
 
@@ -22,7 +24,8 @@ class QuantizedArray:
 
     Both arrays have as many axes as the numbers, and equal leading axes. A sharding, a
     `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape thus fits both
-    arrays, as long as it splits no block.
+    arrays, as long as it splits no block. In a format `jax_ep.formats.Transposed`, both arrays have
+    the last two axes in the other order, and `specs` returns their sharding.
 
     Attributes:
       values: [..., R, C], or a narrower last axis where a value holds several numbers.
@@ -63,6 +66,19 @@ class QuantizedArray:
     def ndim(self) -> int:
         return len(self.values.shape)
 
+    def specs(self, spec: PartitionSpec) -> QuantizedArray:
+        """Returns the `PartitionSpec`s of values and scales for that of an array of the numbers."""
+        parts = self.format.stored_order((*spec, *(None,) * (self.ndim - len(spec))))
+        return jax.tree.map(lambda _: PartitionSpec(*parts), self)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> QuantizedArray:
+        """Returns the same values and scales, whose numbers have another `dtype`.
+
+        Raises:
+          TypeError: `dtype` is not floating.
+        """
+        return dataclasses.replace(self, dtype=dtype)
+
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """Returns the numbers: values times scales in float32, rounded to `dtype`.
 
@@ -95,15 +111,19 @@ def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
 
 def _static_to_names(static: tuple[Format, Any]) -> list[Any]:
     format, dtype = static
+    transposed = isinstance(format, Transposed)
+    format = format.transposes if isinstance(format, Transposed) else format
     power_of_two = getattr(format, "power_of_two", False)
-    return [format.name, format.scale_dtype.name, format.block, power_of_two, dtype.name]
+    names = [format.name, format.scale_dtype.name, format.block, power_of_two, dtype.name]
+    return [*names, transposed]
 
 
 def _static_of_names(names: tuple[Any, ...]) -> tuple[Format, Any]:
-    name, scale_dtype, block, power_of_two, dtype = names
-    if name == MXFP4.name:
-        return MXFP4, jnp.dtype(dtype)
-    return Float8.of(name, block, scale_dtype, power_of_two), jnp.dtype(dtype)
+    name, scale_dtype, block, power_of_two, dtype, transposed = names
+    format: Format = MXFP4
+    if name != MXFP4.name:
+        format = Float8.of(name, block, scale_dtype, power_of_two)
+    return Transposed.of(format) if transposed else format, jnp.dtype(dtype)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)

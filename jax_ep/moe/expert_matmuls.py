@@ -1,6 +1,7 @@
 """The matmuls of experts and of their gradients: of numbers as they are, or of float8.
 
-Both kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
+Matrices that are stored quantized have kinds of their own, without gradients of the matrices. All
+kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
 
   rows(x)       what a matmul reads of rows x [R, C]: x, or x quantized
   gated, up     the products with wi_0 and wi_1, gated or not
@@ -14,16 +15,18 @@ Both kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
-from jax_ep.formats import QuantizedArray
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, Transposed
 from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.float8 import QuantizedMatrices
@@ -56,19 +59,20 @@ class QuantizedExperts(NamedTuple):
 class Experts(NamedTuple):
     """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None.
 
-    `quantized` is None where matmuls multiply the matrices as they are.
+    The matrices are arrays, or all of them `QuantizedArray`s. `quantized` is None where matmuls
+    multiply the matrices as they are.
     """
 
-    wi_0: jax.Array
-    wi_1: jax.Array | None
-    wo: jax.Array
+    wi_0: Any
+    wi_1: Any | None
+    wo: Any
     wi_0_bias: jax.Array | None = None
     wi_1_bias: jax.Array | None = None
     wo_bias: jax.Array | None = None
     quantized: QuantizedExperts | None = None
 
     @property
-    def wi(self) -> tuple[jax.Array, ...]:
+    def wi(self) -> tuple[Any, ...]:
         return (self.wi_0,) if self.wi_1 is None else (self.wi_0, self.wi_1)
 
     @property
@@ -223,16 +227,90 @@ class Float8Matmuls(Matmuls):
         return dtokens, dwi, dwo
 
 
+@dataclasses.dataclass(frozen=True)
+class DequantizedMatmuls(Matmuls):
+    """Matmuls of matrices that are stored quantized, and that each matmul dequantizes."""
+
+    def gated(self, rows, experts, *others):
+        return super().gated(rows, _dequantized(experts), *others)
+
+    def up(self, rows, experts, *others):
+        return super().up(rows, _dequantized(experts), *others)
+
+    def down(self, hidden, experts, *others):
+        return super().down(hidden, _dequantized(experts), *others)
+
+    def dhidden(self, grad_rows, experts, *others):
+        return super().dhidden(grad_rows, _dequantized(experts), *others)
+
+    def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
+        experts = _dequantized(experts)
+        dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
+        return dtokens, (None,) * len(dpre), None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFloat8Matmuls(Float8Matmuls):
+    """Matmuls of float8 by matrices that are stored quantized."""
+
+    def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
+        dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
+        return dtokens, (None,) * len(dpre), None
+
+
+def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
+    """Returns matrices in `dtype`, of quantized ones the numbers."""
+    if not isinstance(matrices, QuantizedArray):
+        return matrices.astype(dtype)
+    # Without the barrier XLA may leave out the rounding to `dtype`.
+    return lax.optimization_barrier(matrices.dequantize(dtype))
+
+
+def _dequantized(experts: Experts) -> Experts:
+    wi_0, wi_1, wo = (
+        None if matrices is None else dequantized(matrices, matrices.dtype)
+        for matrices in (experts.wi_0, experts.wi_1, experts.wo)
+    )
+    return experts._replace(wi_0=wi_0, wi_1=wi_1, wo=wo)
+
+
+def without_gradient(name: str, matrices: Any) -> Any:
+    """Returns matrices; of quantized ones, a gradient raises TypeError with their `name`."""
+    if not isinstance(matrices, QuantizedArray):
+        return matrices
+    return jax.tree.map(lax.stop_gradient, _constant(name, matrices))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, matrices: QuantizedArray) -> QuantizedArray:
+    return matrices
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _constant_jvp(name, primals, tangents):
+    parts = jax.tree.leaves(tangents, is_leaf=lambda part: isinstance(part, SymbolicZero))
+    if not all(isinstance(part, SymbolicZero) for part in parts):
+        raise TypeError(
+            f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate "
+            "with respect to other arguments only, or train matrices that are dequantized."
+        )
+    return primals[0], tangents[0]
+
+
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
     """Returns the matmuls of an option `matmul_dtype`, and experts quantized for them."""
+    is_stored = isinstance(experts.wi_0, QuantizedArray)
+    names = QuantizedExperts._fields
+    constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
+    experts = experts._replace(**constant)
     if matmul_dtype is None:
-        return Matmuls(implementation), experts
+        return (DequantizedMatmuls if is_stored else Matmuls)(implementation), experts
     if experts.quantized is None:
         quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
         experts = experts._replace(quantized=quantized)
-    return Float8Matmuls(implementation), experts
+    return (StoredFloat8Matmuls if is_stored else Float8Matmuls)(implementation), experts
 
 
 def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:
@@ -265,6 +343,7 @@ def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
         )
     if matmul_dtype is None:
         raise ValueError("quantized_experts must be None where matmul_dtype is None.")
+    check_not_stored("quantized_experts must be None", experts)
     for name, of_name in quantized._asdict().items():
         matrices = getattr(experts, name)
         shape = None if matrices is None else matrices.shape
@@ -275,17 +354,64 @@ def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
             )
 
 
+def check_not_stored(must: str, experts: Any) -> None:
+    """Raises ValueError, which begins with `must`, if matrices of experts are stored quantized."""
+    for name in QuantizedExperts._fields:
+        if isinstance(matrices := getattr(experts, name), QuantizedArray):
+            raise ValueError(
+                f"{must} where {name} is a QuantizedArray, here of {matrices.format.name}: it is "
+                "stored quantized, and no call quantizes it again if it is in the format that "
+                "matmuls multiply."
+            )
+
+
+def check_all_stored(experts: Any) -> None:
+    """Raises TypeError if some matrices of experts are stored quantized, and others are not."""
+    given = {n: m for n in QuantizedExperts._fields if (m := getattr(experts, n)) is not None}
+    if len({isinstance(matrices, QuantizedArray) for matrices in given.values()}) > 1:
+        kinds = ", ".join(f"{name} is {checks.described(m)}" for name, m in given.items())
+        raise TypeError(
+            f"{', '.join(given)} must all be arrays or all be QuantizedArrays, but {kinds}."
+        )
+
+
 def quantize_experts_of_rank(
-    wi_0: jax.Array,
-    wi_1: jax.Array | None,
-    wo: jax.Array,
+    wi_0: jax.Array | QuantizedArray,
+    wi_1: jax.Array | QuantizedArray | None,
+    wo: jax.Array | QuantizedArray,
     implementation: Implementation = None,
 ) -> QuantizedExperts:
-    """Quantizes wi_0 and wi_1 [L, H, F], and wo [L, F, H], of a rank; wi_1 may be None."""
+    """Quantizes wi_0 and wi_1 [L, H, F], and wo [L, F, H], of a rank; wi_1 may be None.
 
-    def quantize(matrices: jax.Array | None) -> QuantizedMatrices | None:
+    Matrices that are stored in the format of the matmuls, whatever their order, are not quantized
+    again. Others that are stored quantized are dequantized first.
+    """
+
+    def quantize(matrices: jax.Array | QuantizedArray | None) -> QuantizedMatrices | None:
         if matrices is None:
             return None
+        if isinstance(matrices, QuantizedArray):
+            if (operands := _as_operands(matrices)) is not None:
+                return operands
+            matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
     return QuantizedExperts(quantize(wi_0), quantize(wi_1), quantize(wo))  # type: ignore
+
+
+def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
+    """Returns the stored values and scales as operands; None if they are in another format.
+
+    Scales in bfloat16 or float16 become float32, which changes no number.
+    """
+    format, is_transposed = stored.format, False
+    if isinstance(format, Transposed):
+        format, is_transposed = format.transposes, True
+    wanted = FLOAT8_MATRICES.dtype, FLOAT8_MATRICES.block
+    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    if (format.dtype, format.block) != wanted or not exact:
+        return None
+    scales = stored.scales.astype(jnp.float32)
+    kept = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)
+    turned = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), kept)
+    return QuantizedMatrices(*((turned, kept) if is_transposed else (kept, turned)))

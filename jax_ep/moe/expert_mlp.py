@@ -15,10 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
-from jax_ep.formats import FLOAT8_MATRICES
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
-from jax_ep.moe.expert_matmuls import Experts, Matmuls, check_matmul_dtype, matmuls_of
+from jax_ep.moe.expert_matmuls import (
+    Experts,
+    Matmuls,
+    check_all_stored,
+    check_matmul_dtype,
+    matmuls_of,
+)
 from jax_ep.moe.options import (
     check_options,
     documented,
@@ -85,9 +91,9 @@ class ExpertUnit(HiddenUnit):
 @takes(ExpertUnit, before="implementation")
 def expert_mlp(
     tokens: jax.Array,
-    wi_0: jax.Array,
-    wi_1: jax.Array | None,
-    wo: jax.Array,
+    wi_0: jax.Array | QuantizedArray,
+    wi_1: jax.Array | QuantizedArray | None,
+    wo: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     *,
     wi_0_bias: jax.Array | None = None,
@@ -115,6 +121,11 @@ def expert_mlp(
     Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
     there, and they contribute nothing to the other gradients, as in `grouped_matmul`. If operands
     are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
+
+    The three matrices may be `QuantizedArray`s, which have no gradient. Those in the format
+    `jax_ep.formats.FLOAT8_MATRICES` or, as kernels read them, its `Transposed` are the operands of
+    `matmul_dtype=jnp.float8_e4m3fn` as they are. All others are dequantized before each matmul, to
+    the tokens' dtype.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
@@ -341,6 +352,7 @@ def check_operands(
         "wi_1_bias": (num_experts, mlp),
         "wo_bias": (num_experts, hidden),
     }
+    check_all_stored(experts)
     arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
     for name, wanted in expected.items():
         if name in arrays and arrays[name].shape != wanted:
@@ -355,7 +367,8 @@ def check_operands(
                 f"{given[name].dtype}; cast it with .astype."
             )
     for name, array in arrays.items():
-        checks.check_not_sharded(name, array)
+        for part in jax.tree.leaves(array):
+            checks.check_not_sharded(name, part)
     check_options(unit)
     if unit.matmul_dtype is not None:
         for name in ("wi_0", "wo"):

@@ -43,6 +43,10 @@ def with_further_axes(
         _check_not_bound(config)
         return where
     arrays = {name: array for name, array in params._asdict().items() if array is not None}
+    stored = [name for name, array in arrays.items() if isinstance(array, QuantizedArray)]
+    _check_stored(stored, config)
+    for name in stored:
+        del arrays[name]
     if config.fsdp_axes is None:
         found = {name: _found(name, a, where, axis_rules) for name, a in arrays.items()}
     else:
@@ -51,6 +55,16 @@ def with_further_axes(
         found = {name: _given(name, array, where, given) for name, array in arrays.items()}
     further = {name: axes for name, axes in found.items() if any(axes)}
     return where._replace(further_axes=tuple(further.items()))
+
+
+def _check_stored(names: list[str], config: MoEConfig) -> None:
+    given = config.further_axes()
+    for name in names:
+        if split := [axis for axis in LOGICAL_AXES[name] if given.get(axis or "")]:
+            raise ValueError(
+                f"fsdp_axes must not split {split} where {name} is a QuantizedArray, which the "
+                f"layer does not gather, but is {given}."
+            )
 
 
 def _check_not_bound(config: MoEConfig) -> None:

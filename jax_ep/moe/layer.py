@@ -20,15 +20,20 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import fsdp, losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
     QuantizedExperts,
+    check_all_stored,
+    check_not_stored,
     check_quantized,
+    dequantized,
     quantize_experts_of_rank,
     specs_of_quantized,
+    without_gradient,
 )
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
@@ -41,7 +46,13 @@ from jax_ep.moe.mesh import (
     reshard,
 )
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
-from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams, check_num_held, check_params
+from jax_ep.moe.params import (
+    LOGICAL_AXES,
+    SHARED_WEIGHTS,
+    MoEParams,
+    check_num_held,
+    check_params,
+)
 from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
@@ -85,6 +96,11 @@ def moe_layer(
     among `batch_axes`, tokens are gathered along it before dispatch, and the sums are scattered
     after combine. In the caller's `jax.shard_map`, pass each rank its own columns of wi_0, wi_1,
     their biases, wo, and the shared experts.
+
+    wi_0, wi_1 and wo may be `QuantizedArray`s, of which only values and scales stay in memory. With
+    `config.matmul_dtype`, float8 matrices in blocks of 128 x 128 are multiplied as they are stored.
+    Others are dequantized to `config.dtype` in each call, right before they are multiplied. They
+    have no gradient; differentiating with respect to them raises TypeError.
 
     Args:
         params: the parameters; their global shapes do not depend on the mesh.
@@ -145,6 +161,7 @@ def run_layer(
     if mask is not None:
         mask = mask.astype(jnp.bool_)
     where = find_mesh(config, x)
+    check_all_stored(params)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
@@ -167,7 +184,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
             hint = "; set dtype, and for float8 rows on the wire wire_dtype"
             check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
         with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.result_type(x, params.wi_0)
+            dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
     if router_dtype.itemsize > 4:  # logits are never wider than float32
         router_dtype = jnp.dtype(jnp.float32)
@@ -329,6 +346,7 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     if config.matmul_dtype is None:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
+    check_not_stored("params must not be given to quantize_experts", params)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
     where = fsdp.with_further_axes(where, params, config, axis_rules=())
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
@@ -354,11 +372,12 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 
 
 def _specs_of(params: MoEParams, where: LayerMesh) -> MoEParams:
-    return MoEParams.of(**{
-        name: fsdp.spec_of_parameter(name, where)
-        for name, array in params._asdict().items()
-        if array is not None
-    })  # fmt: skip
+    specs: dict[str, Any] = {}
+    for name, array in params._asdict().items():
+        if array is not None:
+            spec = fsdp.spec_of_parameter(name, where)
+            specs[name] = array.specs(spec) if isinstance(array, QuantizedArray) else spec
+    return MoEParams.of(**specs)
 
 
 def _on_rank(
@@ -475,7 +494,7 @@ def _experts_of_rank(
     where: LayerMesh,
 ) -> Experts:
     """Returns the weights of this rank's experts, as the matmuls take them."""
-    own = {
+    own: dict[str, Any] = {
         name: _own_experts(name, weights, placement, config, where)
         for name in ROUTED_WEIGHTS
         if (weights := getattr(params, name)) is not None
@@ -543,15 +562,18 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
 
 def _own_experts(
     name: str,
-    weights: jax.Array,
+    weights: jax.Array | QuantizedArray,
     placement: Placement | None,
     config: MoEConfig,
     where: LayerMesh,
-) -> jax.Array:
+) -> jax.Array | QuantizedArray:
     """Returns this rank's part of a parameter of experts: of all experts', or only its own."""
     axes = where.expert_axes + (where.further(name) or ((),))[0]
-    weights = _of_rank(weights, config.num_held // where.size(axes), where)
-    return weights if placement is None else equal_copies(weights, placement, axes)
+    own = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
+    weights = jax.tree.map(own, weights)
+    if placement is None or isinstance(weights, QuantizedArray):  # these have no gradients
+        return weights
+    return equal_copies(weights, placement, axes)
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
@@ -580,7 +602,7 @@ def _shared_experts(
 ) -> jax.Array:
     """Runs the shared experts, which compute every token, as one MLP."""
     *wi, wo = (
-        fsdp.gather(name, w, where, config.dtype)
+        dequantized(fsdp.gather(name, without_gradient(name, w), where, config.dtype), config.dtype)
         for name in SHARED_WEIGHTS
         if (w := getattr(params, name)) is not None
     )
@@ -614,6 +636,16 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoE
             )
 
 
+def _check_blocks(params: MoEParams, where: LayerMesh) -> None:
+    """Raises ValueError if a rank along the tensor axes would hold parts of quantized blocks."""
+    num_ranks = where.num_tensor_ranks()
+    for name, array in params._asdict().items():
+        if isinstance(array, QuantizedArray):
+            sizes = zip(array.shape, LOGICAL_AXES[name], strict=True)
+            shape = tuple(size // num_ranks if axis == "mlp" else size for size, axis in sizes)
+            array.format.check_shape(f"{name} on one of {num_ranks} ranks of tensor_axis", shape)
+
+
 def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     num_ranks = where.num_ranks()
     if config.num_held % num_ranks:
@@ -637,6 +669,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> No
                     f"{where.num_tensor_ranks()} ranks along tensor_axis {where.tensor_axes}, but "
                     f"it is {width}, of shape {getattr(params, name).shape}."
                 )
+        _check_blocks(params, where)
     if not where.expert_axes and config.implementation == "pallas":
         raise ValueError(
             'implementation="pallas" exchanges rows between the ranks of expert_axis '

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.checks import as_axes
+from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.runtime import jax_compat
 
@@ -145,9 +146,11 @@ def _on_mesh(
 
 
 def check_mesh_of_experts(
-    experts: jax.Array, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules
+    experts: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules
 ) -> None:
     """Raises or warns if every rank would gather all experts [E, H, F] on each call.
+
+    `experts` is an array or a `QuantizedArray`.
 
     That happens where the experts are sharded over a mesh that is not set, or over other axes than
     `config` names; the results would still be right. The type of a traced array on Auto axes shows
@@ -159,11 +162,14 @@ def check_mesh_of_experts(
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return
-    concrete = getattr(experts, "sharding", None)
-    sharding = concrete or jax.typeof(experts).sharding
+    is_quantized = isinstance(experts, QuantizedArray)
+    array = experts.values if is_quantized else experts
+    concrete = getattr(array, "sharding", None)
+    sharding = concrete or jax.typeof(array).sharding
     is_named = isinstance(sharding, NamedSharding)
-    spec = (*(sharding.spec if is_named else ()), None, None, None)
-    mesh = where.mesh or (sharding.mesh if is_named else jax.typeof(experts).sharding.mesh)
+    spec = (*(sharding.spec if is_named else ()), None, None, None)[:3]
+    spec = experts.format.stored_order(spec) if is_quantized else spec
+    mesh = where.mesh or (sharding.mesh if is_named else jax.typeof(array).sharding.mesh)
     known = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
     if where.mesh is None and _warns_that_no_mesh_is_set(experts, config, mesh, spec[0], known):
         return
@@ -190,7 +196,7 @@ def check_mesh_of_experts(
 
 
 def _warns_that_no_mesh_is_set(
-    experts: jax.Array, config: MoEConfig, mesh: Mesh | AbstractMesh, first: Any, known: bool
+    experts: Any, config: MoEConfig, mesh: Mesh | AbstractMesh, first: Any, known: bool
 ) -> bool:
     expert_axes = as_axes(config.expert_axis, "expert_axis")
     axes = {axis for axis in expert_axes if mesh.shape.get(axis, 1) > 1}

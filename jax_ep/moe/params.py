@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
+from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.options import check_options, integer_or_zero, option, optional
 from jax_ep.placement.weights import ROUTED_WEIGHTS
@@ -155,6 +156,8 @@ PARAMETERS = {
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name not in ("gate", "bias"))
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
+# The experts' matrices, also of shared experts: the only parameters that may be stored quantized.
+MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
 # Maps parameters to the parameter without which they must be None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
@@ -165,7 +168,8 @@ class MoEParams(NamedTuple):
 
     E is the number of experts, R of experts that the router chooses among (E and the free experts),
     and C of constant experts. H is the hidden size of a token, F that of an expert, and S that of
-    the shared experts together.
+    the shared experts together. The matrices of experts, wi_0, wi_1 and wo or those of the shared
+    experts, may be `jax_ep.QuantizedArray`s of these shapes, which have no gradient.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
@@ -314,6 +318,12 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
     `num_experts` includes free experts, `num_constant` of them constant. The number of experts in
     wi_0, wi_1 and wo depends on the mesh and is not checked here.
     """
+    for name, value in params._asdict().items():
+        if isinstance(value, QuantizedArray) and name not in MATRICES:
+            raise TypeError(
+                f"{name} must be an array, but is a QuantizedArray, as only {', '.join(MATRICES)} "
+                "may be; dequantize it."
+            )
     if params.gate is not None:
         checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
         if params.gate.shape[1] != num_experts:

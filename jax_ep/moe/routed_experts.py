@@ -68,9 +68,9 @@ class _Config:
 @takes(ExpertOptions, before="implementation")
 def routed_experts(
     received: Dispatched,
-    wi_0: jax.Array,
-    wi_1: jax.Array | None,
-    wo: jax.Array,
+    wi_0: jax.Array | QuantizedArray,
+    wi_1: jax.Array | QuantizedArray | None,
+    wo: jax.Array | QuantizedArray,
     topk_weights: jax.Array,
     *,
     wi_0_bias: jax.Array | None = None,

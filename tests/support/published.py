@@ -79,15 +79,17 @@ def mixtral(layer: int = 1, dtype: Any = np.float32, **sizes: int) -> tuple[dict
     return config, tensors
 
 
-def deepseek_v3(layer: int = 1, dtype: Any = np.float32) -> tuple[dict, Tensors]:
+def deepseek_v3(
+    layer: int = 1, dtype: Any = np.float32, h: int = H, f: int = F
+) -> tuple[dict, Tensors]:
     """A DeepSeek-V3's config.json, and the tensors of one MoE block with two shared experts."""
     config = {
         "model_type": "deepseek_v3",
         "n_routed_experts": E,
         "num_experts_per_tok": K,
-        "hidden_size": H,
-        "moe_intermediate_size": F,
-        "intermediate_size": 5 * F,
+        "hidden_size": h,
+        "moe_intermediate_size": f,
+        "intermediate_size": 5 * f,
         "n_shared_experts": 2,
         "n_group": 4,
         "topk_group": 2,
@@ -99,14 +101,14 @@ def deepseek_v3(layer: int = 1, dtype: Any = np.float32) -> tuple[dict, Tensors]
     }
     block = f"model.layers.{layer}.mlp"
     tensors = {
-        f"{block}.gate.weight": 4 * numbers(0, E, H, dtype=dtype),
+        f"{block}.gate.weight": 4 * numbers(0, E, h, dtype=dtype),
         f"{block}.gate.e_score_correction_bias": 0.3 * numbers(99, E),
     }
     owners = [f"experts.{i}" for i in range(E)] + ["shared_experts"]
     for i, owner in enumerate(owners):
-        f = 2 * F if owner == "shared_experts" else F
+        width = 2 * f if owner == "shared_experts" else f
         for j, (name, shape) in enumerate(
-            {"gate_proj": (f, H), "up_proj": (f, H), "down_proj": (H, f)}.items()
+            {"gate_proj": (width, h), "up_proj": (width, h), "down_proj": (h, width)}.items()
         ):
             weights = numbers(3 * i + j + 1, *shape, dtype=dtype)
             tensors[f"{block}.{owner}.{name}.weight"] = weights

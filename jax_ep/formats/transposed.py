@@ -1,0 +1,52 @@
+"""Stores matrices as another format stores their transposes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.formats import Array, DType, Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Format):
+    """A format of matrices [..., R, C], stored as another format stores [..., C, R].
+
+    Published models store each matrix so, as [out, in], and blocks of MXFP4 run along `in`. Values
+    and scales have the axes of the transposes; `QuantizedArray.specs` returns how they are sharded.
+
+    Attributes:
+      transposes: the format of the transposes.
+    """
+
+    transposes: Format
+
+    @classmethod
+    def of(cls, format: Format) -> Transposed:
+        """Returns the format that stores transposes in `format`."""
+        rows, columns = format.block
+        return cls(format.name, format.dtype, format.scale_dtype, (columns, rows), format)
+
+    @property
+    def relative_error(self) -> float:
+        return self.transposes.relative_error
+
+    def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
+        return *of_axes[:-2], *of_axes[-2:][::-1]
+
+    def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.transposes.values_shape(self.stored_order(shape))
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.transposes.scales_shape(self.stored_order(shape))
+
+    def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.stored_order(self.transposes.numbers_shape(values_shape))
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        self.check_shape("x", x.shape)
+        return self.transposes.encode(x.swapaxes(-2, -1))
+
+    def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
+        return self.transposes.decode(parts, dtype).swapaxes(-2, -1)

@@ -1,0 +1,251 @@
+"""Experts that stay quantized from the files to the devices and back."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.contract import assert_bitwise_equal
+from support.meshes import expert_mesh, mesh
+from support.published import E, K, deepseek_v3, numbers, publish
+
+import jax_ep
+from jax_ep import checkpoints
+from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
+from jax_ep.placement import Placement, balance, redistribute
+
+FLOAT8 = jnp.float8_e4m3fn
+MATRICES = ("wi_0", "wi_1", "wo")
+H, F = 128, 256
+
+
+def float8_model(scale_dtype=np.float32, block=128, h=H, f=F):
+    """A DeepSeek-V3 as published, with scales for the blocks of its experts' matrices."""
+    config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=h, f=f)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    for name in [name for name in tensors if "expert" in name]:
+        rows, columns = (-(-n // block) for n in tensors[name].shape)
+        scales = (np.abs(numbers(5, rows, columns)) + 0.01).astype(scale_dtype)
+        tensors[name + "_scale_inv"] = scales
+        tensors[name] = (100 * tensors[name].astype(np.float32)).astype(FLOAT8)
+    return config, tensors
+
+
+def mxfp4_model():
+    """A GPT-OSS as published, with gate and up in turn."""
+    h = f = 64
+    config = {
+        "model_type": "gpt_oss",
+        "num_local_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": h,
+        "intermediate_size": f,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    rng = np.random.default_rng(0)
+    tensors = {
+        "router.weight": numbers(0, E, h, dtype=jnp.bfloat16),
+        "router.bias": numbers(1, E, dtype=jnp.bfloat16),
+        "experts.gate_up_proj_bias": numbers(2, E, 2 * f, dtype=jnp.bfloat16),
+        "experts.down_proj_bias": numbers(3, E, h, dtype=jnp.bfloat16),
+    }
+    for name, rows in (("gate_up_proj", 2 * f), ("down_proj", h)):
+        blocks = rng.integers(256, size=(E, rows, 2, 16))
+        tensors[f"experts.{name}_blocks"] = blocks.astype(np.uint8)
+        scales = rng.integers(118, 124, size=(E, rows, 2))
+        tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
+    return config, {f"model.layers.1.mlp.{name}": array for name, array in tensors.items()}
+
+
+def bfloat16_scales():
+    return float8_model(jnp.bfloat16)
+
+
+MODELS = {"float8": float8_model, "bfloat16 scales": bfloat16_scales, "mxfp4": mxfp4_model}
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def bytes_of(array):
+    return [np.asarray(part).tobytes() for part in jax.tree.leaves(array)]
+
+
+def matrices_of(params):
+    arrays = params._asdict()
+    return {n: a for n, a in arrays.items() if isinstance(a, QuantizedArray)}
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_files_hold_is_kept(tmp_path, model, shape):
+    """The bytes of values and scales, a rank's part on each device, and back in the files."""
+    config, tensors = MODELS[model]()
+    publish(tmp_path, config, tensors)
+    before = files_of(tmp_path)
+    options = dict(mesh=mesh(shape, ("expert", "tensor")[: len(shape)]))
+    if len(shape) > 1:
+        options |= dict(tensor_axis="tensor")
+    seen = []
+    _, params = checkpoints.load_moe_params(
+        tmp_path, 1, quantized="keep", progress=lambda *counts: seen.append(counts), **options
+    )
+    held = matrices_of(params)
+    shared = ("shared_wi_0", "shared_wi_1", "shared_wo") if model != "mxfp4" else ()
+    assert set(held) == {*MATRICES, *shared}
+
+    # On a device are the bytes of its share of the files' experts.
+    stored = sum(
+        array.nbytes
+        for name, array in tensors.items()
+        if ".experts." in name and not name.endswith("bias")
+    )
+    for device in options["mesh"].devices.flat:
+        parts = jax.tree.leaves([held[name] for name in MATRICES])
+        shards = [s for part in parts for s in part.addressable_shards if s.device == device]
+        assert abs(sum(s.data.nbytes for s in shards) / (stored / 8) - 1) < 0.02
+    assert seen[-1][0] == seen[-1][1] <= sum(a.nbytes for a in tensors.values())
+
+    _, whole = checkpoints.load_moe_params(tmp_path, 1, quantized="keep")
+    assert sum(a.nbytes for a in jax.tree.leaves(whole)) == sum(a.nbytes for a in tensors.values())
+    assert bytes_of(whole) == bytes_of(params)
+    _, plain = checkpoints.load_moe_params(tmp_path, 1)
+    for name, array in held.items():
+        assert isinstance(array.format, Transposed) and array.dtype == jnp.bfloat16
+        assert array.shape == getattr(plain, name).shape
+        assert bytes_of(array.dequantize()) == bytes_of(getattr(plain, name))
+    if model != "mxfp4":
+        name = "model.layers.1.mlp.experts.6.{}_proj.weight"
+        assert bytes_of(np.asarray(params.wi_1.values)[6]) == bytes_of(tensors[name.format("up")])
+        scales = tensors[name.format("down") + "_scale_inv"]
+        assert bytes_of(np.asarray(params.wo.scales)[6]) == bytes_of(scales)
+    checkpoints.save_moe(params, tmp_path, 1)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("model", ["float8", "mxfp4"])
+def test_the_layer_computes_what_the_dequantized_one_does(tmp_path, model):
+    config, tensors = MODELS[model]()
+    publish(tmp_path, config, tensors)
+    before = files_of(tmp_path)
+    on = expert_mesh(4)
+    kept = checkpoints.load_moe(tmp_path, 1, mesh=on, quantized="keep")
+    plain = checkpoints.load_moe(tmp_path, 1, mesh=on)
+    x = jnp.asarray(numbers(7, 4, 4, kept.wi_0.get_value().shape[1]), jnp.bfloat16)
+    run = nnx.jit(lambda layer, x: layer(x)[0])
+    got = np.asarray(run(kept, x))
+    assert_bitwise_equal(got, np.asarray(run(plain, x)))
+    assert np.abs(got).max() > 0
+    checkpoints.save_moe(kept, tmp_path, 1)
+    assert files_of(tmp_path) == before
+    if model == "float8":
+        config, params = checkpoints.load_moe_params(
+            tmp_path, 1, quantized="keep", matmul_dtype=FLOAT8
+        )
+        program = jax.make_jaxpr(lambda p, x: jax_ep.moe_layer(p, x, config))(params, x)
+        assert "quantize_float8_matrices" not in str(program)
+
+
+@pytest.mark.parametrize("model", ["float8", "mxfp4"])
+def test_experts_in_slots_are_kept_and_moved(tmp_path, model):
+    config, tensors = MODELS[model]()
+    publish(tmp_path, config, tensors)
+    before = files_of(tmp_path)
+    on = expert_mesh(4)
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=on, num_slots=12, quantized="keep")
+    placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
+    other = balance(np.arange(1.0, E + 1)[None] ** 2, num_slots=12, num_ranks=4)[0]
+    graph, state = nnx.split(layer)
+    layer = nnx.merge(graph, redistribute(state, placement, other, mesh=on))
+    assert layer.wo.get_value().shape[0] == 12
+    checkpoints.save_moe(layer, tmp_path, 1, placement=other)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("format", [FLOAT8_MATRICES, MXFP4], ids=lambda format: format.name)
+def test_experts_are_quantized_while_they_are_loaded(tmp_path, format):
+    config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=H, f=F)
+    publish(tmp_path, config, tensors)
+    _, plain = checkpoints.load_moe_params(tmp_path, 1)
+    assert not matrices_of(checkpoints.load_moe_params(tmp_path, 1, quantized="keep")[1])
+    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8), quantized=format)
+    assert set(matrices_of(params)) == set(MATRICES)  # and not of the shared experts
+    for name in MATRICES:
+        got = getattr(params, name)
+        want = jax_ep.quantize(np.asarray(getattr(plain, name)), Transposed.of(format))
+        assert got.format == want.format and got.dtype == jnp.bfloat16
+        assert bytes_of(got) == bytes_of(want)
+        assert {s.data.shape[0] for s in got.values.addressable_shards} == {1}
+
+    # Into the directory go the numbers, which read again are quantized to the same bytes.
+    checkpoints.save_moe(params, tmp_path, 1)
+    _, again = checkpoints.load_moe_params(tmp_path, 1)
+    for name in MATRICES:
+        assert bytes_of(getattr(again, name)) == bytes_of(getattr(params, name).dequantize())
+    assert bytes_of(again.shared_wo) == bytes_of(plain.shared_wo)
+
+
+def test_what_is_stored_in_the_asked_format_keeps_its_bytes(tmp_path):
+    publish(tmp_path, *float8_model())
+    _, kept = checkpoints.load_moe_params(tmp_path, 1, quantized="keep")
+    _, asked = checkpoints.load_moe_params(tmp_path, 1, quantized=FLOAT8_MATRICES)
+    _, other = checkpoints.load_moe_params(tmp_path, 1, quantized=MXFP4)
+    for name in MATRICES:
+        assert bytes_of(getattr(asked, name)) == bytes_of(getattr(kept, name))
+        decoded = np.asarray(getattr(kept, name).dequantize(jnp.float32))
+        want = jax_ep.quantize(decoded, Transposed.of(MXFP4))
+        assert bytes_of(getattr(other, name)) == bytes_of(want)
+    assert isinstance(asked.shared_wo, jax.Array)
+
+
+def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):
+    """As they are where config.json asks for their format, and as numbers elsewhere."""
+    config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=H, f=F)
+    publish(tmp_path / "old", config, tensors)
+    _, params = checkpoints.load_moe_params(tmp_path / "old", 1, quantized=FLOAT8_MATRICES)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.json").write_text(json.dumps(config))
+    checkpoints.save_moe(params, new, 1)
+    _, again = checkpoints.load_moe_params(new, 1, quantized="keep")
+    for name in MATRICES:
+        assert getattr(again, name).format == getattr(params, name).format
+        assert bytes_of(getattr(again, name)) == bytes_of(getattr(params, name))
+    # A part that is changed has the new bytes, and all others keep theirs.
+    before = files_of(new)
+    wo = jax.tree.map(lambda part: part[np.r_[:3, 4, 4:E]], jax.tree.map(np.asarray, again.wo))
+    checkpoints.save_moe(again._replace(wo=wo), new, 1)
+    assert files_of(new) != before
+    _, changed = checkpoints.load_moe_params(new, 1, quantized="keep")
+    assert bytes_of(changed) == bytes_of(again._replace(wo=wo))
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    publish(tmp_path, *float8_model(block=8, h=16, f=12))
+    load = checkpoints.load_moe_params
+    with pytest.raises(TypeError, match="quantized must be None, .* but is 'fp8'"):
+        load(tmp_path, 1, quantized="fp8")
+    with pytest.raises(ValueError, match=r"quantized must be None for wi_0 of shape \(8, 16, 12\)"):
+        load(tmp_path, 1, quantized="keep")
+    with pytest.raises(ValueError, match=r"quantized must be None for wi_0 .* 128 x 128 numbers"):
+        load(tmp_path, 1, quantized=FLOAT8_MATRICES)
+
+    split = dict(mesh=mesh((1, 4), ("expert", "tensor")), tensor_axis="tensor")
+    publish(tmp_path / "whole", *float8_model())
+    with pytest.raises(ValueError, match=r"a device would hold \(8, 128, 64\): .* 128 x 128"):
+        load(tmp_path / "whole", 1, quantized="keep", **split)
+
+    config, tensors = float8_model()
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    del tensors[name + "_scale_inv"]
+    tensors[name] = tensors[name].astype(jnp.bfloat16)
+    publish(tmp_path / "mixed", config, tensors)
+    with pytest.raises(ValueError, match="wi_1 must be in one format .* float8_e4m3fn, none"):
+        load(tmp_path / "mixed", 1, quantized="keep")
+    assert load(tmp_path / "mixed", 1)[1].wi_1.shape == (E, H, F)

@@ -1,0 +1,260 @@
+"""Experts that are stored quantized: the layer of their numbers, and operands as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.contract import assert_bitwise_equal
+from support.meshes import expert_mesh, mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, MoEParams, linen
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
+from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
+
+FLOAT8 = jnp.float8_e4m3fn
+MATRICES = ("wi_0", "wi_1", "wo")
+SPECS = {"wi_0": P("expert", None, "tensor"), "wo": P("expert", "tensor", None)}
+SPECS["wi_1"] = SPECS["wi_0"]
+E, H, F = 8, 128, 256
+FORMATS = {
+    "float8": Transposed.of(FLOAT8_MATRICES),
+    "mxfp4": Transposed.of(MXFP4),
+    "in order": FLOAT8_MATRICES,
+    "bfloat16 scales": Transposed.of(Float8.of(FLOAT8, (128, 128), jnp.bfloat16)),
+    "rows": FLOAT8_ROWS,
+    "mxfp4 in order": MXFP4,
+}
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=2)
+X = np.random.default_rng(9).standard_normal((16, H)).astype(jnp.bfloat16)
+
+
+@pytest.fixture(params=quick(FORMATS, "float8", "mxfp4"))
+def format(request):
+    return request.param
+
+
+@functools.cache
+def stored(format):
+    """Parameters of a layer, its matrices quantized on the host."""
+    rng = np.random.default_rng(0)
+
+    def numbers(*shape):
+        return (rng.standard_normal(shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
+
+    gate, *matrices = numbers(H, E), numbers(E, H, F), numbers(E, H, F), numbers(E, F, H)
+    quantized = (jax_ep.quantize(matrix, format) for matrix in matrices)
+    return MoEParams.of(gate=gate, **dict(zip(MATRICES, quantized, strict=True)))
+
+
+def numbers_of(params):
+    """The parameters that the quantized ones stand for."""
+    return params._replace(**{name: getattr(params, name).dequantize() for name in MATRICES})
+
+
+def sharded(params, mesh):
+    """On the devices of a mesh with the axes "expert" and "tensor", a part on each."""
+    for name in MATRICES:
+        array = getattr(params, name)
+        spec = P(*(axis if axis in mesh.axis_names else None for axis in SPECS[name]))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), array.specs(spec))
+        params = params._replace(**{name: jax.device_put(array, shardings)})
+    return params
+
+
+def output(config, **options):
+    """A program: (params, x) -> the output and the gradient of x."""
+
+    def loss(x, params):
+        y, _ = jax_ep.moe_layer(params, x, config, **options)
+        wave = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(y.astype(jnp.float32) * wave), y
+
+    return jax.jit(lambda params, x: jax.grad(loss, has_aux=True)(x, params))
+
+
+def assert_equal(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_bitwise_equal(np.asarray(one), np.asarray(other))
+
+
+def test_the_layer_is_that_of_the_numbers(format):
+    params, run = stored(format), output(CONFIG)
+    grad, y = run(params, X)
+    assert y.dtype == grad.dtype == jnp.bfloat16 and np.abs(np.asarray(grad)).max() > 0
+    assert_equal((grad, y), run(numbers_of(params), X))
+
+
+def operands_of(params):
+    """The stored values and scales, in both orders."""
+
+    def operands(array):
+        values, scales = array.values, array.scales.astype(np.float32)
+        if isinstance(array.format, Transposed):
+            values, scales = values.swapaxes(1, 2), scales.swapaxes(1, 2)
+        kept = jax_ep.QuantizedArray(jnp.asarray(values), jnp.asarray(scales), FLOAT8_MATRICES)
+        return QuantizedMatrices(kept, jax.tree.map(lambda a: a.swapaxes(1, 2), kept))
+
+    return QuantizedExperts(*(operands(getattr(params, name)) for name in MATRICES))
+
+
+@pytest.mark.parametrize("name, shape", quick(
+    [("float8", None), ("in order", None), ("bfloat16 scales", None), ("float8", (2, 2))],
+    ("float8", None), ("float8", (2, 2)),
+))  # fmt: skip
+def test_float8_matrices_are_the_operands_as_they_are(name, shape):
+    config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS[name])
+    want = numbers_of(params), operands_of(params)
+    if shape is not None:
+        on = mesh(shape, ("expert", "tensor"))
+        config = dataclasses.replace(config, mesh=on, tensor_axis="tensor")
+        params = sharded(params, on)
+    numbers, quantized = want
+    run = output(config, quantized_experts=quantized)
+    assert_equal(output(config)(params, X), run(numbers, X))
+
+
+@pytest.mark.parametrize("name, again", [("float8", False), ("mxfp4", True)])
+def test_no_program_quantizes_float8_matrices_again(name, again):
+    """Unlike those of other formats."""
+    config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
+    program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
+    assert ("quantize_float8_matrices" in str(program)) == again
+
+
+def test_other_formats_are_quantized_again_for_float8_matmuls():
+    config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS["mxfp4"])
+    run = output(config)
+    assert_equal(run(params, X), run(numbers_of(params), X))
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 2)])
+def test_ranks_hold_their_own_experts_and_columns(format, shape):
+    if format.block[0] == 1 and len(shape) > 1:
+        pytest.skip("wo has one block of 128 columns")
+    on = mesh(shape, ("expert", "tensor")[: len(shape)])
+    config = dataclasses.replace(CONFIG, mesh=on)
+    if len(shape) > 1:
+        config = dataclasses.replace(config, tensor_axis="tensor")
+    params, numbers = stored(format), numbers_of(stored(format))
+    spread = sharded(params, on)
+    for name in MATRICES:
+        array = getattr(spread, name)
+        size = sum(part.nbytes for part in jax.tree.leaves(getattr(params, name)))
+        held = [part.addressable_shards[0].data.nbytes for part in jax.tree.leaves(array)]
+        assert sum(held) == size / on.size
+    run = output(config)
+    assert_equal(run(spread, X), run(numbers, X))
+
+
+def test_experts_move_between_slots(format):
+    """Into slots, to another placement, and back, without a changed bit."""
+    on = expert_mesh(4)
+    sizes = dict(num_experts=E, num_slots=12)
+    placement = Placement.in_order(**sizes, num_ranks=4)[0]
+    other = balance(np.arange(1.0, E + 1)[None] ** 2, num_slots=12, num_ranks=4)[0]
+    config = dataclasses.replace(CONFIG, num_slots=12, mesh=on)
+    params = stored(format)
+    run = jax.jit(lambda p, x, place: jax_ep.moe_layer(p, x, config, placement=place)[0])
+    want = run(to_slots(numbers_of(params), placement), X, placement)
+    slots = sharded(to_slots(params, placement), on)
+    assert slots.wo.shape == (12, F, H)
+    assert_equal(run(slots, X, placement), want)
+    moved = redistribute(slots, placement, other, mesh=on)
+    assert_equal(to_experts(jax.tree.map(np.asarray, moved), other), params)
+    assert_equal(run(moved, X, other), run(to_slots(numbers_of(params), other), X, other))
+
+
+def test_flax_layers_take_them(format):
+    params = stored(format)
+    want = output(CONFIG)(params, X)[1]
+    options = dict(num_experts=E, num_experts_per_token=2)
+    layer = linen.MoE(mlp_dim=F, **options)
+    weights = {name: getattr(params, name) for name in MATRICES}
+    got, _ = layer.apply({"params": weights | {"gate": {"kernel": params.gate}}}, X)
+    assert_equal(got, want)
+
+    module = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
+    module.gate.kernel.set_value(jnp.asarray(params.gate))
+    for name in MATRICES:
+        getattr(module, name).set_value(jax.tree.map(jnp.asarray, weights[name]))
+    assert_equal(nnx.jit(lambda module, x: module(x)[0])(module, X), want)
+    graph, state = nnx.split(module)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["wo"])} == {
+        format.dtype, format.scale_dtype
+    }  # fmt: skip
+
+
+def test_shared_experts_may_be_stored_quantized():
+    rng = np.random.default_rng(1)
+    format = FORMATS["float8"]
+    shared = {
+        name: jax_ep.quantize(rng.standard_normal(shape).astype(jnp.bfloat16) / 16, format)
+        for name, shape in {
+            "shared_wi_0": (H, F), "shared_wi_1": (H, F), "shared_wo": (F, H)
+        }.items()
+    }  # fmt: skip
+    params = stored(format)._replace(**shared)
+    numbers = {name: array.dequantize() for name, array in shared.items()}
+    run = output(dataclasses.replace(CONFIG, mesh=expert_mesh(2)))
+    assert_equal(run(params, X), run(numbers_of(params)._replace(**numbers), X))
+
+
+@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
+def test_there_is_no_gradient(matmul_dtype):
+    """Of what is quantized; the gate has one, as of the layer of the numbers."""
+    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
+    params = stored(FORMATS["float8"])
+
+    def loss(part, name, params):
+        y, _ = jax_ep.moe_layer(params._replace(**{name: part}), X, config)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    for name in ("wi_1", "wo"):
+        with pytest.raises(TypeError, match=f"{name} is stored quantized, .* has no gradient"):
+            jax.grad(loss)(jax.tree.map(jnp.asarray, getattr(params, name)), name, params)
+    grad = jax.grad(loss)(jnp.asarray(params.gate), "gate", params)
+    assert np.isfinite(np.asarray(grad).astype(np.float32)).all() and np.asarray(grad).any()
+    if matmul_dtype is None:
+        want = jax.grad(loss)(jnp.asarray(params.gate), "gate", numbers_of(params))
+        assert_bitwise_equal(np.asarray(grad), np.asarray(want))
+
+
+def test_what_does_not_fit_is_refused():
+    params = stored(FORMATS["float8"])
+    mixed = params._replace(wo=numbers_of(params).wo)
+    with pytest.raises(TypeError, match="wi_0, wi_1, wo must all be arrays or all be Quantized"):
+        jax_ep.moe_layer(mixed, X, CONFIG)
+    tokens, sizes = jnp.asarray(X), jnp.full(E, 2)
+    with pytest.raises(TypeError, match="wi_0, wi_1, wo must all be arrays or all be Quantized"):
+        jax_ep.expert_mlp(tokens, mixed.wi_0, mixed.wi_1, mixed.wo, sizes)
+    wide = tokens.astype(jnp.float32)
+    with pytest.raises(TypeError, match="wi_0 must have the dtype of tokens, float32"):
+        jax_ep.expert_mlp(wide, params.wi_0, params.wi_1, params.wo, sizes)
+    gate = jax_ep.quantize(params.gate.astype(np.float32), Transposed.of(MXFP4))
+    with pytest.raises(TypeError, match="gate must be an array, but is a QuantizedArray"):
+        jax_ep.moe_layer(params._replace(gate=gate), X, CONFIG)
+    spread = sharded(params, expert_mesh(4))
+    with pytest.raises(ValueError, match="wi_0 .* is sharded over expert_axis .* no mesh is set"):
+        jax_ep.moe_layer(spread, X, CONFIG)
+    float8 = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
+    with pytest.raises(ValueError, match="params must not be given .* wi_0 is a QuantizedArray"):
+        jax_ep.quantize_experts(params, float8)
+    quantized = jax_ep.quantize_experts(numbers_of(params), float8)
+    with pytest.raises(ValueError, match="quantized_experts must be None where wi_0 is a Quant"):
+        jax_ep.moe_layer(params, X, float8, quantized_experts=quantized)
+    four = mesh((1, 4), ("expert", "tensor"))
+    split = dataclasses.replace(CONFIG, mesh=four, tensor_axis="tensor")
+    with pytest.raises(ValueError, match="wi_0 on one of 4 ranks of tensor_axis must have whole"):
+        jax_ep.moe_layer(params, X, split)
