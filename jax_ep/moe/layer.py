@@ -22,7 +22,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import losses, routing, tensor_axis
+from jax_ep.moe import losses, routing, tensor_axis, token_chunks
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -407,16 +407,46 @@ def _run_routed_experts(
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
-    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
-    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     with jax.named_scope("dispatch"):
         held = topk_idx
         if placement is not None:
             held = chosen(topk_idx, placement, where.expert_axes)
         tokens = tokens.astype(config.dtype)
+    with jax.named_scope("experts"):
+        experts = _experts_of_rank(params, quantized, placement, config, where)
+    out, counts = token_chunks.run(
+        functools.partial(_run_chunk, distinct=distinct, config=config, where=where),
+        experts,
+        (tokens, held, topk_weights),
+        config,
+        where.expert_axes,
+    )
+    with jax.named_scope("metrics"):
+        dropped = (
+            _of_all_experts(counts, where)
+            if placement is None
+            else by_expert(counts, placement, where.expert_axes)
+        )
+    return out, dropped
+
+
+def _run_chunk(
+    experts: Experts,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    distinct: bool,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [T, H] of tokens, and the drops of each expert or slot of this rank."""
+    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
+    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
+    with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
-            held,
+            topk_idx,
             num_experts=config.num_held,
             axis_name=where.expert_axes,
             capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
@@ -429,8 +459,6 @@ def _run_routed_experts(
             zero_unused=False,
             implementation=config.implementation,
         )
-    with jax.named_scope("experts"):
-        experts = _experts_of_rank(params, quantized, placement, config, where)
     out = run_experts(
         received,
         experts,
@@ -440,13 +468,7 @@ def _run_routed_experts(
         config.matmul_implementation,
         tokens if stays_quantized else None,
     )
-    with jax.named_scope("metrics"):
-        dropped = (
-            _of_all_experts(received.dropped_counts, where)
-            if placement is None
-            else by_expert(received.dropped_counts, placement, where.expert_axes)
-        )
-    return out, dropped
+    return out, received.dropped_counts
 
 
 def _experts_of_rank(
