@@ -103,7 +103,8 @@ def moe_layer(
             these parameters; None quantizes them in each call.
 
     Returns:
-        The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks.
+        The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks except
+        `topk_idx`, which is of x's tokens.
 
     Raises:
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
@@ -286,16 +287,24 @@ def _on_mesh(
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
+    metrics_specs = MoEMetrics(*(PartitionSpec() for _ in MoEMetrics._fields))
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
         in_specs=specs,
-        out_specs=(tokens_spec, PartitionSpec()),
+        out_specs=(tokens_spec, metrics_specs._replace(topk_idx=tokens_spec)),
     )(*args)
-    if not divides:
-        out = reshard(out, mesh, PartitionSpec())[:num_tokens].reshape(shape)
+
+    def like_x(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if not divides:
+            array = reshard(array, mesh, PartitionSpec())[:num_tokens]
+            array = array.reshape(*shape[:-1], array.shape[-1])
+        return reshard(array, mesh, spec)
+
+    if (choices := metrics.topk_idx) is not None:
+        metrics = metrics._replace(topk_idx=like_x(choices, PartitionSpec(*[*spec][:-1])))
     # On Explicit axes, the output must be sharded like x, since callers add them.
-    return reshard(out, mesh, spec), metrics
+    return like_x(out, spec), metrics
 
 
 def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
@@ -392,6 +401,8 @@ def _on_rank(
             out = (out.astype(jnp.float32) + free).astype(out.dtype)
     with jax.named_scope("metrics"):
         metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
+    if config.record_choices:
+        metrics = metrics._replace(topk_idx=routed.topk_idx.reshape(*shape[:-1], -1))
     return out.reshape(shape), metrics
 
 

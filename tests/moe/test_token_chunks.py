@@ -141,8 +141,8 @@ def test_float8_experts_are_quantized_once(once):
         assert np.abs(a - b).max() <= 0.05 * np.abs(b).max()
     np.testing.assert_array_equal(got[0][0], want[0][0])
     before_scan, in_scan = jaxpr.split("scan[")
-    assert "quantize_matrices" not in in_scan
-    assert before_scan.count("quantize_matrices") == (0 if once else 3)
+    assert "quantize_float8_matrices" not in in_scan
+    assert before_scan.count("quantize_float8_matrices") == (0 if once else 3)
 
 
 def test_gradients_are_summed_in_float32():
@@ -161,7 +161,7 @@ def test_gradients_are_summed_in_float32():
 
 
 def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
-    """The training step of a layer that drops nothing, of 4 times the hidden values of its tests."""
+    """The training step of a layer that drops nothing."""
     config = MoEConfig(
         num_experts=E, num_experts_per_token=4, dtype=jnp.bfloat16, token_chunks=num_chunks
     )
@@ -180,6 +180,18 @@ def test_a_step_needs_less_memory():
     """On CPUs; almost all of it is rows, of which 4 chunks have a quarter."""
     whole, chunked = (compiled(c).memory_analysis().temp_size_in_bytes for c in (1, 4))
     assert chunked <= 0.35 * whole
+
+
+@pytest.mark.parametrize(
+    "num_chunks, error, message",
+    [
+        (0, ValueError, "token_chunks must be at least 1, but is 0"),
+        (2.0, TypeError, "token_chunks must be a static integer, but is 2.0"),
+    ],
+)
+def test_errors_name_the_argument(num_chunks, error, message):
+    with pytest.raises(error, match=message):
+        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, token_chunks=num_chunks))
 
 
 def test_gradients_of_experts_are_reduced_once():
