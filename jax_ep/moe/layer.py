@@ -287,12 +287,13 @@ def _on_mesh(
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
-    metrics_specs = MoEMetrics(*(PartitionSpec() for _ in MoEMetrics._fields))
+    of_metrics: dict[str, Any] = dict.fromkeys(MoEMetrics._fields, PartitionSpec())
+    metrics_specs = MoEMetrics(**(of_metrics | {"topk_idx": tokens_spec}))
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
         in_specs=specs,
-        out_specs=(tokens_spec, metrics_specs._replace(topk_idx=tokens_spec)),
+        out_specs=(tokens_spec, metrics_specs),
     )(*args)
 
     def like_x(array: jax.Array, spec: PartitionSpec) -> jax.Array:
