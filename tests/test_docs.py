@@ -43,6 +43,20 @@ def test_a_python_block_runs_as_it_stands(program, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
+def test_the_bytes_that_policies_keep_are_told():
+    """The program above the table prints the table's numbers."""
+    (program,) = (program for program in PROGRAMS.values() if "mib_kept" in program)
+    environment = environment_of_program(
+        JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(REPOSITORY)
+    )
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    told = PAGES["layers.md"].replace("`", "")
+    rows = printed.stdout.splitlines()
+    assert len(rows) == 7 and all(f"\n{row}" in told for row in rows), rows
+
+
 def test_the_api_reference_has_every_public_name():
     directives = re.findall(r"^\.\. auto\w+:: (?:jax_ep\.)?(\S+)$", "\n".join(PAGES.values()), re.M)
     told = {*directives, *(name.rpartition(".")[2] for name in directives)}

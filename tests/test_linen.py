@@ -157,6 +157,8 @@ def test_attributes_reach_the_core():
         "identity_experts": 2,
         "constant_experts": 3,
         "free_expert_factor": 0.5,
+        "record_choices": True,
+        "token_chunks": 4,
         "expert_alignment": 8,
         "wire_dtype": jnp.float8_e4m3fn,
         "activation": jax.nn.gelu,
@@ -252,6 +254,35 @@ def test_drops_are_reported():
     # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to 8.
     assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * 8
     assert ample.num_dropped == 0
+
+
+def test_a_scanned_stack_replays_the_choices_that_it_recorded():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, topk_idx):
+            y, metrics = layer(record_choices=True)(x, topk_idx=topk_idx)
+            return x + y, metrics
+
+    stack = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=2)()
+    x = make_x()
+    variables = nn.unbox(stack.init(jax.random.key(0), x, None))
+
+    @jax.jit
+    def step(variables, topk_idx):
+        def loss(variables):
+            out, metrics = stack.apply(variables, x, topk_idx)
+            return jnp.mean(out**2), (out, metrics.topk_idx)
+
+        return jax.grad(loss, has_aux=True)(variables)
+
+    with jax.set_mesh(expert_mesh(4)):
+        grads, (out, topk_idx) = step(variables, None)
+        again, (replayed, same) = step(variables, topk_idx)
+    assert topk_idx.shape == (2, BATCH, SEQUENCE, K) and np.any(topk_idx[0] != topk_idx[1])
+    np.testing.assert_array_equal(replayed, out)
+    np.testing.assert_array_equal(same, topk_idx)
+    assert_close(again, grads)
+    assert np.any(again["params"]["MoE_0"]["gate"]["kernel"] != 0)
 
 
 def test_masked_tokens_are_not_routed():

@@ -157,6 +157,8 @@ def test_attributes_reach_the_core():
         "identity_experts": 2,
         "constant_experts": 3,
         "free_expert_factor": 0.5,
+        "record_choices": True,
+        "token_chunks": 4,
         "expert_alignment": 8,
         "wire_dtype": jnp.float8_e4m3fn,
         "activation": jax.nn.gelu,

@@ -134,6 +134,14 @@ class MoEConfig:
             entries for them. Choices of free experts are not sent.
         free_expert_factor: the factor, above 0, of the free experts' terms in the load-balance loss
             (MoE++'s tau). Below 1, tokens choose free experts more.
+        record_choices: whether `MoEMetrics.topk_idx` is given: the choices of all tokens, which a
+            later call takes as `topk_idx`.
+        token_chunks: the number c of chunks of consecutive tokens in which a rank dispatches,
+            computes and combines, one after the other. Buffers then have 1 / c of the rows, and the
+            backward pass dispatches each chunk and computes its first products again. Outputs and
+            gradients are the same up to rounding; losses and counts are those of all tokens, which
+            are routed at once. A chunk has ceil(T / c) of a rank's T tokens, and the last one is
+            padded. Both capacity factors limit each chunk by itself.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
             H must be a multiple of 128; see `jax_ep.dispatch`. Outputs and gradients are sent in
@@ -192,6 +200,8 @@ class MoEConfig:
     identity_experts: int = option(0, integer_or_zero)
     constant_experts: int = option(0, integer_or_zero)
     free_expert_factor: float = option(1.0, checks.check_number)
+    record_choices: bool = option(False, checks.check_bool)
+    token_chunks: int = option(1, checks.check_integer)
     expert_alignment: int = option(1, checks.check_integer)
     wire_dtype: Any = None
     activation: Activation = same_option(ExpertOptions, "activation")

@@ -22,7 +22,7 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import fsdp, losses, routing, tensor_axis
+from jax_ep.moe import fsdp, losses, routing, tensor_axis, token_chunks
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -125,7 +125,8 @@ def moe_layer(
             these parameters; None quantizes them in each call.
 
     Returns:
-        The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks.
+        The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks except
+        `topk_idx`, which is of x's tokens.
 
     Raises:
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
@@ -313,16 +314,25 @@ def _on_mesh(
     specs = params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec, quantized_spec
     operands = params, call, placement, quantized
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
+    of_metrics: dict[str, Any] = dict.fromkeys(MoEMetrics._fields, PartitionSpec())
+    metrics_specs = MoEMetrics(**(of_metrics | {"topk_idx": tokens_spec}))
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
         in_specs=specs,
-        out_specs=(tokens_spec, PartitionSpec()),
+        out_specs=(tokens_spec, metrics_specs),
     )(*args)
-    if not divides:
-        out = reshard(out, mesh, PartitionSpec())[:num_tokens].reshape(shape)
+
+    def like_x(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if not divides:
+            array = reshard(array, mesh, PartitionSpec())[:num_tokens]
+            array = array.reshape(*shape[:-1], array.shape[-1])
+        return reshard(array, mesh, spec)
+
+    if (choices := metrics.topk_idx) is not None:
+        metrics = metrics._replace(topk_idx=like_x(choices, PartitionSpec(*[*spec][:-1])))
     # On Explicit axes, the output must be sharded like x, since callers add them.
-    return reshard(out, mesh, spec), metrics
+    return like_x(out, spec), metrics
 
 
 def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
@@ -429,6 +439,8 @@ def _on_rank(
             out = (out.astype(jnp.float32) + free).astype(out.dtype)
     with jax.named_scope("metrics"):
         metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
+    if config.record_choices:
+        metrics = metrics._replace(topk_idx=routed.topk_idx.reshape(*shape[:-1], -1))
     return out.reshape(shape), metrics
 
 
@@ -444,16 +456,46 @@ def _run_routed_experts(
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
-    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
-    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     with jax.named_scope("dispatch"):
         held = topk_idx
         if placement is not None:
             held = chosen(topk_idx, placement, where.expert_axes)
         tokens = tokens.astype(config.dtype)
+    with jax.named_scope("experts"):
+        experts = _experts_of_rank(params, quantized, placement, config, where)
+    out, counts = token_chunks.run(
+        functools.partial(_run_chunk, distinct=distinct, config=config, where=where),
+        experts,
+        (tokens, held, topk_weights),
+        config,
+        where.expert_axes,
+    )
+    with jax.named_scope("metrics"):
+        dropped = (
+            _of_all_experts(counts, where)
+            if placement is None
+            else by_expert(counts, placement, where.expert_axes)
+        )
+    return out, dropped
+
+
+def _run_chunk(
+    experts: Experts,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    distinct: bool,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [T, H] of tokens, and the drops of each expert or slot of this rank."""
+    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
+    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
+    with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
-            held,
+            topk_idx,
             num_experts=config.num_held,
             axis_name=where.expert_axes,
             capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
@@ -466,8 +508,6 @@ def _run_routed_experts(
             zero_unused=False,
             implementation=config.implementation,
         )
-    with jax.named_scope("experts"):
-        experts = _experts_of_rank(params, quantized, placement, config, where)
     out = run_experts(
         received,
         experts,
@@ -477,13 +517,7 @@ def _run_routed_experts(
         config.matmul_implementation,
         tokens if stays_quantized else None,
     )
-    with jax.named_scope("metrics"):
-        dropped = (
-            _of_all_experts(received.dropped_counts, where)
-            if placement is None
-            else by_expert(received.dropped_counts, placement, where.expert_axes)
-        )
-    return out, dropped
+    return out, received.dropped_counts
 
 
 def _experts_of_rank(

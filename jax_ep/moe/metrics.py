@@ -7,17 +7,19 @@ kernel sums. XLA sums all counts and losses of a layer, some kilobytes, in one c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import free_experts, losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
-from jax_ep.runtime.jax_compat import register_for_export
+from jax_ep.runtime.jax_compat import is_traced, register_for_export
 
 
 class MoEMetrics(NamedTuple):
@@ -34,6 +36,8 @@ class MoEMetrics(NamedTuple):
         dropped_counts: [E] int32: the dropped pairs of each expert.
         balance: the sums over all tokens from which the load-balance loss is computed, for
             `jax_ep.pooled_load_balance_loss` over layers or microbatches.
+        topk_idx: [..., K] int32 with `MoEConfig.record_choices`, or None: the expert ids that each
+            token of x chose, free experts included, and -1 for masked tokens. It is sharded like x.
     """
 
     load_balance_loss: jax.Array
@@ -42,6 +46,57 @@ class MoEMetrics(NamedTuple):
     num_dropped: jax.Array
     dropped_counts: jax.Array
     balance: losses.BalanceSums
+    topk_idx: jax.Array | None = None
+
+    def summary(self, num_ranks: int | None = None) -> dict[str, Any]:
+        """Summarizes the load in a few numbers, such as for a log.
+
+        Metrics of several layers, stacked with leading axes, give an array [layers] for each number
+        instead of a scalar. Free experts are left out. If there are no choices, all numbers but
+        `idle_experts` are 0.
+
+        - `busiest_expert`: the load of the expert with most choices, over the experts' mean; from 1
+          to E.
+        - `busiest_rank`, with `num_ranks`: the load of the rank with most choices, over the ranks'
+          mean; from 1 to N. Expert e is on rank e // (E / N), as in a layer without `num_slots`;
+          with slots, `Placement.rank_load` of the counts gives the ranks' loads.
+        - `entropy`: the entropy of the experts' loads over its largest value, log(E); from 0, all
+          choices of one expert, to 1, all experts alike.
+        - `idle_experts`: the number of experts that no token chose.
+        - `drop_share`: the dropped choices over all choices; from 0 to 1.
+
+        Args:
+            num_ranks: N, the number of ranks that the experts are spread over, or None.
+
+        Returns:
+            The numbers by name. Inside `jax.jit` they are traced float32. Outside they are NumPy's
+            float64, whose scalars are Python floats, and the call waits for the metrics.
+
+        Raises:
+            ValueError: `num_ranks` does not divide E.
+            TypeError: `num_ranks` is not an integer.
+        """
+        xp, dtype = (jnp, jnp.float32) if is_traced(self.expert_counts) else (np, np.float64)
+        dropped = xp.asarray(self.dropped_counts, dtype)
+        num_experts = dropped.shape[-1]
+        counts = xp.asarray(self.expert_counts, dtype)[..., :num_experts]
+        total = counts.sum(-1)
+        shares = counts / xp.maximum(total, 1)[..., None]
+        log_shares = xp.log(xp.where(shares > 0, shares, 1))
+        found = {"busiest_expert": shares.max(-1) * num_experts}
+        if num_ranks is not None:
+            num_ranks = checks.check_integer("num_ranks", num_ranks)
+            if num_experts % num_ranks:
+                raise ValueError(
+                    f"num_ranks must divide the {num_experts} experts, but is {num_ranks}."
+                )
+            by_rank = shares.reshape(*shares.shape[:-1], num_ranks, -1).sum(-1)
+            found["busiest_rank"] = by_rank.max(-1) * num_ranks
+        return found | {
+            "entropy": -(shares * log_shares).sum(-1) / max(float(np.log(num_experts)), 1e-9),
+            "idle_experts": (counts == 0).sum(-1).astype(dtype),
+            "drop_share": dropped.sum(-1) / xp.maximum(total, 1),
+        }
 
 
 register_for_export(MoEMetrics)

@@ -517,7 +517,8 @@ def test_the_number_of_tokens_may_be_symbolic(options):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("capacity_factor", 2.0), ("matmul_implementation", "loop")]
+    "name, value",
+    [("capacity_factor", 2.0), ("token_chunks", 2), ("matmul_implementation", "loop")],
 )
 def test_what_needs_the_number_of_tokens_refuses_a_symbolic_one(name, value):
     config = config_with(**{name: value})
@@ -615,6 +616,37 @@ def test_a_layer_runs_where_jit_is_disabled(num_ranks):
     with jax.disable_jit():
         step = jax.value_and_grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
         assert_close(step(make_params(), make_x()), unsharded())
+
+
+@pytest.mark.parametrize("lead, num_ranks", quick([((8, 4), 4), ((3, 5), 8)], ((3, 5), 8)))
+def test_recorded_choices_are_replayed(lead, num_ranks):
+    """By parameters whose gate would choose others; also where x is padded for the ranks."""
+    params, x = make_params(), make_x(shape=lead)
+    mask = np.arange(x.shape[0] * x.shape[1]).reshape(lead) % 4 > 0
+    config = config_with(record_choices=True)
+
+    @jax.jit
+    def step(params, x, topk_idx=None):
+        def loss(params):
+            out, metrics = moe.moe_layer(params, x, config, mask, topk_idx=topk_idx)
+            return jnp.mean(out**2) + metrics.load_balance_loss, (out, metrics)
+
+        (_, outputs), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return outputs, grads
+
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        recorded = jax.device_get(step(params, x))
+        topk_idx = recorded[0][1].topk_idx
+        replayed = jax.device_get(step(params, x, topk_idx))
+        others = params._replace(gate=params.gate[:, ::-1])
+        (_, metrics), _ = jax.device_get(step(others, x, topk_idx))
+        (_, own), _ = jax.device_get(step(others, x))
+    jax.tree.map(np.testing.assert_array_equal, replayed[0], recorded[0])
+    assert_close(replayed[1], recorded[1])
+    want = routing.top_k_routing(x.reshape(-1, H) @ params.gate, K).topk_idx.reshape(*lead, K)
+    np.testing.assert_array_equal(topk_idx, np.where(mask[..., None], want, -1))
+    np.testing.assert_array_equal(metrics.topk_idx, topk_idx)
+    assert np.any(own.topk_idx != topk_idx)
 
 
 PARTS = ("router", "dispatch", "experts", "combine", "shared_experts")

@@ -80,3 +80,41 @@ def test_a_sequence_wise_loss_needs_sequences():
     config = dataclasses.replace(CONFIG, balance_convention="deepseek_v3")
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., sequence, H\] .* \(16,\)"):
         moe_layer(PARAMS, jnp.zeros(H), config)
+
+
+def metrics_with(counts, dropped):
+    """Metrics of these counts by expert, [..., E and free experts] and [..., E]."""
+    zero = jnp.zeros(())
+    counts, dropped = jnp.asarray(counts, jnp.int32), jnp.asarray(dropped, jnp.int32)
+    return jax_ep.MoEMetrics(zero, zero, counts, dropped.sum(-1), dropped, balance=None)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_summary_of_the_load(traced):
+    metrics = metrics_with([[6, 2, 0, 0, 5], [2, 2, 2, 2, 0], [0, 0, 0, 0, 3]], np.eye(3, 4))
+    summary = (jax.jit if traced else lambda f: f)(lambda metrics: metrics.summary(num_ranks=2))
+    found = summary(metrics)
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
+    want = {
+        "busiest_expert": [3, 1, 0],
+        "busiest_rank": [2, 1, 0],
+        "entropy": [entropy, 1, 0],
+        "idle_experts": [2, 0, 4],
+        "drop_share": [1 / 8, 1 / 8, 1],
+    }
+    assert found.keys() == want.keys()
+    for name, values in want.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, err_msg=name)
+        assert isinstance(found[name], jax.Array) == traced
+
+
+def test_a_summary_of_one_layer_has_python_floats():
+    metrics = metrics_with([3, 1], [0, 1])
+    found = metrics.summary()
+    assert all(isinstance(value, float) for value in found.values())
+    assert found["drop_share"] == 0.25 and "busiest_rank" not in found
+    assert metrics_with([7], [0]).summary()["entropy"] == 0
+    with pytest.raises(ValueError, match="num_ranks must divide the 2 experts, but is 3"):
+        metrics.summary(num_ranks=3)
+    with pytest.raises(TypeError, match="num_ranks must be a static integer, but is 2.0"):
+        metrics.summary(num_ranks=2.0)

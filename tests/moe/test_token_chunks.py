@@ -1,0 +1,231 @@
+"""A layer whose tokens go in chunks gives what it gives at once, from smaller buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dense_moe import E, F, H, K, assert_close, make_params, make_x, weight_shapes
+from support.meshes import expert_mesh, mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep.placement import Placement, to_slots
+
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def run(params, x, mask=None, *, config, **given):
+    """Output, metrics and gradients, compiled."""
+
+    def loss(params, x):
+        out, metrics = moe_layer(params, x, config, mask, **given)
+        scalar = jnp.mean(out.astype(jnp.float32) ** 2) + metrics.load_balance_loss
+        return scalar + 0.1 * metrics.router_z_loss, (out, metrics)
+
+    (_, outputs), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+    return jax.device_get((outputs, grads))
+
+
+def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
+    """Metrics are equal, outputs and gradients are close."""
+    with jax.set_mesh(devices):
+        (out, metrics), grads = run(params, x, mask, config=config, **given)
+        chunked = dataclasses.replace(config, token_chunks=num_chunks)
+        (got, got_metrics), got_grads = run(params, x, mask, config=chunked, **given)
+    jax.tree.map(np.testing.assert_array_equal, got_metrics, metrics)
+    assert_close((got, got_grads), (out, grads))
+
+
+@pytest.mark.parametrize("num_chunks, num_ranks", quick([(2, 1), (3, 4), (4, 8), (9, 8)], (3, 4)))
+def test_chunks_change_nothing_but_rounding(num_chunks, num_ranks):
+    """Also where they do not divide a rank's tokens, and where there are fewer tokens."""
+    mask = np.arange(40).reshape(8, 5) % 7 > 0
+    assert_same(
+        num_chunks,
+        CONFIG,
+        expert_mesh(num_ranks),
+        make_params(bias=True),
+        make_x(shape=(8, 5)),
+        mask,
+    )
+
+
+def with_biases() -> MoEParams:
+    rng = np.random.default_rng(3)
+    shapes = weight_shapes(E, H, F, use_mlp_bias=True)
+    biases = {n: rng.normal(size=s) for n, s in shapes.items() if n.endswith("bias")}
+    given = {name: jnp.asarray(array, jnp.float32) for name, array in biases.items()}
+    return make_params()._replace(**given)
+
+
+def in_slots() -> tuple[MoEParams, Placement]:
+    placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
+    return to_slots(make_params(), placement), placement
+
+
+SPLIT = dict(tensor_axis="tensor", batch_axes=("expert", "tensor"))
+KINDS = {
+    "replicated over data": ({}, (2, 4), ("data", "expert")),
+    "columns split": (dict(tensor_axis="tensor"), (4, 2), ("expert", "tensor")),
+    "columns and tokens split": (SPLIT, (4, 2), ("expert", "tensor")),
+    "weights on the input": (dict(weights_on="input", clamp=1.0), (4,), ("expert",)),
+    "slots": (dict(num_slots=12), (4,), ("expert",)),
+    "hosts": (dict(expert_axis=("host", "expert")), (2, 2), ("host", "expert")),
+}
+
+
+@pytest.mark.parametrize("changes, shape, axes", quick(KINDS, "columns split", "slots"))
+def test_with_other_options(changes, shape, axes, monkeypatch):
+    if "host" in axes:
+        monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
+    config = dataclasses.replace(CONFIG, **changes)
+    params, given = with_biases(), {}
+    if config.num_slots:
+        params, given["placement"] = in_slots()
+    assert_same(2, config, mesh(shape, axes), params, make_x(), **given)
+
+
+def test_a_capacity_is_of_each_chunk():
+    """Drops are those of calls with the tokens of one chunk each."""
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5)
+    params, x = make_params(), make_x(shape=(4, 16))
+    with jax.set_mesh(expert_mesh(4)):
+        out, metrics = moe_layer(params, x, dataclasses.replace(config, token_chunks=2))
+        parts = [moe_layer(params, part, config) for part in jnp.split(x, 2, axis=1)]
+    np.testing.assert_array_equal(out, jnp.concatenate([part for part, _ in parts], axis=1))
+    dropped = sum(part.dropped_counts for _, part in parts)
+    np.testing.assert_array_equal(metrics.dropped_counts, dropped)
+    assert metrics.num_dropped == np.sum(dropped) > 0
+
+
+WIDE = 128  # what float8 needs
+
+
+def float8_params() -> MoEParams:
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (WIDE, E)} | weight_shapes(E, WIDE, WIDE)
+    return MoEParams.of(**{
+        name: jnp.asarray(rng.normal(scale=WIDE**-0.5, size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("once", quick([False, True], False))
+def test_float8_experts_are_quantized_once(once):
+    """The matrices' gradients are of rows that are quantized in other blocks."""
+    float8 = jnp.float8_e4m3fn
+    config = dataclasses.replace(CONFIG, wire_dtype=float8, matmul_dtype=float8)
+    params = float8_params()
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 16, WIDE)), jnp.float32)
+    with jax.set_mesh(expert_mesh(4)):
+        given = dict(quantized_experts=jax_ep.quantize_experts(params, config)) if once else {}
+        want = run(params, x, config=config, **given)
+        chunked = dataclasses.replace(config, token_chunks=4)
+        got = run(params, x, config=chunked, **given)
+        jaxpr = str(jax.make_jaxpr(lambda *a: moe_layer(*a, chunked, **given))(params, x))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(a - b).max() <= 0.05 * np.abs(b).max()
+    np.testing.assert_array_equal(got[0][0], want[0][0])
+    before_scan, in_scan = jaxpr.split("scan[")
+    assert "quantize_float8_matrices" not in in_scan
+    assert before_scan.count("quantize_float8_matrices") == (0 if once else 3)
+
+
+def test_gradients_are_summed_in_float32():
+    """A sum of equal terms in bfloat16 would stay at 256 terms."""
+    num = 512
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
+    params = MoEParams.of(gate=ones((8, 1)), wi_0=ones((1, 8, 8)), wo=ones((1, 8, 8)) / 8)
+    config = MoEConfig(num_experts=1, num_experts_per_token=1, token_chunks=num)
+
+    def total(params):
+        return jnp.sum(moe_layer(params, ones((num, 8)), config)[0].astype(jnp.float32))
+
+    hidden = float(jax.nn.silu(jnp.float32(8)).astype(jnp.bfloat16))
+    wo = jax.jit(jax.grad(total))(params).wo
+    np.testing.assert_allclose(wo.astype(jnp.float32), num * hidden, rtol=2**-8)
+
+
+def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
+    """The training step of a layer that drops nothing."""
+    config = MoEConfig(
+        num_experts=E, num_experts_per_token=4, dtype=jnp.bfloat16, token_chunks=num_chunks
+    )
+    shapes = {"gate": (64, E)} | weight_shapes(E, 64, 64)
+    params = MoEParams.of(**{n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()})
+    x = jax.ShapeDtypeStruct((8, num_tokens // 2, 64), jnp.bfloat16)
+
+    def loss(params, x):
+        return jnp.sum(moe_layer(params, x, config)[0].astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh(mesh_shape, axes)):
+        return jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
+
+
+def test_a_step_needs_less_memory():
+    """On CPUs; almost all of it is rows, of which 4 chunks have a quarter."""
+    whole, chunked = (compiled(c).memory_analysis().temp_size_in_bytes for c in (1, 4))
+    assert chunked <= 0.35 * whole
+
+
+@pytest.mark.parametrize(
+    "num_chunks, error, message",
+    [
+        (0, ValueError, "token_chunks must be at least 1, but is 0"),
+        (2.0, TypeError, "token_chunks must be a static integer, but is 2.0"),
+    ],
+)
+def test_errors_name_the_argument(num_chunks, error, message):
+    with pytest.raises(error, match=message):
+        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, token_chunks=num_chunks))
+
+
+def test_gradients_of_experts_are_reduced_once():
+    shape = dict(mesh_shape=(2, 4), axes=("data", "expert"), num_tokens=16)
+    whole, chunked = (compiled(c, **shape).as_text().count(" all-reduce(") for c in (1, 4))
+    assert chunked == whole > 0
+
+
+@pytest.mark.slow
+def test_in_a_scan_of_rematerialized_layers():
+    class Block(nn.Module):
+        num_chunks: int
+
+        @nn.compact
+        def __call__(self, x, _):
+            layer = jax_ep.linen.MoE(E, K, F, token_chunks=self.num_chunks)
+            y, metrics = layer(x)
+            return x + y, metrics
+
+    def stack(num_chunks):
+        block = nn.remat(Block, prevent_cse=False)
+        variables = {"params": 0, "router_state": 0}
+        scanned = nn.scan(block, variables, split_rngs={"params": True}, length=2)
+        return scanned(num_chunks)
+
+    x = make_x()
+    variables = nn.unbox(stack(1).init(jax.random.key(0), x, None))
+
+    def step(num_chunks):
+        def loss(variables):
+            out, metrics = stack(num_chunks).apply(variables, x, None)
+            return jnp.mean(out**2) + jnp.sum(metrics.load_balance_loss)
+
+        with jax.set_mesh(expert_mesh(4)):
+            return jax.device_get(jax.jit(jax.value_and_grad(loss))(variables))
+
+    assert_close(step(2), step(1))
