@@ -3,6 +3,7 @@
 Both kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
 
   rows(x)       what a matmul reads of rows x [R, C]: x, or x quantized
+  saved         what the backward pass reads of experts
   gated, up     the products with wi_0 and wi_1, gated or not
   kept(product) what is kept of a product for the backward pass
   numbers(kept) the numbers of what is kept, or of rows
@@ -88,6 +89,9 @@ class Matmuls:
     def rows(self, x: jax.Array) -> Any:
         return x
 
+    def saved(self, experts: Experts) -> Experts:
+        return experts
+
     def kept(self, product: jax.Array) -> Any:
         return product
 
@@ -168,6 +172,21 @@ class Float8Matmuls(Matmuls):
 
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
         return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
+
+    def saved(self, experts: Experts) -> Experts:
+        # The gradients read the matrices in one order, and the dtypes alone of the parameters.
+        def without_numbers(matrices: jax.Array | None) -> jax.Array | None:
+            return None if matrices is None else jnp.zeros(0, matrices.dtype)
+
+        def in_one_order(matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
+            return None if matrices is None else matrices._replace(transposed=None)  # type: ignore
+
+        return experts._replace(
+            wi_0=without_numbers(experts.wi_0),
+            wi_1=without_numbers(experts.wi_1),
+            wo=without_numbers(experts.wo),
+            quantized=QuantizedExperts(*map(in_one_order, experts.quantized)),  # type: ignore
+        )
 
     def kept(self, product: jax.Array) -> QuantizedArray:
         return float8.quantize_rows(product)
