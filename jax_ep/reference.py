@@ -693,10 +693,8 @@ def float8_expert_mlp_grad(
         sigmoid = 1 / (1 + np.exp(-gate))
     dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
     dup = dhidden * _silu(gate)
-    dtokens = sum(
-        float8_matmul(dpre, wi.swapaxes(1, 2), group_sizes)
-        for dpre, wi in ((dgate, wi_0), (dup, wi_1))
-    )
+    dtokens = float8_matmul(dgate, wi_0.swapaxes(1, 2), group_sizes)
+    dtokens += float8_matmul(dup, wi_1.swapaxes(1, 2), group_sizes)
     dwi_0, dwi_1 = (float8_matmul_drhs(tokens, dpre, group_sizes) for dpre in (dgate, dup))
     return dtokens, dwi_0, dwi_1, float8_matmul_drhs(_silu(gate) * up, grad, group_sizes)
 

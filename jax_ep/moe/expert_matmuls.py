@@ -175,18 +175,17 @@ class Float8Matmuls(Matmuls):
 
     def saved(self, experts: Experts) -> Experts:
         # The gradients read the matrices in one order, and the dtypes alone of the parameters.
-        def without_numbers(matrices: jax.Array | None) -> jax.Array | None:
-            return None if matrices is None else jnp.zeros(0, matrices.dtype)
-
-        def in_one_order(matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
-            return None if matrices is None else matrices._replace(transposed=None)  # type: ignore
-
-        return experts._replace(
-            wi_0=without_numbers(experts.wi_0),
-            wi_1=without_numbers(experts.wi_1),
-            wo=without_numbers(experts.wo),
-            quantized=QuantizedExperts(*map(in_one_order, experts.quantized)),  # type: ignore
-        )
+        assert experts.quantized is not None
+        dtypes: dict[str, Any] = {
+            name: jnp.zeros(0, matrices.dtype)
+            for name in QuantizedExperts._fields
+            if (matrices := getattr(experts, name)) is not None
+        }
+        in_one_order: list[Any] = [
+            None if both is None else both._replace(transposed=None)  # type: ignore
+            for both in experts.quantized
+        ]
+        return experts._replace(**dtypes, quantized=QuantizedExperts(*in_one_order))
 
     def kept(self, product: jax.Array) -> QuantizedArray:
         return float8.quantize_rows(product)
