@@ -52,6 +52,8 @@ GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 @pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
 def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
     tokens, *matrices = numbers(kind, jnp.float32)
+    if kind == "huge":  # the gate's gradient multiplies three of these numbers in float32
+        tokens = tokens.at[5].multiply(1e-21)
     grad = operands.numbers("random", (ROWS, H), 9)
 
     def run(tokens, *matrices):
@@ -76,8 +78,7 @@ def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
             np.linalg.norm(np.nan_to_num(each, nan=0.0).reshape(len(each), -1), axis=1)
             for each in (mine - theirs, theirs)
         )
-        assert not off[norms == 0].any()
-        relative = off[norms > 0] / (norms[norms > 0] + 2.0**-117)
+        relative = off / np.maximum(norms, 2.0**-117)
         assert np.sqrt(np.mean(relative**2)) <= bound
 
 
