@@ -16,7 +16,8 @@ from jax_ep.formats import QuantizedArray
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import run_layer
+from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.layer import quantize_by_rules, run_layer
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.options import documented, options_of
 from jax_ep.moe.params import (
@@ -160,6 +161,7 @@ class MoE(nn.Module, _Fields):
         router_x: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
+        quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
@@ -170,6 +172,8 @@ class MoE(nn.Module, _Fields):
           placement: the placement of the experts, for a layer with `num_slots`; see
             `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
+          quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
+            parameters; None quantizes the experts in each call.
 
         Returns:
           The output, [..., H], and the metrics.
@@ -195,8 +199,34 @@ class MoE(nn.Module, _Fields):
             mask,
             placement,
             inputs,
+            quantized_experts,
             axis_rules=rules,
         )
+
+    def quantize_experts(self) -> QuantizedExperts:
+        """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
+
+        A training step with microbatches calls it before them: from the module that owns this one,
+        or from outside as `moe.apply({"params": params}, method="quantize_experts")`, for a stack
+        of layers under `jax.vmap` over params. Each call takes the result as `quantized_experts`.
+
+        Returns:
+          What calls take as `quantized_experts`, sharded like the parameters.
+
+        Raises:
+          ValueError: `matmul_dtype` is None, a matrix has not whole blocks, or there are no
+            parameters.
+        """
+        weights = nn.unbox({
+            name: self.get_variable("params", name) for name in QuantizedExperts._fields
+        })  # fmt: skip
+        if weights["wi_0"] is None or weights["wo"] is None:
+            raise ValueError(
+                'quantize_experts needs the layer\'s parameters: pass {"params": ...} to apply, as '
+                "init returned them."
+            )
+        rules = tuple(spmd.get_logical_axis_rules())
+        return quantize_by_rules(MoEParams.of(**weights), MoEConfig.of(self), axis_rules=rules)
 
     def _weight(
         self, name: str, shape: tuple[int, ...], init: Initializer

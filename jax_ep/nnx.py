@@ -17,8 +17,9 @@ from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import run_layer
-from jax_ep.moe.mesh import shard
+from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.layer import quantize_by_rules, run_layer
+from jax_ep.moe.mesh import AxisRules, shard
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.options import documented, pop_options, takes
 from jax_ep.moe.params import (
@@ -152,6 +153,7 @@ class MoE(nnx.Module):
         router_x: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
+        quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
@@ -162,6 +164,8 @@ class MoE(nnx.Module):
           placement: the placement of the experts, for a layer with `num_slots`; see
             `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
+          quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
+            parameters; None quantizes the experts in each call.
 
         Returns:
           The output, [..., H], and the metrics.
@@ -169,23 +173,44 @@ class MoE(nnx.Module):
         Raises:
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
         """
+        inputs = RouterInputs(router_x, topk_idx, topk_weights)
+        return run_layer(
+            self._params(),
+            x,
+            self.config,
+            mask,
+            placement,
+            inputs,
+            quantized_experts,
+            axis_rules=self._axis_rules(),
+        )
+
+    def quantize_experts(self) -> QuantizedExperts:
+        """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
+
+        A training step with microbatches calls it before them, for a stack of layers under
+        `nnx.vmap`. Each call takes the result as `quantized_experts`.
+
+        Returns:
+          What calls take as `quantized_experts`, sharded like the parameters.
+
+        Raises:
+          ValueError: `matmul_dtype` is None, or a matrix has not whole blocks.
+        """
+        return quantize_by_rules(self._params(), self.config, axis_rules=self._axis_rules())
+
+    def _axis_rules(self) -> AxisRules:
+        return tuple(spmd.get_logical_axis_rules()) or self.axis_rules
+
+    def _params(self) -> MoEParams:
+        """Returns the arrays of the parameters."""
         gate = self.gate
         params: dict[str, Any] = {"gate": None, "bias": None}
         if gate is not None:
             params = {"gate": gate.kernel, "bias": gate.bias}
         params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
         arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
-        inputs = RouterInputs(router_x, topk_idx, topk_weights)
-        rules = tuple(spmd.get_logical_axis_rules()) or self.axis_rules
-        return run_layer(
-            MoEParams(**arrays),
-            x,
-            self.config,
-            mask,
-            placement,
-            inputs,
-            axis_rules=rules,
-        )
+        return MoEParams(**arrays)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
         """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.

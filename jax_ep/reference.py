@@ -567,7 +567,7 @@ def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
     """
     x, wi_0, wi_1, wo = (a.astype(np.float64) for a in (x, wi_0, wi_1, wo))
     gate = x @ wi_0
-    return (gate / (1 + np.exp(-gate)) * (x @ wi_1)) @ wo
+    return (_silu(gate) * (x @ wi_1)) @ wo
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
@@ -577,7 +577,7 @@ def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: 
     """
     gate = grouped_matmul(tokens, wi_0, group_sizes)
     up = grouped_matmul(tokens, wi_1, group_sizes)
-    return grouped_matmul(gate / (1 + np.exp(-gate)) * up, wo, group_sizes)
+    return grouped_matmul(_silu(gate) * up, wo, group_sizes)
 
 
 def moe_layer(
@@ -594,3 +594,111 @@ def moe_layer(
         weight = np.where(topk_idx == expert, topk_weights.astype(np.float64), 0.0).sum(axis=-1)
         out += weight[:, None] * y
     return out
+
+
+# -------------------------------------------------------------------------------- float8 experts
+
+# With float8 operands, an implementation's sums of products may differ from those in float64 by
+# this factor times the sum of |products|: tensor cores add 128 products in about 14 bits.
+FLOAT8_SUM_ERROR = 2.0**-12
+
+
+def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
+    """Returns the numbers that float8_e4m3fn stores of x, with a scale for each block, in float64.
+
+    A number is its value times the scale of its block, exactly, and the scale is the block's
+    largest finite |x| / 448 in float32, at least 2^-117. Values have 4 significant bits, and are
+    multiples of 2^-9. NaN and infinities become NaN, without effect on the rest of their block.
+    The numbers of finite x are off by at most max(2^-4 |x|, 2^-10 scale).
+
+    Args:
+      x: [..., R, C] floating, taken as float32.
+      block: the rows and columns of a block. The last blocks may be partial.
+    """
+    height, width = block
+    numbers = np.empty(x.shape, np.float64)
+    for row in range(0, x.shape[-2], height):
+        for column in range(0, x.shape[-1], width):
+            part = np.s_[..., row : row + height, column : column + width]
+            numbers[part] = _float8_block(x[part].astype(np.float32))
+    return numbers
+
+
+def _float8_block(x: Array) -> Array:
+    """Rounds blocks [..., R, C] float32 to the numbers of float8, in float64."""
+    finite = np.isfinite(x)
+    largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
+    # A little less than 1 / 448, so that 448 scales never round to more than the largest.
+    scale = np.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
+    value = (np.where(finite, x, 0) * (1 / scale)).astype(np.float64)
+    spacing = np.exp2(np.maximum(np.frexp(value)[1], -5) - 4)
+    value = np.minimum(np.abs(np.round(value / spacing) * spacing), 448) * np.sign(value)
+    return np.where(finite, value * scale.astype(np.float64), np.nan)
+
+
+def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """Multiplies the rows of group l by rhs[l] as float8: `grouped_matmul` of quantized operands.
+
+    Rows have a scale for 128 numbers of a row, and matrices for 128 x 128. The gradient of lhs is
+    `float8_matmul(grad, rhs.swapaxes(1, 2), group_sizes)`.
+    """
+    return grouped_matmul(float8(lhs), float8(rhs, (128, 128)), group_sizes)
+
+
+def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
+    """Computes the gradient of rhs [L, H, F] from lhs [R, H] and grad [R, F], both as float8.
+
+    The sums run over rows, so a scale is for 128 rows of a group: of each column of lhs, and of 128
+    columns of grad.
+    """
+    drhs = np.zeros((len(group_sizes), lhs.shape[1], grad.shape[1]), np.float64)
+    start = 0
+    for group, size in enumerate(group_sizes):
+        rows = slice(start, start + int(size))
+        drhs[group] = float8(lhs[rows], (128, 1)).T @ float8(grad[rows], (128, 128))
+        start += int(size)
+    return drhs
+
+
+def float8_expert_mlp(
+    tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
+) -> Array:
+    """Applies each local expert to its group of rows [R, H] as `expert_mlp` does, but as float8.
+
+    The operands of all three matmuls are quantized; all else is float64.
+    """
+    gate, up = (float8_matmul(tokens, wi, group_sizes) for wi in (wi_0, wi_1))
+    return float8_matmul(_silu(gate) * up, wo, group_sizes)
+
+
+def float8_expert_mlp_grad(
+    grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Computes the gradients of `float8_expert_mlp`, straight through the rounding of operands.
+
+    Both pre-activations are kept as float8, with a scale for 128 numbers of a row. The gradients of
+    matrices multiply tokens and output cotangents that have been quantized by rows before.
+
+    Args:
+      grad: [R, H], the cotangents of the output.
+      tokens, group_sizes, wi_0, wi_1, wo: as in `expert_mlp`.
+
+    Returns:
+      The gradients of tokens, wi_0, wi_1 and wo, in float64.
+    """
+    tokens, grad = float8(tokens), float8(grad)
+    gate, up = (float8(float8_matmul(tokens, wi, group_sizes)) for wi in (wi_0, wi_1))
+    dhidden = float8_matmul(grad, wo.swapaxes(1, 2), group_sizes)
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-gate))
+    dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dhidden * _silu(gate)
+    dtokens = float8_matmul(dgate, wi_0.swapaxes(1, 2), group_sizes)
+    dtokens += float8_matmul(dup, wi_1.swapaxes(1, 2), group_sizes)
+    dwi_0, dwi_1 = (float8_matmul_drhs(tokens, dpre, group_sizes) for dpre in (dgate, dup))
+    return dtokens, dwi_0, dwi_1, float8_matmul_drhs(_silu(gate) * up, grad, group_sizes)
+
+
+def _silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))

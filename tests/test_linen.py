@@ -24,10 +24,12 @@ from support.dense_moe import (
     K,
     S,
     assert_close,
+    assert_equal,
     dense,
     make_params,
     make_x,
 )
+from support.jaxprs import executions
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
@@ -353,6 +355,71 @@ def test_inside_a_shard_map_with_this_ranks_experts(check_vma):
     out, metrics = jax.jit(apply)(variables, make_x())
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     assert metrics.expert_counts.sum() == BATCH * SEQUENCE * K
+
+
+FLOAT8 = functools.partial(MoE, 4, 2, 128, matmul_dtype=jnp.float8_e4m3fn)
+
+
+class Float8Stack(nn.Module):
+    """Two layers whose experts may be given quantized."""
+
+    @nn.compact
+    def __call__(self, x, quantized_experts):
+        scan = nn.scan(
+            lambda block, x, quantized: (x + block(x, quantized_experts=quantized)[0], None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return scan(FLOAT8(name="moe"), x, quantized_experts)[0]
+
+
+@pytest.mark.slow
+def test_experts_quantized_once_for_the_microbatches_of_a_stack():
+    batches = jax.random.normal(jax.random.key(1), (3, 16, 128))
+    params = nn.unbox(Float8Stack().init(jax.random.key(0), batches[0], None))["params"]
+
+    def quantize(params):
+        one = functools.partial(FLOAT8().apply, method="quantize_experts")
+        return jax.vmap(lambda layer: one({"params": layer}))(params["moe"])
+
+    def step(params, once):
+        quantized = quantize(params) if once else None
+
+        def loss(params, x):
+            out = Float8Stack().apply({"params": params}, x, quantized)
+            return jnp.sum(jnp.sin(out)), out
+
+        def accumulate(total, x):
+            grads, out = jax.grad(loss, has_aux=True)(params, x)
+            return jax.tree.map(jnp.add, total, grads), out
+
+        return jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), batches)
+
+    each, once = (functools.partial(step, once=once) for once in (False, True))
+    with jax.set_mesh(expert_mesh(2)):
+        counts = [
+            executions(jax.make_jaxpr(run)(params).jaxpr, "quantize_float8_matrices")
+            for run in (each, once)
+        ]
+        assert_equal(jax.jit(once)(params), jax.jit(each)(params))
+        quantized = jax.jit(quantize)(params)
+    assert counts == [3 * 2 * 3, 3 * 2]  # three matrices of two layers, for three microbatches
+    for array in jax.tree.leaves(quantized):
+        assert array.sharding.spec[:2] == (None, "expert")
+        assert array.addressable_shards[0].data.shape == (2, 2, *array.shape[2:])
+
+
+def test_experts_are_quantized_of_parameters_and_for_float8():
+    with pytest.raises(ValueError, match="quantize_experts needs the layer's parameters"):
+        FLOAT8().apply({}, method="quantize_experts")
+    params = FLOAT8().init(jax.random.key(0), jnp.ones((4, 128)))
+    with pytest.raises(ValueError, match="config.matmul_dtype must be a dtype"):
+        MoE(4, 2, 128).apply(params, method="quantize_experts")
+    of_one = FLOAT8().apply(params, method="quantize_experts")
+    of_two = jax.tree.map(lambda a: jnp.stack([a, a]), of_one)
+    with pytest.raises(ValueError, match="quantized_experts.wi_0 must have the shape of wi_0"):
+        FLOAT8().apply(params, jnp.ones((4, 128)), quantized_experts=of_two)
 
 
 def scanned(**options):

@@ -25,10 +25,12 @@ from support.dense_moe import (
     K,
     S,
     assert_close,
+    assert_equal,
     dense,
     make_params,
     make_x,
 )
+from support.jaxprs import executions
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
@@ -331,6 +333,51 @@ def test_scan_and_remat():
     want_grads = nnx.to_pure_dict(want_grads)
     del want_grads["gate"]["bias"]
     assert_close((value, nnx.to_pure_dict(grads)), (want, want_grads))
+
+
+@pytest.mark.slow
+def test_experts_quantized_once_for_the_microbatches_of_a_stack():
+    batches = jax.random.normal(jax.random.key(1), (3, 16, 128))
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def make(rngs):
+        options = {"num_experts": 4, "num_experts_per_token": 2}
+        return MoE(128, 128, **options, matmul_dtype=jnp.float8_e4m3fn, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+    def run(x, layer, quantized):
+        return x + layer(x, quantized_experts=quantized)[0]
+
+    def loss(stack, quantized, x):
+        out = run(x, stack, quantized)
+        return jnp.sum(jnp.sin(out)), out
+
+    def step(state, once):
+        stack = nnx.merge(graph, state)
+        quantized = nnx.vmap(MoE.quantize_experts)(stack) if once else None
+
+        @nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=(nnx.Carry, 0))
+        def accumulate(total, stack, quantized, x):
+            grads, out = nnx.grad(loss, has_aux=True)(stack, quantized, x)
+            return jax.tree.map(jnp.add, total, grads), out
+
+        return accumulate(jax.tree.map(jnp.zeros_like, state), stack, quantized, batches)
+
+    each, once = (functools.partial(step, once=once) for once in (False, True))
+    with jax.set_mesh(expert_mesh(2)):
+        stack = make(nnx.Rngs(0))
+        graph, state = nnx.split(stack)
+        counts = [
+            executions(jax.make_jaxpr(run)(state).jaxpr, "quantize_float8_matrices")
+            for run in (each, once)
+        ]
+        assert_equal(jax.jit(once)(state), jax.jit(each)(state))
+        quantized = nnx.jit(nnx.vmap(MoE.quantize_experts))(stack)
+    assert counts == [3 * 2 * 3, 3 * 2]  # three matrices of two layers, for three microbatches
+    for array in jax.tree.leaves(quantized):
+        assert array.sharding.spec[:2] == (None, "expert")
+        assert array.addressable_shards[0].data.shape == (2, 2, *array.shape[2:])
 
 
 def test_selection_bias_changes_when_told_and_only_then():

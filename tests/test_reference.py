@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_ep import reference
+from jax_ep.formats import Float8
 
 # Two ranks, four experts (rank 0 owns 0 and 1), three tokens a rank, two choices.
 X = [
@@ -370,3 +371,50 @@ def test_the_layer_equals_dispatch_experts_combine():
     np.testing.assert_allclose(np.concatenate(out), expected, rtol=1e-4, atol=1e-4)
     one = reference.gated_mlp(x[0], wi_0[0], wi_1[0], wo[0])
     assert one.shape == (num_tokens, hidden) and one.dtype == np.float64
+
+
+def test_float8_numbers_are_those_of_the_formats():
+    """Bit for bit, with numbers of every size, and NaN that stay alone in their block."""
+    rng = np.random.default_rng(0)
+    for factor in (0, 1e-40, 1e-30, 1, 1e30):
+        x = rng.standard_normal((2, 256, 384)) * np.exp(3 * rng.standard_normal((2, 256, 1)))
+        x = (x * factor).astype(np.float32)
+        x[0, 3, 5], x[1, 200, 77] = np.nan, np.inf
+        for block in ((1, 128), (128, 128), (128, 1)):
+            values, scales = Float8.of(ml_dtypes.float8_e4m3fn, block).encode(x)
+            scales = scales.astype(np.float64).repeat(block[0], 1).repeat(block[1], 2)
+            got = reference.float8(x, block)
+            np.testing.assert_array_equal(got, values.astype(np.float64) * scales)
+            assert np.isnan(got).sum() == 2
+
+
+def test_float8_keeps_what_it_can_store():
+    """Numbers of 4 significant bits, and blocks at the edge that are not whole."""
+    x = np.full((3, 200), 448.0)
+    x[:, 1:6] = [416, 1.125, 2**-9, -(2**-8), 0]
+    got = reference.float8(x)
+    np.testing.assert_allclose(got, x, rtol=2**-22)
+    assert reference.float8(np.full((1, 4), 17.0), (1, 4))[0, 0] == pytest.approx(17)
+
+
+def test_float8_gradients_are_those_of_the_rounded_operands():
+    rng = np.random.default_rng(0)
+    sizes = np.array([5, 0, 9])
+    tokens, grad = rng.standard_normal((2, 16, 128))
+    wi_0, wi_1, wo = rng.standard_normal((3, 3, 128, 128)) / 12
+    got = reference.float8_expert_mlp_grad(grad, tokens, sizes, wi_0, wi_1, wo)
+
+    def loss(tokens, wi_0, wi_1, wo):
+        return np.sum(reference.expert_mlp(tokens, sizes, wi_0, wi_1, wo) * grad)
+
+    # Along a direction, the slope of the experts without rounding; float8 keeps 4 bits.
+    arrays = tokens, wi_0, wi_1, wo
+    for i, gradient in enumerate(got):
+        step = np.zeros_like(gradient)
+        step[:] = 1e-4 * gradient / np.linalg.norm(gradient)
+        ahead, behind = (
+            loss(*(a + sign * step if i == j else a for j, a in enumerate(arrays)))
+            for sign in (1, -1)
+        )
+        assert (ahead - behind) / 2e-4 == pytest.approx(np.linalg.norm(gradient), rel=0.02)
+    assert not got[1][1].any() and not got[0][14:].any()

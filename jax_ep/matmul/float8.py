@@ -245,8 +245,28 @@ def _compute_product(*operands, dtype, implementation, platform, zero_unused):
         out = kernels.product(pairs, group_sizes, dtype)
         return zero_tail(out, group_sizes) if zero_unused else out
     wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
-    out = backend.sum_of_products(wide, group_sizes, transpose_rhs=True, zero_unused=zero_unused)
-    return out.astype(dtype)
+    return _sum_of_products(backend, wide, group_sizes, zero_unused).astype(dtype)
+
+
+def _sum_of_products(
+    backend: Backend,
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    group_sizes: jax.Array,
+    zero_unused: bool = True,
+) -> jax.Array:
+    """Sums products of float32 numbers, [R, K] by [L, N, K].
+
+    XLA multiplies other groups' rows by zero, so a matrix' NaN would reach them. It is replaced by
+    zero, and its column of the result by NaN, in the rows of its own group.
+    """
+    finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
+    out = backend.sum_of_products(finite, group_sizes, transpose_rhs=True, zero_unused=zero_unused)
+    columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in pairs]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    row = jnp.arange(out.shape[0], dtype=jnp.int32)
+    group = jnp.sum(row[:, None] >= ends, axis=1, dtype=jnp.int32)
+    is_nan = functools.reduce(jnp.logical_or, columns).at[group].get(mode="fill", fill_value=False)
+    return jnp.where(is_nan, jnp.nan, out)
 
 
 @functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
@@ -262,7 +282,7 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
     else:
         rows = _rows(*lhs)
         products = [
-            backend.product(rows, _matrices(*each), group_sizes, transpose_rhs=True) for each in rhs
+            _sum_of_products(backend, [(rows, _matrices(*each))], group_sizes) for each in rhs
         ]
     hidden = gating(*products).astype(jnp.float32)
     return [

@@ -4,6 +4,7 @@ Matrices that are stored quantized have kinds of their own, without gradients of
 kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
 
   rows(x)       what a matmul reads of rows x [R, C]: x, or x quantized
+  saved         what the backward pass reads of experts
   gated, up     the products with wi_0 and wi_1, gated or not
   kept(product) what is kept of a product for the backward pass
   numbers(kept) the numbers of what is kept, or of rows
@@ -92,6 +93,9 @@ class Matmuls:
     def rows(self, x: jax.Array) -> Any:
         return x
 
+    def saved(self, experts: Experts) -> Experts:
+        return experts
+
     def kept(self, product: jax.Array) -> Any:
         return product
 
@@ -172,6 +176,20 @@ class Float8Matmuls(Matmuls):
 
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
         return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
+
+    def saved(self, experts: Experts) -> Experts:
+        # The gradients read the matrices in one order, and the dtypes alone of the parameters.
+        assert experts.quantized is not None
+        dtypes: dict[str, Any] = {
+            name: jnp.zeros(0, matrices.dtype)
+            for name in QuantizedExperts._fields
+            if (matrices := getattr(experts, name)) is not None
+        }
+        in_one_order: list[Any] = [
+            None if both is None else both._replace(transposed=None)  # type: ignore
+            for both in experts.quantized
+        ]
+        return experts._replace(**dtypes, quantized=QuantizedExperts(*in_one_order))
 
     def kept(self, product: jax.Array) -> QuantizedArray:
         return float8.quantize_rows(product)

@@ -200,7 +200,7 @@ def forward(
         wide = wide_dtype(out.dtype)
         bias_rows = _rows(experts.wo_bias, groups, wide)
         out = (out.astype(wide) + bias_rows).astype(out.dtype)
-    return out, (rows, pre, experts, group_sizes)
+    return out, (rows, pre, matmuls.saved(experts), group_sizes)
 
 
 def backward(

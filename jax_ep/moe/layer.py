@@ -353,12 +353,19 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     Raises:
         ValueError: `config.matmul_dtype` is None, or H or F is not a multiple of 128.
     """
+    return quantize_by_rules(params, config, axis_rules=())
+
+
+def quantize_by_rules(
+    params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
+) -> QuantizedExperts:
+    """Runs `quantize_experts` for any caller; `axis_rules` are those of `run_layer`."""
     if config.matmul_dtype is None:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
     check_not_stored("params must not be given to quantize_experts", params)
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
-    where = fsdp.with_further_axes(where, params, config, axis_rules=())
+    where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
     if config.dtype is not None:  # a layer quantizes what it would multiply

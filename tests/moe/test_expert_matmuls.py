@@ -1,73 +1,104 @@
-"""Experts that multiply float8: forward and backward against NumPy, in layers and alone."""
+"""Experts that multiply float8: alone against the reference, and in layers on every mesh."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.meshes import expert_mesh
+from jax.sharding import PartitionSpec as P
+from support import float8 as operands
+from support.float8 import KINDS, error_of_norm
+from support.meshes import expert_mesh, mesh
+from support.selection import quick
 
 import jax_ep
-from jax_ep import MoEConfig, MoEParams, linen
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS
+from jax_ep import MoEConfig, MoEParams, reference
+from jax_ep.matmul import float8
+from jax_ep.matmul.api import IMPLEMENTATIONS
+from jax_ep.matmul.backend import Problem
 from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.placement import Placement, to_experts, to_slots
 
 FLOAT8 = jnp.float8_e4m3fn
 SIZES = [20, 0, 31, 9]
 ROWS, H, F = 64, 256, 128
+HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, jax.default_backend(), ROWS))
 
 
-def operands(dtype=jnp.bfloat16):
-    rng = np.random.default_rng(0)
-    shapes = (ROWS, H), (len(SIZES), H, F), (len(SIZES), H, F), (len(SIZES), F, H)
-    arrays = [rng.standard_normal(shape) / np.sqrt(shape[-2]) for shape in shapes]
-    arrays[0] *= np.sqrt(ROWS)
-    return [jnp.asarray(array, dtype) for array in arrays], jnp.asarray(SIZES, jnp.int32)
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
 
 
-def rounded(x, format=FLOAT8_ROWS):
-    """The numbers that float8 stores, in float64."""
-    x = np.asarray(x).astype(np.float32)
-    return np.asarray(format.decode(format.encode(x), np.float32)).astype(np.float64)
+def numbers(kind="random", dtype=jnp.bfloat16):
+    """Tokens of a kind, and the matrices of 4 experts."""
+    tokens = operands.numbers(kind, (ROWS, H))
+    shapes = (len(SIZES), H, F), (len(SIZES), H, F), (len(SIZES), F, H)
+    matrices = [operands.numbers("random", s, i) / s[1] ** 0.5 for i, s in enumerate(shapes)]
+    return [jnp.asarray(array, dtype) for array in (tokens, *matrices)]
 
 
-def by_group(function):
-    """Applies a function of a group's number and rows to each group; rows of no group are 0."""
-    ends = np.cumsum(SIZES)
-    parts = [function(e, slice(end - SIZES[e], end)) for e, end in enumerate(ends)]
-    return np.concatenate([*parts, np.zeros((ROWS - ends[-1], parts[0].shape[1]))])
+GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
+@pytest.mark.parametrize("implementation", HERE)
+@pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
+def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
+    tokens, *matrices = numbers(kind, jnp.float32)
+    if kind == "huge":  # the gate's gradient multiplies three of these numbers in float32
+        tokens = tokens.at[5].multiply(1e-21)
+    grad = operands.numbers("random", (ROWS, H), 9)
+
+    def run(tokens, *matrices):
+        return jax_ep.expert_mlp(
+            tokens, *matrices, GROUP_SIZES, matmul_dtype=FLOAT8, implementation=implementation
+        )
+
+    out, vjp = jax.vjp(run, tokens, *matrices)
+    tokens, *matrices = (np.asarray(each) for each in (tokens, *matrices))
+    sizes = np.array(SIZES)
+    want = (
+        reference.float8_expert_mlp(tokens, sizes, *matrices),
+        *reference.float8_expert_mlp_grad(grad, tokens, sizes, *matrices),
+    )
+    # Sums of float32 or of tensor cores move few hidden values to the next number of float8. One
+    # such value may change a row by some 2^-8 of its norm, so the bound is of the mean square.
+    bound = 2.0**-6 if implementation == "pallas" else 2.0**-9
+    for mine, theirs in zip((out, *vjp(jnp.asarray(grad))), want, strict=True):
+        mine = np.asarray(mine).astype(np.float64)
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+        off, norms = (  # of each row, or of each matrix
+            np.linalg.norm(np.nan_to_num(each, nan=0.0).reshape(len(each), -1), axis=1)
+            for each in (mine - theirs, theirs)
+        )
+        relative = off / np.maximum(norms, 2.0**-117)
+        assert np.sqrt(np.mean(relative**2)) <= bound
 
 
-def norm_of_error(got, want):
-    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def test_forward_is_that_of_the_rounded_operands():
-    (x, wi_0, wi_1, wo), sizes = operands()
-    got = jax_ep.expert_mlp(x, wi_0, wi_1, wo, sizes, matmul_dtype=FLOAT8)
-    x8 = rounded(x)
-    w0, w1, w2 = (rounded(w, FLOAT8_MATRICES) for w in (wi_0, wi_1, wo))
-    hidden = rounded(by_group(lambda e, rows: silu(x8[rows] @ w0[e]) * (x8[rows] @ w1[e])))
-    want = by_group(lambda e, rows: hidden[rows] @ w2[e])
-    # The result's rounding, and hidden values that lie halfway between two numbers of float8.
-    assert norm_of_error(got, want) < 2**-7
-    assert norm_of_error(got, want) < norm_of_error(
-        got, jax_ep.expert_mlp(x, wi_0, wi_1, wo, sizes)
+def test_bfloat16_rounds_what_is_between_matmuls():
+    arrays = numbers()
+    got = jax_ep.expert_mlp(*arrays, GROUP_SIZES, matmul_dtype=FLOAT8)
+    tokens, *matrices = (np.asarray(each).astype(np.float32) for each in arrays)
+    want = reference.float8_expert_mlp(tokens, np.array(SIZES), *matrices)
+    assert got.dtype == jnp.bfloat16
+    assert (
+        error_of_norm(got, want)
+        < 2**-7
+        < error_of_norm(jax_ep.expert_mlp(*arrays, GROUP_SIZES), want)
     )
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_are_near_those_of_bfloat16(gated, biased):
-    (x, wi_0, wi_1, wo), sizes = operands()
+    x, wi_0, wi_1, wo = numbers()
     weights = {"wi_0": wi_0, "wi_1": wi_1 if gated else None, "wo": wo}
     if biased:
         weights |= {
@@ -77,16 +108,7 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
     grad = jax.random.normal(jax.random.key(1), (ROWS, H), jnp.bfloat16)
 
     def run(matmul_dtype, x, weights):
-        rest = {name: w for name, w in weights.items() if name.endswith("bias")}
-        return jax_ep.expert_mlp(
-            x,
-            weights["wi_0"],
-            weights["wi_1"],
-            weights["wo"],
-            sizes,
-            matmul_dtype=matmul_dtype,
-            **rest,
-        )
+        return jax_ep.expert_mlp(x, **weights, group_sizes=GROUP_SIZES, matmul_dtype=matmul_dtype)
 
     results = []
     for dtype in (None, FLOAT8):
@@ -95,103 +117,178 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         # Three products, of two operands that are rounded by 2^-5 on average each.
-        assert norm_of_error(got, want) < 0.12
+        assert error_of_norm(got, want) < 0.12
         assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
 
+def kept(function, *args):
+    """What a function keeps for its backward pass: shapes and dtypes."""
+    return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
+
+
+def num_bytes(arrays):
+    return sum(each.size * each.dtype.itemsize for each in arrays)
+
+
 def test_what_is_kept_is_float8():
-    (x, wi_0, wi_1, wo), sizes = operands()
+    arrays = numbers()
 
-    def kept(dtype):
-        function = functools.partial(jax_ep.expert_mlp, group_sizes=sizes, matmul_dtype=dtype)
-        vjp = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], x, wi_0, wi_1, wo)
-        rows = [each for each in jax.tree.leaves(vjp) if each.shape and each.shape[0] == ROWS]
-        return sum(each.size * each.dtype.itemsize for each in rows)
+    def kept_rows(dtype):
+        function = functools.partial(jax_ep.expert_mlp, group_sizes=GROUP_SIZES, matmul_dtype=dtype)
+        return num_bytes(
+            each for each in kept(function, *arrays) if each.shape and each.shape[0] == ROWS
+        )
 
-    assert kept(None) == ROWS * (H + 2 * F) * 2
-    assert kept(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)  # and float32 scales
+    assert kept_rows(None) == ROWS * (H + 2 * F) * 2
+    assert kept_rows(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)  # and float32 scales
 
 
-def layer_of(mesh, **options):
-    return linen.MoE(
-        mlp_dim=F,
-        num_experts=8,
-        num_experts_per_token=2,
-        dtype=jnp.bfloat16,
-        mesh=mesh,
-        **options,
+# ------------------------------------------------------------------------------------ layers
+
+EXPERTS, K, WIDE = 8, 2, 256  # F is 2 x 128, for two ranks along a tensor axis
+CONFIG = MoEConfig(
+    num_experts=EXPERTS, num_experts_per_token=K, matmul_dtype=FLOAT8, dtype=jnp.float32
+)
+SPLIT = ("expert", "tensor")
+
+
+def params_of(**biases):
+    make = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+    shapes = {"gate": (H, EXPERTS), "wi_0": (EXPERTS, H, WIDE), "wi_1": (EXPERTS, H, WIDE)}
+    shapes |= {"wo": (EXPERTS, WIDE, H)}
+    return MoEParams.of(**{
+        name: make(jax.random.key(i), shape) for i, (name, shape) in enumerate(shapes.items())
+    } | biases)  # fmt: skip
+
+
+def with_biases():
+    widths = {"wi_0_bias": WIDE, "wi_1_bias": WIDE, "wo_bias": H}
+    return params_of(**{
+        name: jax.random.normal(jax.random.key(width), (EXPERTS, width))
+        for name, width in widths.items()
+    })  # fmt: skip
+
+
+def x_of(shape=(8, 8)):
+    return jax.random.normal(jax.random.key(9), (*shape, H))
+
+
+def loss(params, x, config, placement=None, once=True):
+    quantized = jax_ep.quantize_experts(params, config) if once else None
+    out, metrics = jax_ep.moe_layer(
+        params, x, config, placement=placement, quantized_experts=quantized
     )
+    return jnp.sum(jnp.sin(jnp.arange(out.size).reshape(out.shape)) * out), (out, metrics)
 
 
-def outputs(layer, x, **call):
-    variables = layer_of(layer.mesh).init(jax.random.key(0), x)
-
-    def loss(params, x):
-        y, _ = layer.apply({**variables, "params": params}, x, **call)
-        wave = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-        return jnp.sum(y.astype(jnp.float32) * wave), y
-
-    grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], x)
-    return y, *jax.tree.leaves(grads)
+def run(params, x, config, placement=None, once=True):
+    """Returns the output, and the gradients of the parameters and of x."""
+    step = functools.partial(loss, config=config, once=once)
+    grad = jax.jit(jax.grad(step, argnums=(0, 1), has_aux=True))
+    grads, (out, _) = grad(params, x, placement=placement)
+    return jax.device_get((out, grads))
 
 
-@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
-@pytest.mark.parametrize("weights_on", ["output", "input"])
-def test_layer(wire_dtype, weights_on):
-    mesh = expert_mesh(4)
-    x = jax.random.normal(jax.random.key(1), (64, H), jnp.bfloat16)
-    want = outputs(layer_of(mesh, weights_on=weights_on), x)
-    got = outputs(
-        layer_of(mesh, weights_on=weights_on, matmul_dtype=FLOAT8, wire_dtype=wire_dtype), x
-    )
-    for theirs, mine in zip(want, got, strict=True):
-        assert norm_of_error(mine, theirs) < 0.12
+def assert_near(got, want, bound):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        assert error_of_norm(a, b) < bound, (jax.tree_util.keystr(path), error_of_norm(a, b))
 
 
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A layer on a mesh, and what it has in common with one without a mesh.
+
+    Tokens of an expert that are on several ranks are quantized in other blocks for the gradients of
+    matrices. Both are then off by the rounding of two operands, by 2^-5 of a number on average.
+    """
+
+    shape: tuple[int, ...] = (4,)
+    axes: tuple[str, ...] = ("expert",)
+    options: tuple[tuple[str, object], ...] = ()  # of both
+    on_mesh: tuple[tuple[str, object], ...] = (("wire_dtype", FLOAT8),)
+    biased: bool = False
+    of_matrices: float = 2.0**-10
+
+    def alone(self):
+        return alone(self.biased, self.options)
+
+
+@functools.cache
+def alone(biased, options):
+    params = with_biases() if biased else params_of()
+    return run(params, x_of(), dataclasses.replace(CONFIG, **dict(options)))
+
+
+OTHER_BLOCKS = 2 * 2**0.5 * 2.0**-5
+WIRE, TENSOR = ("wire_dtype", FLOAT8), ("tensor_axis", "tensor")
+LAYERS = {
+    "plain": OnMesh(),
+    "clamp": OnMesh(options=(("clamp", 0.5),)),
+    "gating": OnMesh(options=(("gating", lambda gate, up: jnp.tanh(gate) * (up + 1)),)),
+    # The wire's rounding is one more if rows are multiplied by weights, or gradients are summed.
+    "weights on input": OnMesh(options=(("weights_on", "input"),), on_mesh=()),
+    "biases": OnMesh((2, 2), SPLIT, on_mesh=(TENSOR,), biased=True),
+    "tensor axis": OnMesh((2, 2), SPLIT, on_mesh=(WIRE, TENSOR)),
+    "split tokens": OnMesh((2, 2), SPLIT, on_mesh=(WIRE, TENSOR, ("batch_axes", SPLIT))),
+    "hosts": OnMesh(
+        (2, 2), ("host", "expert"), on_mesh=(WIRE, ("expert_axis", ("host", "expert")))
+    ),
+    "data": OnMesh((2, 2), ("data", "expert"), of_matrices=OTHER_BLOCKS),
+    "no experts' axis": OnMesh((4,), ("data",), of_matrices=OTHER_BLOCKS),
+}
+
+
+@pytest.mark.parametrize("case", quick(LAYERS, "tensor axis"))
+def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
+    """With experts that are quantized once and are sharded."""
+    if "host" in case.axes:
+        monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
+    want_out, (want, want_dx) = case.alone()
+    params = with_biases() if case.biased else params_of()
+    config = dataclasses.replace(CONFIG, **dict(case.options + case.on_mesh))
+    with jax.set_mesh(mesh(case.shape, case.axes)):
+        out, (grads, dx) = run(params, x_of(), config)
+    assert_near((out, dx), (want_out, want_dx), 2.0**-10)
+    for name, grad in grads._asdict().items():
+        if grad is not None:
+            bound = case.of_matrices if name in ("wi_0", "wi_1", "wo") else 2.0**-10
+            assert_near(grad, getattr(want, name), bound)
+
+
+@pytest.mark.slow
 def test_the_wire_costs_nothing_more():
     """Rows have the same numbers, quantized before they are sent or on arrival."""
-    mesh = expert_mesh(4)
-    x = jax.random.normal(jax.random.key(1), (64, H), jnp.bfloat16)
-    alone, with_wire = (
-        outputs(layer_of(mesh, matmul_dtype=FLOAT8, wire_dtype=wire), x) for wire in (None, FLOAT8)
-    )
-    np.testing.assert_array_equal(alone[0], with_wire[0])
+    with jax.set_mesh(expert_mesh(4)):
+        without, with_wire = (
+            jax.jit(functools.partial(loss, config=config))(params_of(), x_of())[1][0]
+            for config in (CONFIG, dataclasses.replace(CONFIG, wire_dtype=FLOAT8))
+        )
+    np.testing.assert_array_equal(without, with_wire)
 
 
 def test_experts_quantized_once_give_the_same():
-    mesh = expert_mesh(4)
-    x = jax.random.normal(jax.random.key(1), (64, H), jnp.bfloat16)
-    keys = jax.random.split(jax.random.key(0), 4)
-    make = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-    params = MoEParams(
-        gate=make(keys[0], (H, 8)),
-        wi_0=make(keys[1], (8, H, F)),
-        wi_1=make(keys[2], (8, H, F)),
-        wo=make(keys[3], (8, F, H)),
-    )
-    config = MoEConfig(
-        num_experts=8,
-        num_experts_per_token=2,
-        mesh=mesh,
-        matmul_dtype=FLOAT8,
-        dtype=jnp.bfloat16,
-        router_dtype=jnp.float32,
-    )
-
-    def loss(params, x, once):
-        quantized = None
-        if once:
-            quantized = jax_ep.quantize_experts(params, config)
-            assert isinstance(quantized, QuantizedExperts)
-        y, _ = jax_ep.moe_layer(params, x, config, quantized_experts=quantized)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    each, once = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, once=once)))(params, x)
-        for once in (False, True)
-    )
+    assert isinstance(jax_ep.quantize_experts(params_of(), CONFIG), QuantizedExperts)
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
+    with jax.set_mesh(expert_mesh(4)):
+        each, once = (run(params_of(), x_of(), config, once=once) for once in (False, True))
     for a, b in zip(jax.tree.leaves(each), jax.tree.leaves(once), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+def test_a_layer_is_near_that_of_bfloat16(wire_dtype):
+    """With all that rounds: the wire, weights on the input, biases, bfloat16."""
+    config = dataclasses.replace(
+        CONFIG, dtype=jnp.bfloat16, weights_on="input", wire_dtype=wire_dtype
+    )
+    with jax.set_mesh(expert_mesh(4)):
+        got = run(with_biases(), x_of(), config)
+        plain = dataclasses.replace(config, matmul_dtype=None, wire_dtype=None)
+        want = run(with_biases(), x_of(), plain, once=False)
+    assert_near(got, want, 0.12)
 
 
 @pytest.mark.parametrize(
@@ -203,23 +300,137 @@ def test_experts_quantized_once_give_the_same():
     ],
 )
 def test_bad_options(change, message):
-    (x, wi_0, wi_1, wo), sizes = operands()
+    x, wi_0, wi_1, wo = numbers()
     width = change.pop("width", F)
     options = {"matmul_dtype": FLOAT8} | change
     with pytest.raises(ValueError, match=message):
-        jax_ep.expert_mlp(x, wi_0[..., :width], wi_1[..., :width], wo[:, :width], sizes, **options)
+        jax_ep.expert_mlp(
+            x, wi_0[..., :width], wi_1[..., :width], wo[:, :width], GROUP_SIZES, **options
+        )
 
 
 def test_quantized_experts_must_fit():
-    (_, wi_0, wi_1, wo), _ = operands()
-    params = MoEParams(gate=jnp.ones((H, 4)), wi_0=wi_0, wi_1=wi_1, wo=wo)
-    config = MoEConfig(num_experts=4, num_experts_per_token=2)
-    x = jnp.ones((8, H), jnp.bfloat16)
+    config = dataclasses.replace(CONFIG, matmul_dtype=None)
     with pytest.raises(ValueError, match="config.matmul_dtype must be a dtype"):
-        jax_ep.quantize_experts(params, config)
-    float8 = MoEConfig(num_experts=4, num_experts_per_token=2, matmul_dtype=FLOAT8)
-    quantized = jax_ep.quantize_experts(params, float8)
+        jax_ep.quantize_experts(params_of(), config)
+    quantized = jax_ep.quantize_experts(params_of(), CONFIG)
     with pytest.raises(ValueError, match="quantized_experts must be None where matmul_dtype"):
-        jax_ep.moe_layer(params, x, config, quantized_experts=quantized)
+        jax_ep.moe_layer(params_of(), x_of(), config, quantized_experts=quantized)
     with pytest.raises(TypeError, match="quantized_experts must be None or what"):
-        jax_ep.moe_layer(params, x, float8, quantized_experts=wi_0)
+        jax_ep.moe_layer(params_of(), x_of(), CONFIG, quantized_experts=params_of().wi_0)
+
+
+@pytest.mark.slow
+def test_slots_with_copies():
+    """Copies of an expert share its rows, so blocks of rows, and with them its gradient, differ."""
+    placement = Placement.in_order(num_experts=EXPERTS, num_slots=12, num_ranks=4)[0]
+    out, (grads, dx) = run(params_of(), x_of(), CONFIG)
+    config = dataclasses.replace(CONFIG, wire_dtype=FLOAT8, num_slots=12)
+    with jax.set_mesh(expert_mesh(4)):
+        slots = to_slots(params_of(), placement)
+        got, (of_slots, got_dx) = run(slots, x_of(), config, placement)
+    assert_near((got, got_dx), (out, dx), 2.0**-10)
+    for name in ("wi_0", "wi_1", "wo"):
+        of_slot = getattr(of_slots, name)
+        assert of_slot[EXPERTS:].tobytes() == of_slot[: 12 - EXPERTS].tobytes()
+    # Both are off by two operands' rounding, 2^-5 of a number on average each.
+    assert_near(to_experts(of_slots, placement), grads, 2 * 2**0.5 * 2.0**-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+def test_a_training_step(wire_dtype):
+    """Layers in a scan under jax.checkpoint, microbatches in a scan, donated parameters."""
+    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "dispatched_tokens", "expert_pre_activations"
+    )
+    params = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), params_of())
+    batches = x_of((2, 8, 8))
+
+    def layer(x, operands):
+        params, quantized = operands
+        return x + jax_ep.moe_layer(params, x, config, quantized_experts=quantized)[0], None
+
+    def of_batch(run_layers, params, quantized, x):
+        return jnp.sum(jnp.sin(run_layers(x, (params, quantized))))
+
+    def looped(params, batches):
+        def layers(x, operands):
+            for i in range(2):
+                x, _ = layer(x, (jax.tree.map(operator.itemgetter(i), operands[0]), None))
+            return x
+
+        grads = [jax.grad(functools.partial(of_batch, layers))(params, None, x) for x in batches]
+        return jax.tree.map(lambda p, *g: p - 0.1 * sum(g), params, *grads)
+
+    def scanned(params, batches):
+        quantized = jax.vmap(lambda layer: jax_ep.quantize_experts(layer, config))(params)
+
+        def layers(x, operands):
+            return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, operands)[0]
+
+        def add(total, x):
+            grads = jax.grad(functools.partial(of_batch, layers))(params, quantized, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    with jax.set_mesh(expert_mesh(2)):
+        params = jax.device_put(params, shardings := shardings_of(params))
+        want = jax.jit(looped)(params, batches)
+        got = jax.jit(scanned, donate_argnums=0, out_shardings=shardings)(params, batches)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    for path, mine in jax.tree_util.tree_leaves_with_path(got):
+        theirs = getattr(want, path[-1].name)
+        assert error_of_norm(mine, theirs) < 2.0**-10
+
+
+def shardings_of(params):
+    """Shardings of stacked parameters over the ambient mesh, experts over their axis."""
+    mesh = jax.sharding.get_mesh()
+    return MoEParams.of(**{
+        name: jax.sharding.NamedSharding(mesh, P() if name == "gate" else P(None, "expert"))
+        for name, array in params._asdict().items()
+        if array is not None
+    })  # fmt: skip
+
+
+KEPT = {"dispatched_tokens": H, "expert_pre_activations": 2 * WIDE}
+
+
+@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("names", [(), ("dispatched_tokens",), tuple(KEPT)], ids=len)
+def test_what_a_policy_keeps_is_float8(names, wire_dtype):
+    """Of a layer with experts that are quantized once; and it keeps no matrix again."""
+    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype, dtype=jnp.bfloat16)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    params, x = params_of(), x_of().astype(jnp.bfloat16)
+    quantized = jax_ep.quantize_experts(params, config)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(params, x, quantized):
+        return jnp.sum(jax_ep.moe_layer(params, x, config, quantized_experts=quantized)[0])
+
+    residuals = kept(lambda params, x: layer(params, x, quantized), params, x)
+    rows = -(-x.shape[0] * x.shape[1] * K // 8) * 8
+    of_rows = [each for each in residuals if each.shape and each.shape[0] == rows]
+    assert {each.dtype.name for each in of_rows} <= {"float8_e4m3fn", "float32"}
+    assert num_bytes(of_rows) == rows * sum(map(KEPT.get, names)) * (1 + 4 / 128)
+    matrices = [each for each in residuals if each.ndim == 3 and each.shape[0] == EXPERTS]
+    given = jax.tree.leaves((params, quantized))
+    assert num_bytes(matrices) <= num_bytes(each for each in given if each.ndim == 3)
+
+
+def test_a_gradient_keeps_the_matrices_in_one_order():
+    """Without a policy: the parameters are not kept in the compute dtype."""
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
+    residuals = kept(
+        lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, config)[0]),
+        params_of(),
+        x_of().astype(jnp.bfloat16),
+    )
+    matrices = [each for each in residuals if each.ndim == 3 and each.shape[0] == EXPERTS]
+    assert {each.dtype.name for each in matrices} == {"float8_e4m3fn", "float32"}
+    assert num_bytes(matrices) == 3 * EXPERTS * H * WIDE * (1 + 4 / 128**2)

@@ -1,25 +1,30 @@
-"""The float8 matmuls and quantization in Pallas' GPU interpreter, with race detection."""
+"""The float8 matmuls and quantization in Pallas' GPU interpreter, with race detection.
+
+Every result is compared with `jax_ep.reference`, or with what NumPy quantizes.
+"""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import float8 as operands
 from support import simulator
+from support.float8 import assert_gated_within_bound, assert_within_bound
 from support.simulator import interpret, simulated
 
-from jax_ep.matmul import float8 as op
+from jax_ep import reference
+from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul import float8, quantize
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantize import Scaled
-from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
+from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]
-ROWS = 136  # of which the last 42 are of no group
+ROWS, LIVE = 136, sum(SIZES)  # the last 42 rows are of no group
+GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 TILES = Float8Tiles(num_stages=2, band=2)
 
 
@@ -27,57 +32,52 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
-@functools.cache
-def operands(width):
-    """Rows [136, 256], NaN past the last group, and two arrays of matrices [4, width, 256]."""
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((ROWS, 256)) * np.exp(2 * rng.standard_normal((ROWS, 1)))
-    rows[sum(SIZES) :] = np.nan
-    matrices = rng.standard_normal((2, len(SIZES), 256, width))
-    rows = op.quantize_rows(jnp.asarray(rows, jnp.bfloat16))
-    both = [op.quantize_matrices(jnp.asarray(m, jnp.bfloat16)).transposed for m in matrices]
-    return rows, both, jnp.asarray(SIZES, jnp.int32)
+def rows_of(x):
+    """Adds rows of NaN past the last group to rows [94, C]."""
+    return np.concatenate([x, np.full((ROWS - LIVE, x.shape[1]), np.nan, np.float32)])
 
 
 def scaled(array):
     return Scaled(array.values, array.scales)
 
 
-def assert_near(got, want, terms):
-    """Asserts equality within the rounding of bfloat16 and of sums of `terms` float32 products."""
-    got, want = (np.asarray(x).astype(np.float64)[: sum(SIZES)] for x in (got, want))
-    scale = np.abs(want).max()
-    np.testing.assert_allclose(got, want, rtol=2**-8, atol=terms * 2**-23 * scale)
-
-
 @simulated
 @pytest.mark.parametrize("width", [128, 384])
 def test_product(width):
-    rows, matrices, sizes = operands(width)
-    pairs = [(rows, each) for each in matrices]
+    lhs = operands.mixed((LIVE, 256))
+    kinds = ("random", "nan") if width == 128 else ("infinity", "zero")
+    rhs = [operands.numbers(kind, (4, 256, width), seed) for seed, kind in enumerate(kinds)]
     got = interpret(
         lambda: float8.product(
-            [(scaled(lhs), scaled(rhs)) for lhs, rhs in pairs],
-            sizes,
+            [
+                (scaled(operands.rows(rows_of(lhs))), scaled(operands.transposed_matrices(each)))
+                for each in rhs
+            ],
+            GROUP_SIZES,
             dtype=jnp.bfloat16,
             num_blocks=2,
             tiles=TILES,
             interpret=simulator.INTERPRETER,
         )
     )
-    want = op.product(pairs, sizes, jnp.float32, "loop")
-    assert_near(got, want, 512)
+
+    def both(lhs, *arrays):
+        *rhs, sizes = arrays
+        return sum(reference.float8_matmul(lhs, each, sizes) for each in rhs)
+
+    assert_within_bound(got[:LIVE], both, lhs, *rhs, sizes=SIZES)
 
 
 @simulated
 @pytest.mark.parametrize("keep", [True, False])
 def test_gated_product(keep):
-    rows, matrices, sizes = operands(128)
+    lhs = operands.mixed((LIVE, 256))
+    rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
     got = interpret(
         lambda: float8.gated_product(
-            scaled(rows),
-            tuple(map(scaled, matrices)),
-            sizes,
+            scaled(operands.rows(rows_of(lhs))),
+            tuple(scaled(operands.transposed_matrices(each)) for each in rhs),
+            GROUP_SIZES,
             Elementwise(swiglu, 2),
             keep=keep,
             num_blocks=2,
@@ -85,30 +85,26 @@ def test_gated_product(keep):
             interpret=simulator.INTERPRETER,
         )
     )
-    want = op.gated_product(rows, tuple(matrices), sizes, swiglu, keep, "loop")
-    assert len(got) == len(want)
-    for mine, theirs in zip(got, want, strict=True):
-        live = sum(SIZES)
-        scales, expected = np.asarray(mine.scales)[:live], np.asarray(theirs.scales)[:live]
-        np.testing.assert_allclose(scales, expected, rtol=1e-5)
-        numbers = np.asarray(mine.values).astype(np.float32)[:live] * scales
-        other = np.asarray(theirs.dequantize(jnp.float32))[:live]
-        # A number halfway between two of float8 may be rounded to the other.
-        np.testing.assert_allclose(numbers, other, rtol=2**-3, atol=2**-9 * expected.max())
-        assert np.mean(numbers != other) < 0.02 or np.allclose(numbers, other, rtol=1e-5)
+    assert len(got) == (3 if keep else 1)
+    live = [QuantizedArray(each.values[:LIVE], each.scales[:LIVE], FLOAT8_ROWS) for each in got]
+    assert_gated_within_bound(live, lhs, rhs, SIZES)
 
 
 @simulated
-@pytest.mark.parametrize("count", [1, 2])
-def test_gradient_of_matrices(count):
-    rows, _, sizes = operands(128)
-    blocks, groups = row_blocks(sizes, ROWS)
-    lhs = op.transpose_rows(rows, blocks, by_column=True, implementation="loop")[1]
-    grads = [op.transpose_rows(rows, blocks, by_column=False, implementation="loop")[1]] * count
+@pytest.mark.parametrize(
+    "kinds", [("nan", "random"), ("skewed", "infinity", "huge")], ids=["of_one", "of_two"]
+)
+def test_gradient_of_matrices(kinds):
+    lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
+    _, groups = row_blocks(GROUP_SIZES, ROWS)
+
+    def transposed(x, by_column):
+        return operands.transposed_rows(rows_of(x), SIZES, by_column)
+
     got = interpret(
         lambda: float8.drhs_of_each(
-            TransposedRows(*lhs),
-            [TransposedRows(*grad) for grad in grads],
+            transposed(lhs, True),
+            [transposed(grad, False) for grad in grads],
             groups,
             dtype=jnp.bfloat16,
             num_blocks=2,
@@ -116,22 +112,17 @@ def test_gradient_of_matrices(count):
             interpret=simulator.INTERPRETER,
         )
     )
-    want = op.drhs_of_each(lhs, grads, groups, jnp.float32, "loop")
-    assert len(got) == count
-    for mine, theirs in zip(got, want, strict=True):
-        mine, theirs = (np.asarray(x).astype(np.float64) for x in (mine, theirs))
-        assert not mine[1].any()  # an empty group
-        np.testing.assert_allclose(
-            mine, theirs, rtol=2**-8, atol=128 * 2**-23 * np.abs(theirs).max()
-        )
+    for mine, grad in zip(got, grads, strict=True):
+        assert not mine[1].astype(np.float32).any()  # an empty group
+        assert_within_bound(mine, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
 
 
 @simulated
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("by_column", [False, True])
 def test_quantized_rows(is_scaled, by_column):
-    rows, _, sizes = operands(128)
-    blocks, _ = row_blocks(sizes, ROWS)
+    rows = operands.rows(rows_of(operands.numbers("skewed", (LIVE, 256))))
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
     source = rows if is_scaled else rows.dequantize(jnp.bfloat16)
     kept, got = interpret(
         lambda: quantize.quantize_rows(
@@ -142,22 +133,23 @@ def test_quantized_rows(is_scaled, by_column):
             interpret=simulator.INTERPRETER,
         )
     )
-    want_kept, want = op.transpose_rows(
-        source, blocks, by_column=by_column, keep_order=not is_scaled, implementation="loop"
-    )
+    x = np.asarray(rows.dequantize(jnp.float32) if is_scaled else source.astype(jnp.float32))
+    want = operands.transposed_rows(x, SIZES, by_column)
     for mine, theirs in zip(got, want, strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
     if not is_scaled:
-        live = sum(SIZES)
-        for mine, theirs in zip(kept, (want_kept.values, want_kept.scales), strict=True):
-            assert np.asarray(mine)[:live].tobytes() == np.asarray(theirs)[:live].tobytes()
+        as_they_lie = operands.rows(x)
+        for mine, theirs in zip(kept, (as_they_lie.values, as_they_lie.scales), strict=True):
+            assert np.asarray(mine)[:LIVE].tobytes() == np.asarray(theirs)[:LIVE].tobytes()
 
 
 @simulated
 def test_quantized_matrices():
     matrices = jax.random.normal(jax.random.key(0), (2, 256, 128), jnp.bfloat16)
     got = interpret(lambda: quantize.quantize_matrices(matrices, interpret=simulator.INTERPRETER))
-    want = op.quantize_matrices(matrices, "loop")
-    for mine, theirs in zip(got, want, strict=True):
-        for part, expected in zip(mine, (theirs.values, theirs.scales), strict=True):
+    x = np.asarray(matrices.astype(jnp.float32))
+    for mine, want in zip(
+        got, (operands.matrices(x), operands.transposed_matrices(x)), strict=True
+    ):
+        for part, expected in zip(mine, (want.values, want.scales), strict=True):
             assert np.asarray(part).tobytes() == np.asarray(expected).tobytes()

@@ -1,0 +1,128 @@
+"""Operands of float8 matmuls, quantized by NumPy, and the bound that their products must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import reference
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, Float8, QuantizedArray, quantize
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, padded_rows
+
+KINDS = ("random", "skewed", "zero", "huge", "subnormal", "nan", "infinity")
+_FACTORS = {"zero": 0, "huge": 1e33, "subnormal": 1e-39, "nan": np.nan, "infinity": -np.inf}
+
+
+def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Returns [..., R, C] float32 normal numbers, with others of a kind among them.
+
+    Rows of "skewed" numbers differ in size. Of the last matrix, a row is zero, a few numbers are
+    huge, or a number is NaN; "subnormal" numbers are so everywhere.
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(np.float32)
+    last = x.reshape(-1, *shape[-2:])[-1]
+    if kind == "skewed":
+        x *= np.exp(3 * rng.standard_normal((*shape[:-1], 1))).astype(np.float32)
+    elif kind == "subnormal":
+        x *= np.float32(_FACTORS[kind])
+    elif kind in ("zero", "huge"):
+        last[5] *= np.float32(_FACTORS[kind])
+    elif kind != "random":
+        last[5, 7] = _FACTORS[kind]
+    return x
+
+
+def mixed(shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Returns rows [R, C] float32 of all `KINDS`, one after the other."""
+    x = numbers("skewed", shape, seed)
+    for row, factor in enumerate(_FACTORS.values()):
+        part = np.s_[7:8] if np.isnan(factor) or np.isinf(factor) else np.s_[:]
+        x[2 * row :: 2 * len(_FACTORS), part] *= np.float32(factor)
+    return x
+
+
+def rows(x: np.ndarray) -> QuantizedArray:
+    """Quantizes rows [R, K]."""
+    return _on_device(quantize(x, FLOAT8_ROWS))
+
+
+def transposed_matrices(x: np.ndarray) -> QuantizedArray:
+    """Quantizes matrices [L, K, N]; returns them as a product reads them, [L, N, K]."""
+    return matrices(np.ascontiguousarray(x.swapaxes(1, 2)))
+
+
+def transposed_rows(x: np.ndarray, sizes: Sequence[int], by_column: bool) -> TransposedRows:
+    """Quantizes rows [R, K] along the rows of each group, as `float8.transpose_rows` does."""
+    padded = np.zeros((padded_rows(len(x), len(sizes)), x.shape[1]), np.float32)
+    place = start = 0
+    for size in sizes:
+        padded[place : place + size] = x[start : start + size]
+        start += size
+        place += -(-size // BLOCK) * BLOCK
+    width = 1 if by_column else BLOCK
+    values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, width)).encode(padded)
+    return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
+
+
+def matrices(x: np.ndarray) -> QuantizedArray:
+    """Quantizes matrices [L, K, N]."""
+    return _on_device(quantize(x, FLOAT8_MATRICES))
+
+
+def _on_device(array: QuantizedArray) -> QuantizedArray:
+    return jax.tree.map(jnp.asarray, array)
+
+
+def assert_within_bound(
+    got: Any, compute: Callable[..., np.ndarray], *operands: Any, sizes: Sequence[int]
+) -> None:
+    """Asserts that `got` is compute(*operands, sizes) but for the reference's bound.
+
+    `compute` is a product of `jax_ep.reference`. Also asserts that NaN are where it has them.
+    """
+    want = compute(*operands, np.array(sizes))
+    magnitudes = compute(*map(np.abs, operands), np.array(sizes))
+    rounding = float(jnp.finfo(got.dtype).eps) / 2
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    # XLA on CPUs takes products below 2^-126 as zero.
+    bound = reference.FLOAT8_SUM_ERROR * magnitudes + rounding * np.abs(want) + 2.0**-117
+    assert not (np.abs(got - want) > bound).any()
+
+
+def assert_gated_within_bound(
+    got: Sequence[QuantizedArray], lhs: np.ndarray, rhs: Sequence[np.ndarray], sizes: Sequence[int]
+) -> None:
+    """Asserts that `got` is silu(lhs @ rhs[0]) * (lhs @ rhs[1]), then the products if kept."""
+    gate, up = (reference.float8_matmul(lhs, each, np.array(sizes)) for each in rhs)
+    off_gate, off_up = (
+        reference.FLOAT8_SUM_ERROR
+        * reference.float8_matmul(np.abs(lhs), np.abs(each), np.array(sizes))
+        for each in rhs
+    )
+    hidden = gate / (1 + np.exp(-np.clip(gate, -700, 700))) * up
+    off_hidden = 1.1 * (off_gate * np.abs(up) + np.abs(gate) * off_up)  # silu's slope is below 1.1
+    wanted = ((hidden, off_hidden), (gate, off_gate), (up, off_up))[: len(got)]
+    for mine, (want, off) in zip(got, wanted, strict=True):
+        assert mine.format == FLOAT8_ROWS
+        with np.errstate(over="ignore"):
+            want = want.astype(np.float32).astype(np.float64)  # the products are float32
+        values, scales = (
+            np.asarray(each).astype(np.float64) for each in (mine.values, mine.scales)
+        )
+        scales = np.repeat(scales, 128, axis=1)
+        np.testing.assert_array_equal(np.isnan(values), ~np.isfinite(want))
+        rounding = np.maximum(2.0**-4 * np.abs(want), 2.0**-10 * scales)
+        within = np.abs(values * scales - want) <= 1.07 * (rounding + off) + 2.0**-117
+        assert within[np.isfinite(want)].all()
+
+
+def error_of_norm(got: Any, want: Any) -> float:
+    """Returns the norm of the error over the norm of what is wanted."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
