@@ -253,7 +253,7 @@ class _Kernel:
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Receives a step after `begun` rows were copied; returns how many then have been."""
+            """Receives a step; adds the tokens that it copies to their number so far, `begun`."""
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
@@ -419,7 +419,7 @@ class _Dispatch(_Kernel):
     """The kernel of `dispatch`."""
 
     def scratch(self) -> _Scratch:
-        # Entries after the last expert take choices of none.
+        # The entries after those of the experts are for choices of no expert.
         next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
         return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
 
@@ -462,7 +462,7 @@ class _Dispatch(_Kernel):
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
         """Counts this rank's choices of each expert, and sends the counts to every rank.
 
-        Block 0 does, which every GPU starts first.
+        Only block 0 does so, since every GPU starts it first.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -501,7 +501,7 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """The rows that a token's list says; a part of `sender.Routes`."""
+    """Reads a token's rows from its list; implements two methods of `sender.Routes`."""
 
     kernel: _Kernel
     scratch: _Scratch
