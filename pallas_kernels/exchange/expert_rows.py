@@ -288,7 +288,7 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes a group's sizes where all groups fit; carry: start, dropped, needed."""
+            """Writes a group's sizes where all groups fit; `carry`: start, dropped, needed."""
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
             wanted = jnp.int32(0)

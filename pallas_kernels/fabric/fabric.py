@@ -125,7 +125,7 @@ class RanksOfMesh:
         of the mesh, its devices in row-major order.
       gpus: the number of the GPU at each place of the mesh.
       timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: nanoseconds for which tests hold a rank back, [point][rank].
+      delays_ns: the nanoseconds by which tests delay each rank, [point][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -169,7 +169,7 @@ class RanksOfMesh:
         return number
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
-        """Waits for as long as a test wants this rank to at a delay point of the kernel."""
+        """Delays this rank at a delay point of the kernel, by the time in `delays_ns`."""
         if point < len(self.delays_ns):
             delay = jnp.int32(0)
             for r, nanoseconds in enumerate(self.delays_ns[point]):
