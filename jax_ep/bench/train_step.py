@@ -31,7 +31,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: [] int32, the number of steps that were made.
         params: the parameters.
-        router_state: the selection biases; empty without.
+        router_state: the selection biases; empty if there are none.
         opt_state: the state of the optimizer.
     """
 

@@ -61,7 +61,7 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
-    grad_wire_dtype: Any  # of the cotangents of combined rows
+    grad_wire_dtype: Any  # the dtype in which cotangents of combined rows are sent
 
 
 @documented(ExpertOptions)
