@@ -4,10 +4,9 @@ Both times are those of a compiled loop whose iterations depend on each other, s
 neither hoist a call out of the loop, nor drop it, nor run it during the next one.
 
 The host bounds a loop of short calls: it launches them on one device after the other, and the
-kernels of the first devices wait for those of the last. The wall time includes this wait, and the
-device time does not: for the device time, a kernel that only waits runs after each call, so that
-the host gets ahead, and what the loop itself runs on the device (a counter and its copy) is
-subtracted.
+kernels of the first devices wait for those of the last. The wall time includes this wait. The
+device time does not: while it is measured, a kernel that only waits runs after each call, so that
+the host gets ahead. The time of the loop's own kernels (a counter and its copy) is subtracted.
 """
 
 from __future__ import annotations

@@ -177,10 +177,10 @@ def _total_order(x: jax.Array) -> jax.Array:
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the values and indices of `lax.top_k`, behind a barrier each.
+    """Returns the values and indices of `lax.top_k`, each through an optimization barrier.
 
-    Without a barrier XLA sorts all elements where what follows slices the results. XLA for CPUs
-    crashes if one barrier is behind both.
+    Without a barrier XLA sorts all elements if later code slices the results. One barrier for both
+    results crashes XLA for CPUs.
     """
     values, indices = map(lax.optimization_barrier, lax.top_k(x, k))
     return values, indices.astype(jnp.int32)

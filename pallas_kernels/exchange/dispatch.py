@@ -201,7 +201,7 @@ class _Scratch(NamedTuple):
     sender: SenderScratch
     experts: ExpertScratch
     step_rows: Any  # [N, window] int32: the lists of a step, by source rank
-    step_copies: Any  # [tokens of a step · N, K] int32: rows of each token to copy, first to others
+    step_copies: Any  # [tokens of a step · N, K] int32: a token's rows, copied from its first
     copies: Sequence[Any]  # for each part of a row, [C, columns]
     copy_full: Any  # [C] barriers: a row has arrived in its stage
     groups_known: Any  # barrier: the sender has found the groups of the experts' rows
@@ -248,7 +248,7 @@ class _Kernel:
         Args:
           rows: [N, T·K] int32, the lists that arrive.
           tokens: the parts of received rows.
-          scratch: of the kernel.
+          scratch: the kernel's shared memory.
         """
         first_token, num_tokens = self.sender.range()
 
@@ -279,9 +279,10 @@ class _Kernel:
     ) -> jax.Array:
         """Lists the tokens of peers that have several rows on this rank; returns their count.
 
-        step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
-        of them has already been received. This rank's own tokens are put to all their rows by the
-        sender. The block handles `num_tokens` tokens of every source rank, from `first_token` on.
+        step_copies[:count, :K] becomes the rows of each token, NOWHERE for choices without a row. A
+        token's first row has already been received. The sender puts this rank's own tokens to all
+        their rows. The block handles `num_tokens` tokens of every source rank, from `first_token`
+        on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
