@@ -108,7 +108,10 @@ class Matmuls:
     def gated(
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
-        """Returns `rows` of the hidden values and, with `keep`, `kept` of both products."""
+        """Returns the hidden values, converted by `rows`.
+
+        With `keep`, also returns both products, converted by `kept`.
+        """
         gate, up = experts.wi
         return api.gated_product(
             rows, (gate, up), group_sizes, unit, keep, self.implementation, zero_unused=False
@@ -297,7 +300,7 @@ def _dequantized(experts: Experts) -> Experts:
 
 
 def without_gradient(name: str, matrices: Any) -> Any:
-    """Returns matrices; to differentiate quantized matrices raises TypeError with their `name`."""
+    """Returns matrices; differentiating quantized ones raises TypeError with their `name`."""
     if not isinstance(matrices, QuantizedArray):
         return matrices
     return jax.tree.map(lax.stop_gradient, _constant(name, matrices))
