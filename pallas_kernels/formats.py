@@ -87,9 +87,9 @@ class Format:
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Orders what belongs to the axes of numbers as values and scales have these axes.
+        """Reorders items, one for each axis of the numbers, as the axes of values and scales.
 
-        Takes, for example, the parts of a `jax.sharding.PartitionSpec`, one for each axis.
+        The items are, for example, the parts of a `jax.sharding.PartitionSpec`.
         """
         return tuple(of_axes)
 

@@ -110,7 +110,7 @@ class Placed(NamedTuple):
 class BalanceCase(runner.Case):
     """A layer with one routing and one placement, for every overflow and capacity.
 
-    `expected` holds the output that each routing gave first, for the cases of all placements.
+    `expected` maps a routing to the first output for it. The cases of all placements share it.
     """
 
     spaced = False

@@ -43,7 +43,7 @@ class Baseline:
     tolerance: float = 0.0
 
     def check(self, operands: Any, results: Any) -> None:
-        """Raises AssertionError unless results agree with `expected`, the ranks stacked."""
+        """Raises AssertionError unless the stacked results of all ranks agree with `expected`."""
         error = np.abs(results.astype(np.float32) - self.expected(operands).astype(np.float32))
         within = np.all(error <= self.tolerance)
         assert within, f"off by up to {error.max()}, tolerance {self.tolerance}"

@@ -190,7 +190,7 @@ class DecodeBench(runner.Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of each work the first program's name, output and tolerance.
+        # For each work: the name, the output and the tolerance of its first program.
         self.expected: dict[Any, tuple[str, Any, float]] = {}
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
@@ -271,7 +271,11 @@ class DecodeBench(runner.Bench):
 def make_stack(
     shape: Shape, config: MoEConfig, layers: int, scanned: bool, mesh: Mesh, seed: int
 ) -> Stack:
-    """Makes the same random layers as lists or stacked, the ranks stacked."""
+    """Makes random layers; every array has a leading axis of N ranks.
+
+    If `scanned`, the layers are stacked along the second axis, else they are lists. Both have the
+    same values.
+    """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
         params = random_params(shape, mesh.size, *seeds)
@@ -297,7 +301,7 @@ def make_stack(
 
 
 def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Array:
-    """Makes random x [T, H] bfloat16, the ranks stacked."""
+    """Makes random tokens of all ranks: [N, T, H] bfloat16."""
 
     def on_rank(seed: jax.Array) -> jax.Array:
         return random_rows(seed + 400, (1, num_tokens, shape.hidden), jnp.bfloat16)

@@ -41,8 +41,8 @@ REMAT: dict[str, Any] = {
     "none": None,  # keeps whatever JAX keeps
     "full": _policies.nothing_saveable,
     "projections": _policies.dots_with_no_batch_dims_saveable,  # attention's and the router's
-    "dispatched": _policies.save_only_these_names("dispatched_tokens"),  # no second dispatch
-    # No second dispatch, and no second matmul of experts but the last.
+    "dispatched": _policies.save_only_these_names("dispatched_tokens"),  # repeats no dispatch
+    # The backward pass repeats neither the dispatch nor the experts' matmuls, except for the last.
     "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
 }
 
@@ -86,9 +86,10 @@ class DecoderConfig:
     tied: bool = False
 
     def active_params(self) -> int:
-        """Returns the number of parameters that a token meets, with the embedding once.
+        """Returns the number of parameters that one token uses.
 
-        They are those of K experts and the shared ones, attention, router, norms and V * H.
+        They are those of K experts, the shared experts, attention, router and norms. The embedding
+        and the output matrix together count once, as V * H.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
@@ -359,13 +360,13 @@ _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 class _Sums(NamedTuple):
-    """Sums over targets that count, and gradients of the sum of their losses.
+    """Sums over the targets that count, and gradients of the summed loss.
 
     Attributes:
-        loss: [] float32.
+        loss: [] float32, the sum of the losses.
         number: [] float32, the number of targets that count.
-        dx: as x, or None.
-        dhead: [H, V] float32, or None.
+        dx: the gradient of x, with x's shape and dtype; or None.
+        dhead: the gradient of head, [H, V] float32; or None.
     """
 
     loss: Any

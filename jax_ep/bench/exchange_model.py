@@ -12,9 +12,9 @@ Four designs, in rows per token (h hosts and r ranks have an expert of the token
                      between M - 1, inside N - M
   flat               one row for each (token, rank), straight to it.
                      between r (1 - 1/M), inside r/M (1 - 1/G)
-  two-level          one row for each (token, host), to the rank there of the sender's own place,
-                     which forwards it to the ranks of its host. between h (1 - 1/M),
-                     inside r (1 - 1/G)
+  two-level          one row for each (token, host), to the rank with the sender's number in that
+                     host, which forwards it to the ranks of its host.
+                     between h (1 - 1/M), inside r (1 - 1/G)
   two-level, static  the same with every token sent to every host, as static shapes require.
                      between M - 1, inside r (1 - 1/G)
 

@@ -141,7 +141,7 @@ _SHARED = FLAGS.share(
 )
 
 
-# Of float8 matmuls: each of three rounds two operands, by up to 2^-4 of a number.
+# The tolerance of float8: three matmuls each round two operands, by up to 2^-4 of a number.
 _FLOAT8_TOLERANCE = 6 * 2**-4
 
 
@@ -358,7 +358,7 @@ def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """Makes random parameters, x [T, H] and a cotangent of the output [T, H], the ranks stacked."""
+    """Makes each rank's parameters, x [T, H] and cotangent [T, H], stacked by rank."""
 
     def on_rank(own_seed, gate_seed):
         def rows(stream):

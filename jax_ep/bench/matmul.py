@@ -1,14 +1,14 @@
-"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul and others'.
+"""`python -m jax_ep bench matmul`: times grouped matmuls next to a dense matmul.
 
 Times the product, the gate of two products (gated), the product's gradients for the rows (dlhs) and
 for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs.
-All backends that compute an operation here and the dense matmul run in turn, one loop each, since a
-GPU's clock drifts; "of dense" is the median over turns of the ratio of their rates. TFLOP/s count
-only rows that are in a group.
+The dense matmul and all backends that can run an operation here, other projects' included, take
+turns of one loop each, since a GPU's clock drifts. "of dense" is the ratio of a backend's rate to
+the dense matmul's, the median over turns. TFLOP/s count only rows that are in a group.
 
-`--check` compares every backend with float32: some groups of the operands that are timed, and all
-groups of small operands, of which some are empty and some large, and whose last rows are NaN and in
-no group. Of the small operands only errors are shown.
+`--check` compares the results of every backend with float32. It checks some groups of the timed
+operands, and all groups of additional small operands. Some groups of the small operands are empty,
+some are large, and the rows past the last group are NaN. For small operands, only errors are shown.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ class Column(NamedTuple):
 
     Attributes:
       header: the column's name.
-      value: the field of a row that it shows, "wall.median_us" for a field within another, or a
-        function of a row; a value of None is an empty cell.
+      value: the field of a row to show ("wall.median_us" names a field within another), or a
+        function that returns the value for a row.
       form: the format string of a value.
       left: whether cells are aligned to the left.
-      usual: the cell of the usual case; a column that has no other cell is left out.
+      usual: the text of a cell whose value is None. A table leaves out a column in which every
+        cell is empty or has this text.
     """
 
     header: str
@@ -45,7 +46,7 @@ def _range(row: Row) -> str:
 
 
 def text(header: str, field: str | None = None, usual: str = "") -> Column:
-    """Makes a column of words: the field of the header's name, unless another is named."""
+    """Makes a column of words, from the field `field`, or from the one named as the header."""
     return Column(header, field or header, left=True, usual=usual)
 
 
@@ -55,7 +56,7 @@ SLOWEST = Column("device us", "device.slowest_us", "{:.1f}")
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """Renders rows as lines of text, without columns that are as usual in every row."""
+    """Renders rows as lines of text; leaves out columns with only empty or `usual` cells."""
     return fixed_width(
         [column.header for column in columns],
         [[column.cell(row) for column in columns] for row in rows],
@@ -65,7 +66,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders lines for below a table: each error, once, and why device times are missing."""
+    """Renders the lines below a table: each error once, and why device times are missing."""
     failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
@@ -80,7 +81,7 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders lines for below a table: each row's device time by kernel, with the loop's own."""
+    """Renders the lines below a table: each row's device time by kernel, the loop's included."""
     lines = []
     for row in rows:
         if device := row.get("device"):

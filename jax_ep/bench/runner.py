@@ -232,7 +232,7 @@ def run(bench: Bench, by_case: bool = False) -> int:
 
 
 def make_run(shared: Shared) -> Run:
-    """Returns the settings of a command's measurements, whose time begins now."""
+    """Returns the settings of a command's measurements; their time limit counts from now."""
     started, timing = time.monotonic(), shared.timing
     if timing is None:
         return Run(started=started)

@@ -4,10 +4,9 @@ Both times are those of a compiled loop whose iterations depend on each other, s
 neither hoist a call out of the loop, nor drop it, nor run it during the next one.
 
 The host bounds a loop of short calls: it launches them on one device after the other, and the
-kernels of the first devices wait for those of the last. The wall time includes this wait, and the
-device time does not: for the device time, a kernel that only waits runs after each call, so that
-the host gets ahead, and what the loop itself runs on the device (a counter and its copy) is
-subtracted.
+kernels of the first devices wait for those of the last. The wall time includes this wait. The
+device time does not: while it is measured, a kernel that only waits runs after each call, so that
+the host gets ahead. The time of the loop's own kernels (a counter and its copy) is subtracted.
 """
 
 from __future__ import annotations
@@ -79,7 +78,8 @@ class Loop:
 
     Args:
       prepare: called per rank on its rows of `arrays`; its result, a pytree of arrays, is made
-        once and is not timed. None: `arrays` is that result, the ranks stacked; loops may share it.
+        once and is not timed. None: `arrays` already is that result, with the ranks stacked along
+        the leading axis; several loops may share it.
       step: called per rank on the result of `prepare`; its own result, a pytree of arrays, is
         wholly computed in every iteration.
       arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
@@ -121,9 +121,9 @@ class Loop:
         makes the next call depend on the results of this one.
         """
         step = self._step_on_rank
-        # XLA for GPUs keeps optimization barriers until kernels are scheduled, so it computes the
-        # whole of the outputs that pass one. XLA for CPUs drops them early, so there the loop has
-        # to carry the outputs.
+        # XLA for GPUs keeps optimization barriers until it schedules kernels, so it computes all
+        # outputs that pass through a barrier, each of them whole. XLA for CPUs drops barriers
+        # early, so on CPUs the loop carries the outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
 
         def body(_, carry):
@@ -292,7 +292,7 @@ def launches_by_device(
 ) -> list[list[Kernel]]:
     """Lists the launches of each GPU, in order of their start, without spacers and idle GPUs.
 
-    `label` names an event; None: its own name.
+    `label(event)` returns the name to list an event under; None: the event's own name.
     """
     devices = []
     for plane in profile.planes:
@@ -312,10 +312,11 @@ def launches_by_device(
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
-    """Computes the device time of one call from what each rank ran, in order, in `calls` calls.
+    """Computes the device time of one call from each rank's launches during `calls` calls.
 
-    A kernel that was launched m * calls times belongs m times to each call. The time of a kernel
-    whose launches do not divide so, such as the loop's own setup, is shared equally by all calls.
+    A rank's launches are in the order of their start. If a kernel was launched m * calls times, m
+    consecutive launches belong to each call. If a kernel's launches cannot be divided equally, as
+    those of the loop's setup, every call gets an equal share of their time.
     """
     per_rank: list[list[float]] = []
     by_kernel: dict[str, float] = defaultdict(float)

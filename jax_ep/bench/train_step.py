@@ -31,7 +31,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: [] int32, the number of steps that were made.
         params: the parameters.
-        router_state: the selection biases; empty without.
+        router_state: the selection biases; empty if there are none.
         opt_state: the state of the optimizer.
     """
 
@@ -61,9 +61,9 @@ class Layout(NamedTuple):
 
     Attributes:
         state: the shardings of a `TrainState`.
-        parts: of the parameters, as each device updates them.
-        batch: of the token ids of a step, [A, B, S + 1].
-        everywhere: of what every device holds.
+        parts: the shardings of the parameters during the update, when each device updates a part.
+        batch: the sharding of the token ids of a step, [A, B, S + 1].
+        everywhere: the sharding of an array that every device holds whole.
     """
 
     state: TrainState

@@ -86,8 +86,8 @@ def load_moe_params(
         ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
             tensor of the block is missing, misshapen or unknown; a field has a value that the block
             or the layer does not support; the mesh does not divide the experts, slots or F; or
-            `quantized` does not fit the matrices, such as parts of blocks. The message names the
-            cause.
+            `quantized` does not fit the matrices, for example if a device would hold a part of a
+            block. The message names the cause.
         TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` has no devices,
             `quantized` is none of the above, or a keyword is not a field of `jax_ep.MoEConfig`.
     """

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# The axes of each parameter of a layer, in the letters above.
+# Maps each parameter of a layer to its axes, in the letters of this module's docstring.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
         params: the names of the parameters in `jax_ep.MoEParams`; a tensor of two parameters has
             an axis with G.
         name: the name of the tensor after "layers.<layer>.".
-        axes: the axes of the tensor, in the letters of this module.
+        axes: the axes of the tensor, in the letters of this module's docstring.
         where: a key of config.json that must be true for the tensor to exist; "": it always exists.
     """
 
@@ -43,7 +43,8 @@ Tensors = tuple[Tensor, ...]
 class OneOf(NamedTuple):
     """Alternative ways in which the same weights are published; a directory has one of them.
 
-    A block saved to a directory that has none takes the first that fits the quantization.
+    If a directory has none of them yet, a block that is saved there takes the first that fits the
+    quantization.
     """
 
     layouts: tuple[Tensors, ...]

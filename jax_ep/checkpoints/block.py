@@ -234,8 +234,8 @@ class Block:
     def write(self, params: Mapping[str, Parameter], into: Directory) -> None:
         """Writes whole parameters to `into`, a directory that has tensors of the same names.
 
-        A `QuantizedArray` must be of NumPy arrays. Its values and scales are written as they are,
-        if its format is that of the tensor, or else its numbers.
+        A `QuantizedArray` must be of NumPy arrays. If it has the tensor's format, its values and
+        scales are written unchanged; else its numbers are written.
         """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}

@@ -153,16 +153,16 @@ class _InBlocks:
 
     @property
     def _block(self) -> tuple[int, ...]:
-        """The sizes of a block of numbers along the axes that blocks divide."""
+        """The shape of a block in numbers, without a leading axis of size 1."""
         return self.format.block[1:] if self.format.block[0] == 1 else self.format.block
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The sizes of a block of stored values along the axes that blocks divide."""
+        """The shape of a block in stored values, each of which may hold several numbers."""
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Appends zeros to [.., rows, columns] so that there are whole blocks."""
+        """Pads an array [.., rows, columns] with zeros to whole blocks."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):

@@ -1,4 +1,4 @@
-"""Sends one number for each choice, such as its weight, to the choice's row, and back.
+"""Sends one value per choice, such as its weight, to the choice's row, and back.
 
 Each call is one collective. Where the exchange may run on kernels, the library's collectives choose
 the algorithm by their table of measurements; otherwise XLA's collective runs.
@@ -20,7 +20,7 @@ from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_ax
 
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends the number of each choice, [T, K], to the choice's row; returns [R], zero elsewhere.
+    """Sends one value per choice, [T, K], to the choice's row; returns [R], zero in other rows.
 
     `implementation` names the implementation of the exchange.
     """
@@ -36,7 +36,7 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends the number of each row, [R], to its choice; returns [T, K], zero without a row."""
+    """Sends one value per row, [R], to the row's choice; returns [T, K], zero without a row."""
     values, routes, collective = _operands(values, handle, implementation)
     swap = functools.partial(all_to_all, **collective)
 

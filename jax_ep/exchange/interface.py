@@ -110,7 +110,10 @@ class Exchange(Protocol):
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums y [R, H], weighted by [T, K] float32, by token and returns the sums: [T, H]."""
+        """Sums the rows y [R, H] of each token, and returns the sums [T, H] to the tokens' ranks.
+
+        `topk_weights` are [T, K] float32; None: the rows are not weighted.
+        """
         ...
 
     def combine_grad(
@@ -129,17 +132,17 @@ class Exchange(Protocol):
         ...
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Returns the sums y [N, T, H] to the tokens' ranks and adds them: [T, H]."""
+        """Sends the partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
         ...
 
 
 class ExchangeInParts(Exchange, Protocol):
-    """An `Exchange` that can send the tokens of one dispatch in several calls, some in each.
+    """An `Exchange` that can divide the tokens of one dispatch among several calls.
 
-    In `routes`, `rows` has the rows of the call's tokens, and `counts` those of the whole dispatch.
-    The first call writes zeros to padding and, by the config, to unused rows. Every later call gets
-    the result of the previous call as `into`, writes its tokens' rows there and keeps all other
-    rows. The wire must be plain.
+    In the `routes` of a call, `rows` are those of the call's tokens, and `counts` those of the
+    whole dispatch. The first call writes zeros to padding and, if `config.zero_unused`, to unused
+    rows. A later call gets the result of the previous call as `into`. It writes its tokens' rows
+    there, and keeps all other rows. The wire must be plain.
     """
 
     def dispatch_like(

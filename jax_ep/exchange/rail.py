@@ -187,7 +187,9 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Sends results for the rows of `send` back; yields this rank's [T, ...], host by host.
+        """Sends back the results for received rows; yields, by host, results for own tokens.
+
+        Each host's results for this rank's tokens are [T, ...].
 
         Args:
           others: [M, T, ...], or [M, C, ...] with a host_capacity: results by the rows' host.
@@ -275,9 +277,10 @@ class Rail:
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the entries of a source's tokens from [N, T, K], by source rank; [G, T, K].
+        """Selects the entries of a source's tokens from the entries of all ranks, [N, T, K].
 
-        The tokens are those that `rows` selects, in the same order; padding is -1.
+        Returns [G, tokens, K], by the number that a token's rank has in its host. The tokens are
+        those that `rows` selects, in the same order. Entries of padding are -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:
@@ -290,7 +293,7 @@ class Rail:
         return picked if source.turn == 0 else self._received_of(picked, source.host)
 
     def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
-        """Selects, from a host's entries [G, T, K], those of tokens that it sends here."""
+        """Selects, from a host's entries [G, T, K], those of the tokens that it sends here."""
         if self.received_tokens is None:
             return picked
         tokens = self.received_tokens[:, host, :, None]

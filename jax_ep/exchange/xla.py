@@ -130,7 +130,7 @@ def choices_to_rows(
     stack: Callable[[jax.Array], jax.Array],
     capacity: int,
 ) -> jax.Array:
-    """Sends the number of each choice, [T, K], to the choice's row; returns [R], zero elsewhere.
+    """Sends one value per choice, [T, K], to the choice's row; returns [R], zero in other rows.
 
     `stack` gathers an array of all ranks: [...] to [N, ...].
     """
@@ -142,7 +142,7 @@ def choices_to_rows(
 def rows_to_choices(
     values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Sends the number of each row, [R], to its choice; returns [T, K], zero without a row.
+    """Sends one value per row, [R], to the row's choice; returns [T, K], zero without a row.
 
     It is the transpose of `choices_to_rows`. `swap` sends an array [N, ...] by destination rank,
     and returns one by source rank.

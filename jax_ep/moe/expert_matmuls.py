@@ -1,13 +1,15 @@
-"""The matmuls of experts and of their gradients: of numbers as they are, or of float8.
+"""Defines the matmuls of experts and of their gradients, with or without quantization to float8.
 
-Matrices that are stored quantized have kinds of their own, without gradients of the matrices. All
-kinds have the same methods, which `jax_ep.moe.expert_mlp` puts between the elementwise work:
+Each class is one kind of matmul: `Matmuls` multiplies arrays, `Float8Matmuls` quantizes its
+operands, and `DequantizedMatmuls` and `StoredFloat8Matmuls` take matrices that are stored
+quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls their methods, which are the same
+for all kinds:
 
-  rows(x)       what a matmul reads of rows x [R, C]: x, or x quantized
-  saved         what the backward pass reads of experts
+  rows(x)       returns rows x [R, C] as operands of a matmul: x, or x quantized
+  saved         returns the part of the experts' weights that the backward pass reads
   gated, up     the products with wi_0 and wi_1, gated or not
-  kept(product) what is kept of a product for the backward pass
-  numbers(kept) the numbers of what is kept, or of rows
+  kept(product) returns what to keep of a product for the backward pass
+  numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
   down          the product with wo
   dhidden       the gradient of the hidden values
   gradients     the gradients of the tokens, wi_0, wi_1 and wo
@@ -58,10 +60,10 @@ class QuantizedExperts(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None.
+    """The weights of L experts, as `expert_mlp` takes them; wi_1 and the biases may be None.
 
-    The matrices are arrays, or all of them `QuantizedArray`s. `quantized` is None where matmuls
-    multiply the matrices as they are.
+    The matrices are either all arrays or all `QuantizedArray`s. `quantized` has their float8
+    operands; it is None where the matmuls do not quantize.
     """
 
     wi_0: Any
@@ -83,11 +85,12 @@ class Experts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Matmuls of numbers as they are; the implementation is that of `grouped_matmul`."""
+    """Multiplies arrays without quantization, by an implementation of `grouped_matmul`."""
 
     implementation: Implementation
 
-    # Whether what is kept of a product is rounded. The hidden values are made of the product then.
+    # Whether `kept` rounds a product. If so, the hidden values are computed from the product before
+    # it is rounded.
     keeps_rounded = False
 
     def rows(self, x: jax.Array) -> Any:
@@ -105,7 +108,10 @@ class Matmuls:
     def gated(
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
-        """Returns rows of the hidden values, and with `keep` what is kept of both products."""
+        """Returns the hidden values, converted by `rows`.
+
+        With `keep`, also returns both products, converted by `kept`.
+        """
         gate, up = experts.wi
         return api.gated_product(
             rows, (gate, up), group_sizes, unit, keep, self.implementation, zero_unused=False
@@ -151,10 +157,10 @@ class Matmuls:
         """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
         Args:
-          rows: of the tokens [R, H].
+          rows: the result of `rows` for the tokens [R, H].
           hidden: the hidden values [R, F], times the rows' weights if there are any.
           dpre: the gradients of the products with wi_0 and wi_1, [R, F] each.
-          grad_rows: rows of the output's gradient [R, H].
+          grad_rows: the result of `rows` for the output's gradient [R, H].
           experts: the weights.
           group_sizes: [L] int32.
           zero_unused: whether the tokens' gradient is zero past the last group.
@@ -170,7 +176,7 @@ class Matmuls:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Matmuls(Matmuls):
-    """Matmuls of float8; gradients pass straight through the rounding of operands."""
+    """Quantizes operands to float8; gradients pass straight through their rounding."""
 
     keeps_rounded = True
 
@@ -178,7 +184,8 @@ class Float8Matmuls(Matmuls):
         return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
 
     def saved(self, experts: Experts) -> Experts:
-        # The gradients read the matrices in one order, and the dtypes alone of the parameters.
+        # The gradients read the quantized matrices in only one order, and only the dtypes of the
+        # parameters.
         assert experts.quantized is not None
         dtypes: dict[str, Any] = {
             name: jnp.zeros(0, matrices.dtype)
@@ -247,7 +254,7 @@ class Float8Matmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedMatmuls(Matmuls):
-    """Matmuls of matrices that are stored quantized, and that each matmul dequantizes."""
+    """Multiplies by matrices that are stored quantized, which each matmul dequantizes."""
 
     def gated(self, rows, experts, *others):
         return super().gated(rows, _dequantized(experts), *others)
@@ -269,7 +276,7 @@ class DequantizedMatmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class StoredFloat8Matmuls(Float8Matmuls):
-    """Matmuls of float8 by matrices that are stored quantized."""
+    """Quantizes rows to float8, and multiplies them by matrices that are stored quantized."""
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
         dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
@@ -277,7 +284,7 @@ class StoredFloat8Matmuls(Float8Matmuls):
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
-    """Returns matrices in `dtype`, of quantized ones the numbers."""
+    """Casts matrices to `dtype`; dequantizes quantized matrices."""
     if not isinstance(matrices, QuantizedArray):
         return matrices.astype(dtype)
     # Without the barrier XLA may leave out the rounding to `dtype`.
@@ -293,7 +300,7 @@ def _dequantized(experts: Experts) -> Experts:
 
 
 def without_gradient(name: str, matrices: Any) -> Any:
-    """Returns matrices; of quantized ones, a gradient raises TypeError with their `name`."""
+    """Returns matrices; differentiating quantized ones raises TypeError with their `name`."""
     if not isinstance(matrices, QuantizedArray):
         return matrices
     return jax.tree.map(lax.stop_gradient, _constant(name, matrices))
@@ -318,7 +325,7 @@ def _constant_jvp(name, primals, tangents):
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
-    """Returns the matmuls of an option `matmul_dtype`, and experts quantized for them."""
+    """Returns the matmuls for an option `matmul_dtype`, and the experts with their operands."""
     is_stored = isinstance(experts.wi_0, QuantizedArray)
     names = QuantizedExperts._fields
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
@@ -351,7 +358,7 @@ def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExpe
 
 
 def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
-    """Raises TypeError or ValueError unless quantized experts are None or those of the matrices."""
+    """Raises TypeError or ValueError unless quantized experts are None or fit the matrices."""
     if quantized is None:
         return
     if not isinstance(quantized, QuantizedExperts):

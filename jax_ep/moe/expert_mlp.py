@@ -177,9 +177,10 @@ def forward(
 ) -> tuple[jax.Array, tuple]:
     """Returns the output [R, H] and, with `keep`, the residuals for `backward`.
 
-    Without `zero_unused`, rows of the output past the last group are undefined. They always are
-    between the matmuls, where no product and no gradient of a matrix reads them. The operands must
-    have been checked and have one varying-axes type. Tokens may be quantized if `matmuls` are.
+    Without `zero_unused`, rows of the output past the last group are undefined. These rows of the
+    hidden values are always undefined: no product and no gradient of a matrix reads them. The
+    operands must have been checked and have one varying-axes type. Tokens may be quantized if
+    `matmuls` multiply quantized rows.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
@@ -215,8 +216,9 @@ def backward(
 
     Without `zero_unused`, gradients of tokens and weights are undefined past the last group.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights are
-    applied to the hidden values instead, in which the output without its bias is linear.
+    With weights [R] float32 the gradients are those of weights[:, None] * output. The computation
+    multiplies the hidden values by the weights instead of the output. The result is the same, since
+    the output without its bias is linear in the hidden values.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype

@@ -1,9 +1,9 @@
 """Gathers parameters that are split over further mesh axes than those of experts and F (FSDP).
 
-Such a parameter enters the layer's `jax.shard_map` as it lies, and is gathered there, where it is
-used: matrices in the compute dtype, or in float8 if the experts multiply float8. The transpose sums
-the gradients of the ranks in the parameter's dtype, and leaves each rank its own part
-(reduce-scatter). `LayerMesh.further_axes` says how the parameters lie.
+Such a parameter enters the layer's `jax.shard_map` in parts, and is gathered inside, where it is
+used. Matrices are gathered in the compute dtype, or in float8 if the experts multiply float8. The
+transpose of the gather is a reduce-scatter: it sums the gradients of the ranks in the parameter's
+dtype, and leaves each rank its own part. `LayerMesh.further_axes` has the axes of each parameter.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def with_further_axes(
 ) -> LayerMesh:
     """Adds to a call's mesh how its parameters are split over further axes.
 
-    `config.fsdp_axes` says it. If that is None, the types of the parameters show it for Explicit
-    axes, and the caller's axis rules for Auto axes; what the layer cannot gather is left to XLA.
+    The axes are those of `config.fsdp_axes`. If that is None, Explicit axes are read from the types
+    of the parameters, and Auto axes from the caller's axis rules. XLA gathers what the layer
+    cannot.
 
     Raises:
         ValueError: `config.fsdp_axes` does not fit the mesh or the parameters.
@@ -115,7 +116,7 @@ def _found(
 ) -> tuple[Axes, ...]:
     """Returns the further axes of each dimension over which the array is probably split.
 
-    A dimension is left out if it is split otherwise than by its own axes and then further ones.
+    A dimension gets no further axes unless it is split over its own axes first.
     """
     assert where.mesh is not None
     explicit = explicit_axes(where.mesh)
@@ -165,7 +166,7 @@ def _large(further: Iterable[Axes], where: LayerMesh) -> tuple[Axes, ...]:
 
 
 def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
-    """Returns how a parameter lies: over the axes of experts and F, and then over further axes."""
+    """Returns a parameter's spec: first the axes of experts and F, then the further axes."""
     return PartitionSpec(*(axes or None for axes in _all_axes(name, where)))
 
 
@@ -176,9 +177,10 @@ def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
-    """Returns how quantized matrices lie: as the matrices, if their parts have whole blocks.
+    """Returns the mesh for quantized matrices, which may lack the further axes.
 
-    Otherwise they lie over the axes of experts and F only.
+    Quantized matrices are split over the same axes as the matrices if each part has whole blocks.
+    Otherwise they are split over the axes of experts and F only.
     """
     arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
     shapes = [_part_shape(name, a, where) for name, a in arrays.items() if a is not None]
@@ -197,7 +199,7 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
-    """Gathers a parameter along its further axes, in `dtype` or its own.
+    """Gathers a parameter along its further axes, in `dtype`; None: in the parameter's dtype.
 
     A parameter without further axes is only cast.
     """
@@ -216,7 +218,7 @@ GATHERED = "gathered_parameters"
 def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
     """Returns zeros of the gathered parameter's type, with the gradient of `gather`.
 
-    It stands for matrices of which only the quantized ones are read.
+    The zeros replace matrices that are read only as quantized matrices.
     """
     dims = _dims(name, where)
     if not dims:
@@ -225,7 +227,7 @@ def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Ar
 
 
 def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
-    """Gathers quantized matrices along their further axes, in one order; transposes them here."""
+    """Gathers quantized matrices along their further axes, and transposes the gathered ones."""
 
     def whole(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
         if matrices is None or not (dims := _dims(name, where)):
@@ -253,7 +255,7 @@ def _dims(name: str, where: LayerMesh) -> _Dims:
 def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
     """Types a part as varying over all axes of the tokens.
 
-    The gradients of ranks with equal parts are thus summed after they are scattered, not before.
+    The gradients of ranks with equal parts are then summed after the reduce-scatter, not before.
     """
     return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
 

@@ -608,7 +608,7 @@ def _own_experts(
     config: MoEConfig,
     where: LayerMesh,
 ) -> jax.Array | QuantizedArray:
-    """Returns this rank's part of a parameter of experts: of all experts', or only its own."""
+    """Returns this rank's part of a parameter that has all experts, or this rank's only."""
     axes = where.expert_axes + (where.further(name) or ((),))[0]
     own = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
     weights = jax.tree.map(own, weights)
@@ -618,7 +618,7 @@ def _own_experts(
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
-    """Returns the weights of this rank's `num` experts, of all experts' or only its own."""
+    """Returns the weights of this rank's `num` experts from those of all experts, or its own."""
     if weights.shape[0] == num:
         return weights
     return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)

@@ -150,12 +150,10 @@ def check_mesh_of_experts(
 ) -> None:
     """Raises or warns if every rank would gather all experts [E, H, F] on each call.
 
-    `experts` is an array or a `QuantizedArray`.
-
-    That happens where the experts are sharded over a mesh that is not set, or over other axes than
-    `config` names; the results would still be right. The type of a traced array on Auto axes shows
-    its mesh, but not whether it is sharded. A guess is then made from the caller's axis rules, or
-    from the names of the mesh's axes.
+    `experts` is an array or a `QuantizedArray`. Every rank gathers them if they are sharded over a
+    mesh that is not set, or only over axes that `config` does not name. The results would still be
+    right. The type of a traced array on Auto axes shows its mesh, but not whether it is sharded.
+    The sharding is then guessed from the caller's axis rules, or from the names of the mesh's axes.
 
     Raises:
         ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.

@@ -129,7 +129,7 @@ def optional(check: Check) -> Check:
 
 
 def number_or_none(otherwise: str = ", or None") -> Check:
-    """Requires None or a finite number above 0; the error adds `otherwise`, what None does."""
+    """Requires None or a finite number above 0; errors quote `otherwise`, what None stands for."""
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 
 

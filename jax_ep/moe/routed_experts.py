@@ -61,7 +61,7 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
-    grad_wire_dtype: Any  # of the cotangents of combined rows
+    grad_wire_dtype: Any  # the dtype in which cotangents of combined rows are sent
 
 
 @documented(ExpertOptions)
@@ -226,8 +226,9 @@ def _backward(config, residuals, grad):
         )
     if weights is None:
         return dtokens, dexperts, None, None, None, None
-    # The barrier delays the weights' gradient until the tokens' gradient is sent, where the ranks
-    # meet anyway. A collective that waits for peers earlier takes multiprocessors from a matmul.
+    # The barrier delays the exchange of the weights' gradient until the tokens' gradient, which is
+    # exchanged too, has been computed. If this exchange ran earlier, it would occupy
+    # multiprocessors that a matmul needs while it waits for peers.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     with jax.named_scope("combine"):
         dweights = rows_to_choices(drow_weights, handle, config.implementation)

@@ -177,10 +177,10 @@ def _total_order(x: jax.Array) -> jax.Array:
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the values and indices of `lax.top_k`, behind a barrier each.
+    """Returns the values and indices of `lax.top_k`, each through an optimization barrier.
 
-    Without a barrier XLA sorts all elements where what follows slices the results. XLA for CPUs
-    crashes if one barrier is behind both.
+    Without a barrier XLA sorts all elements if later code slices the results. One barrier for both
+    results crashes XLA for CPUs.
     """
     values, indices = map(lax.optimization_barrier, lax.top_k(x, k))
     return values, indices.astype(jnp.int32)
@@ -224,9 +224,9 @@ class _Guess:
 
     Attributes:
         choices: [T, n] int32.
-        may_differ: [T] bool, the tokens whose choices may be others by all keys; None: no token's.
-        in_doubt: returns those of them, [T] bool, that must be compared by all keys. It looks
-            closer, and runs only if there are any.
+        may_differ: [T] bool, the tokens for which all keys may give other choices; None: no token.
+        in_doubt: returns the tokens of `may_differ`, [T] bool, that must be compared by all keys.
+            It checks more precisely, and runs only if `may_differ` holds for a token. None: all.
     """
 
     choices: jax.Array
@@ -240,9 +240,10 @@ def _settled(
     logits: jax.Array,
     operands: Mapping[str, jax.Array],
 ) -> jax.Array:
-    """Returns the choices [T, n] int32, made by all keys for the tokens that are in doubt.
+    """Returns the choices [T, n] int32; chooses again, by all keys, for the tokens in doubt.
 
-    Rounded numbers that are equal change the choices of a token in some thousands.
+    This is rare: only about one token in thousands has equal first keys, which are rounded, among
+    which other keys choose differently.
     """
     may_differ = guess.may_differ
     if may_differ is None:
@@ -295,7 +296,7 @@ def _by_first_key(
         may_differ |= groups_may_differ
 
     def in_doubt() -> jax.Array:
-        # Elements that are equal in these are equal in all keys.
+        # Experts that are equal in the arrays of `alike` are equal in all keys.
         alike = [logits, bias]
         if "rounded" in operands:
             alike.append(operands["rounded"])

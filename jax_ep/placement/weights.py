@@ -209,7 +209,7 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            leaf.delete()  # the program donated a copy if the leaf had to be split first
+            leaf.delete()  # if `split` is a copy, the program has donated the copy only
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
             return moved

@@ -302,7 +302,7 @@ def read(ordinal: int, address: int, num_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
-    """Makes the primary context of a GPU, which XLA uses too, the current one of this thread."""
+    """Makes a GPU's primary context current in this thread; XLA uses the same context."""
     device, context = _device(ordinal), ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)

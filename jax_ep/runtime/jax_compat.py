@@ -70,7 +70,7 @@ _OPTIONAL = {
 
 
 def optional_names_missing() -> list[str]:
-    """Returns each name that this JAX lacks, with what follows, of those the library can lack.
+    """Returns the optional names that this JAX lacks, each with the consequence.
 
     This loads Mosaic.
     """

@@ -90,9 +90,9 @@ class Domain:
 def domain() -> Domain | str:
     """Returns the domain of this process, or why there is none; the first call sets it up.
 
-    Where the host has several processes, the first call waits until each process has made it, by
-    lowering a program that needs symmetric memory, for at most JAX_EP_TIMEOUT_SECONDS. All
-    processes get the same answer, and later calls repeat it.
+    If the host has several processes, the first call waits for at most JAX_EP_TIMEOUT_SECONDS until
+    every process has called this function, which it does when it lowers a program that needs
+    symmetric memory. All processes get the same answer, and later calls repeat it.
     """
     with _lock:
         return _domain()

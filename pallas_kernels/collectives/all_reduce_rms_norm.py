@@ -162,8 +162,8 @@ class _Body:
     Attributes:
       num_rows: T.
       padded: the columns of a row.
-      dtype: of x and of the normalized rows.
-      residual_dtype: of the residual.
+      dtype: the dtype of x and of the normalized rows.
+      residual_dtype: the dtype of the residual.
       hidden: the columns that are data.
       eps: added to the mean square.
       two_shot: whether every rank sums a share of the rows, instead of all of them.
@@ -428,5 +428,5 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self) -> None:
-        """Waits for the signal of the block with this index on every rank."""
+        """Waits for the signal of this block's counterpart on every rank."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

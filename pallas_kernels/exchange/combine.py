@@ -199,7 +199,10 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """Entries of the list of a sum's rows: K, or 1 if y is rank-major, in whole parts."""
+        """The length of a sum's list of rows: K, or 1 if y is rank-major, padded.
+
+        It is a multiple of `rows_at_once`.
+        """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
     @property
@@ -267,7 +270,7 @@ class _Combine:
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
-            """Lists a step once peers have read the earlier sums in its place of their buffers."""
+            """Lists a step, once peers have read the earlier sums that it will overwrite."""
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -364,9 +367,9 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body` for each of this worker's items of a step, which all workers share.
+        """Calls `body(token, item)` for this worker's share of the items of a step.
 
-        A token has `per_token` items. Body is given the token of the step and the token's item.
+        A token has `per_token` items, and is counted within the step.
         """
         workers = jnp.int32(self.plan.num_workers)
         tokens = jnp.minimum(

@@ -195,7 +195,7 @@ class _CombineGrad:
 
     @property
     def listed_rows(self) -> int:
-        """Entries of the list of a cotangent's rows: K, in whole parts."""
+        """The length of a cotangent's list of rows: K, padded to whole ROWS_OF_COTANGENT."""
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch(self) -> _Scratch:
@@ -272,7 +272,7 @@ class _CombineGrad:
 
         lax.fori_loop(0, self.plan.num_workers, end, None)
         fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_stages)
-        # The workers have read all cotangents of peers, and written all that is theirs.
+        # The workers have read every cotangent of this block, and written all their dweights.
         self.finish()
 
     def _scout_pair(
@@ -358,7 +358,7 @@ class _CombineGrad:
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
-        block = LANES * vector  # the columns of which each thread holds one vector
+        block = LANES * vector  # the columns of a block: one vector for each thread
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
             """Multiplies neighbouring blocks of columns; adds the products with rows to totals."""

@@ -201,7 +201,7 @@ class _Scratch(NamedTuple):
     sender: SenderScratch
     experts: ExpertScratch
     step_rows: Any  # [N, window] int32: the lists of a step, by source rank
-    step_copies: Any  # [tokens of a step · N, K] int32: rows of each token to copy, first to others
+    step_copies: Any  # [tokens of a step · N, K] int32: a token's rows, copied from its first
     copies: Sequence[Any]  # for each part of a row, [C, columns]
     copy_full: Any  # [C] barriers: a row has arrived in its stage
     groups_known: Any  # barrier: the sender has found the groups of the experts' rows
@@ -248,12 +248,12 @@ class _Kernel:
         Args:
           rows: [N, T·K] int32, the lists that arrive.
           tokens: the parts of received rows.
-          scratch: of the kernel.
+          scratch: the kernel's shared memory.
         """
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Receives a step after `begun` rows were copied; returns how many then have been."""
+            """Receives a step; adds the tokens that it copies to their number so far, `begun`."""
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
@@ -279,9 +279,10 @@ class _Kernel:
     ) -> jax.Array:
         """Lists the tokens of peers that have several rows on this rank; returns their count.
 
-        step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
-        of them has already been received. This rank's own tokens are put to all their rows by the
-        sender. The block handles `num_tokens` tokens of every source rank, from `first_token` on.
+        step_copies[:count, :K] becomes the rows of each token, NOWHERE for choices without a row. A
+        token's first row has already been received. The sender puts this rank's own tokens to all
+        their rows. The block handles `num_tokens` tokens of every source rank, from `first_token`
+        on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
@@ -419,7 +420,7 @@ class _Dispatch(_Kernel):
     """The kernel of `dispatch`."""
 
     def scratch(self) -> _Scratch:
-        # Entries after the last expert take choices of none.
+        # The entries after those of the experts are for choices of no expert.
         next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
         return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
 
@@ -462,7 +463,7 @@ class _Dispatch(_Kernel):
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
         """Counts this rank's choices of each expert, and sends the counts to every rank.
 
-        Block 0 does, which every GPU starts first.
+        Only block 0 does so, since every GPU starts it first.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -501,7 +502,7 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """The rows that a token's list says; a part of `sender.Routes`."""
+    """Reads a token's rows from its list; implements two methods of `sender.Routes`."""
 
     kernel: _Kernel
     scratch: _Scratch

@@ -1,6 +1,6 @@
-"""Where each expert's rows are in an expert-major receive buffer, and zeros in its gaps.
+"""Finds where each expert's rows are in an expert-major receive buffer, and zeroes its gaps.
 
-It follows from how often each rank chose each expert. Rows of one expert are a group:
+The places follow from how often each rank chose each expert. The rows of one expert are a group:
 
     rows of a rank:   group of expert 0      group of expert 1             R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
@@ -55,8 +55,8 @@ class ExpertRows:
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
       zero_unused: whether `fill` writes the rows past the last expert's.
-      adds: whether the kernel adds rows to an array whose gaps another one has filled; then `fill`
-        does nothing.
+      adds: whether the kernel writes rows into an array whose gaps an earlier call has filled; then
+        `fill` does nothing.
       count_arrivals: arrivals after which the counts are complete; None: as many as `fetch_counts`
         makes.
     """
@@ -124,9 +124,10 @@ class ExpertRows:
         its expert's rows is dropped.
 
         Args:
-          scratch: its counts are complete, or become so. `group_ends` is written.
-          next_rows: in shared memory, on entry how many choices of each expert this rank's earlier
-            blocks make; it becomes the row of this block's first choice of each. None: unused.
+          scratch: its counts have arrived or will arrive. `group_ends` is written.
+          next_rows: an array in shared memory, or None. On entry it holds how many choices of each
+            expert this rank's earlier blocks make. On return it holds the row of this block's first
+            choice of each expert.
           group_starts: [E] in shared memory, for the groups' starts; None: they are not kept.
           all_counts_ref: [N, E] in global memory, to which block 0 writes all counts; or None.
         """
@@ -168,7 +169,7 @@ class ExpertRows:
         return lax.div(counts + (alignment - 1), alignment) * alignment
 
     def _ends(self, sizes: Any, scan: Any) -> Any:
-        """Adds up the sizes of each rank's groups: where each group ends."""
+        """Returns where each group ends: the running sums of the sizes of each rank's groups."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
@@ -277,7 +278,7 @@ class ExpertRows:
             return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
 
         def describe_tail(i: Any, carry: Any) -> Any:
-            """Writes a group's sizes; carry: its start, and the rows dropped so far."""
+            """Writes a group's sizes; `carry` holds its start and how many rows were dropped."""
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
             room = jnp.maximum(self.capacity - start, 0)
@@ -287,7 +288,7 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes a group's sizes where all groups fit; carry: start, dropped, needed."""
+            """Writes a group's sizes where all groups fit; `carry`: start, dropped, needed."""
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
             wanted = jnp.int32(0)

@@ -38,11 +38,11 @@ class Rows:
 
     Attributes:
       fabric: how ranks reach each other.
-      channels: how their warpgroups do.
+      channels: how warpgroups of different ranks reach each other.
       plan: how rows are spread over blocks and warpgroups.
       what: the name of the kernel in the messages of timeouts.
-      warpgroup: the warpgroup's number, None until `for_warpgroup`: looking it up is a shuffle, and
-        so is done once.
+      warpgroup: the warpgroup's number; None before `for_warpgroup`. The number is looked up once,
+        since each look-up is a shuffle.
     """
 
     fabric: fb.Fabric
@@ -60,16 +60,21 @@ class Rows:
         return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns this block's tokens, and of each whether it exists; if not, it is the last."""
+        """Returns (token, exists) for each place of this block.
+
+        A place without a token gets the rank's last token, and `exists` is False.
+        """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
         last = self.plan.num_tokens - 1
         return [(jnp.minimum(token, last), token <= last) for token in tokens]
 
     def tiles(self) -> list[tuple[Any, jax.Array]]:
-        """Returns the columns of this warpgroup's tiles, and of each whether it is its own.
+        """Returns (columns, own) for each of the tiles of a row that this warpgroup handles.
 
-        The last tile of a row is moved back so that it ends with the row.
+        All warpgroups have the same number of tiles. Where the row has too few tiles for that, the
+        columns are those of the row's last tile, and `own` is False. The last tile of a row is
+        moved back so that it ends with the row.
         """
         plan = self.plan
         indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
@@ -311,7 +316,7 @@ class Gather:
             self._fetch_more(y, scratch)
 
     def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
-        """Fetches the rows that find no stage until others are summed."""
+        """Fetches the rows after the first S, each once the earlier row in its stage is read."""
         ring = scratch.ring
 
         def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
@@ -328,14 +333,14 @@ class Gather:
             used = lax.fori_loop(0, scratch.num_rows[pair], of_pair, used)
 
     def num_turns(self, scratch: GatherScratch) -> jax.Array:
-        """Returns how many rows all pairs have."""
+        """Returns the total number of rows of all pairs."""
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
         return functools.reduce(jnp.add, counts)
 
     def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
-        """Frees the stage of a row that this warpgroup has read, if another row takes it next.
+        """Frees the stage of row `turn`, which this warpgroup has read, if another row needs it.
 
-        `num_turns` is how many rows all pairs have.
+        `num_turns` is the total number of rows of all pairs.
         """
         if self.all_fit:
             return
@@ -347,9 +352,9 @@ class Gather:
             plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
     def read_weights(self, weights: Any, scratch: GatherScratch) -> None:
-        """Reads the weights of each pair, [pairs, K], which the owners send.
+        """Waits for the weights that the owners send, and copies them to `weights` [pairs, K].
 
-        Each warpgroup reads the weights of other pairs.
+        The warpgroups divide the pairs among them, and wait for each other at the end.
         """
         for pair, _, token, _, owner in self.pairs():
 
@@ -366,10 +371,10 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals in block 0 that this rank has begun the call, or waits there for all ranks' signals.
+    """Signals that this rank has begun the call, or waits until every rank has; only in block 0.
 
-    `function` is `fabric.signal` or `fabric.wait`. This is for kernels in which a rank might
-    receive nothing else of a peer; `fabric.low_latency` says why it must.
+    `function` is `fabric.signal` or `fabric.wait`. Kernels call this where a rank might otherwise
+    receive nothing from a peer; `fabric.low_latency` says why it must receive something.
     """
 
     @pl.when(lax.axis_index("block") == 0)

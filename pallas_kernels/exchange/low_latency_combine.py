@@ -1,7 +1,7 @@
 """Combine over the low-latency protocol, for few tokens.
 
-Block b of every rank handles the same tokens of every owner, the rank whose tokens they are, with
-five warpgroups:
+The owner of a token is the rank whose token it is. Block b of every rank handles the same tokens of
+every owner, with five warpgroups:
 
   scout        finds the rows of each (token, owner) and fetches them into a ring in shared memory;
   summers (4)  share each row: sum the tiles of these rows in float32, weighted, round the sums
@@ -179,7 +179,7 @@ class _Combine:
     ) -> list[jax.Array]:
         """Adds the r-th row of a pair, times its weight, to the sums of this warpgroup's tiles.
 
-        `begun` rows are of earlier pairs, and `num_turns` of all pairs.
+        `begun` is the number of rows of earlier pairs, and `num_turns` that of all pairs.
         """
         of_rows, ring = self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)

@@ -228,7 +228,7 @@ class _Dispatch:
         return _Scratch(
             self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-            # Entries after the last expert take choices of none.
+            # The entries after those of the experts are for choices of no expert.
             next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
@@ -328,7 +328,7 @@ class _Dispatch:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
         return scratch.token_rows[source, i, choice]
 
-    # Computation of new routes; each mover handles other source ranks.
+    # Computation of new routes. The movers divide the source ranks among them.
 
     def _find_rows(self, refs: _Refs, scratch: _Scratch) -> None:
         """Computes the rows on this rank of the block's tokens of all ranks."""

@@ -41,7 +41,7 @@ _NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
 
 # The constants of a combine, measured on 2 H200s.
 ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
-_STEP_BYTES = 16 * 1024  # a step has at most these bytes of sums for one owner, or one sum
+_STEP_BYTES = 16 * 1024  # the most bytes of a step's sums for one owner, if they are several
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
 _TILE_VECTORS = 2  # a thread holds this many 16-byte vectors of a row
@@ -73,8 +73,8 @@ class Plan:
     Attributes:
       num_blocks: thread blocks per rank.
       num_stages: rows that the ring in shared memory holds, if there is one.
-      store_lag: how many of the latest groups of outgoing copies may still read their stages when
-        the next stage is filled; fewer than there are stages.
+      store_lag: the number of latest groups of outgoing copies that may still read their stages
+        when the next stage is filled; less than `num_stages`.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
       num_copy_stages: rows that the receiver of a dispatch holds while it copies them.
@@ -272,17 +272,18 @@ class LowLatencyPlan(Sizes):
 
     @property
     def num_stages(self) -> int:
-        """Rows that shared memory holds next to the words of the kernel with the most of them."""
+        """The rows that shared memory holds next to the most 32-bit words that a kernel needs."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
         # A gradient needs, for each pair and choice, 16 sums and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
-        # Where the experts' groups of rows are, and the next rows from each rank; some are spare.
+        # Words for the ends of the experts' groups and for the next rows from each rank. Some words
+        # are spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
 
     def dispatch_workspace(self) -> dict[str, int]:
-        """Returns the bytes that `low_latency_dispatch.dispatch` allocates, by name: the routes."""
+        """Maps the one buffer that `low_latency_dispatch.dispatch` allocates to its bytes."""
         words = self.num_tokens * self.top_k + count_width(self.num_experts)
         return {"routes": WORD_BYTES * self.num_ranks * words}
 
@@ -416,7 +417,7 @@ def for_rank_dispatch(
 
 
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes that `rank_dispatch.rank_dispatch` allocates, by name: its lists."""
+    """Maps the one buffer that `rank_dispatch.rank_dispatch` allocates to its bytes."""
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * entries}
 
@@ -431,7 +432,7 @@ def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
 
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
-    """Returns the tokens of a combine's step: as many as fit; 0 if shared memory is too small."""
+    """Returns the most tokens of a combine's step that fit; 0 if shared memory is too small."""
     room = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
     row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
     most = max(1, min(_STEP_BYTES // row_bytes, _WINDOW_TOKENS))
@@ -478,7 +479,7 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes that `combine.combine` allocates, by name: its receive buffer."""
+    """Maps the one buffer that `combine.combine` allocates to its bytes."""
     parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 

@@ -80,7 +80,7 @@ def put_row(
       row: float32, in the layout of `vectors.load_each`.
       parts: where to store the values [H] and the scales [H / 128]. H is a multiple of
         `ROW_MULTIPLE`.
-      elements: the neighbours that a thread holds, of which 128 are whole threads'.
+      elements: how many neighbouring values a thread holds; a divisor of 128.
     """
     values, scales = parts
     if fabric.interpret:
@@ -113,9 +113,9 @@ def put_row(
 def _quantize_vector(
     wire: RowFormat, register: Value, elements: int, threads: int
 ) -> tuple[list[Value], Value]:
-    """Quantizes a thread's float32 of the block of 128 that `threads` neighbours hold.
+    """Quantizes a thread's float32 values; `threads` neighbouring threads hold a block of 128.
 
-    Returns the float8, 4 to an int32, and the scale of the block.
+    Returns the float8 values, packed 4 to an int32, and the scale of the block.
     """
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
@@ -129,7 +129,7 @@ def _quantize_vector(
 
 
 def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes a thread's 4 elements of the block of 128 that its warp holds.
+    """Quantizes a thread's 4 elements; the threads of its warp hold a block of 128.
 
     Returns the 4 float8, packed in an int32, and the float32 scale of the block.
     """
@@ -148,7 +148,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
-    """Returns the float32, which are finite, and the bits of the largest magnitude of these."""
+    """Returns the values, whether each is finite, and the bits of the largest finite magnitude."""
     wide, finite, largest = [], [], mosaic.i32(0)
     for value in values:
         is_finite, size = float8.magnitude(value)
@@ -161,7 +161,11 @@ def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
 def _scaled(
     wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
 ) -> tuple[Value, list[Value]]:
-    """Returns the scale of a block whose largest magnitude has these bits, and values over it."""
+    """Returns a block's scale, and this thread's values of the block divided by the scale.
+
+    `finite` says which values are finite. `largest` holds the bits of the block's largest finite
+    magnitude.
+    """
     assert isinstance(wire, Float8)
     scale = float8.scale(wire, largest)
     inverse = float8.branchless_reciprocal(scale)
@@ -223,7 +227,7 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbours a thread holds of a sum [H] of `add_rows`."""
+    """Returns how many neighbouring values of a sum [H] of `add_rows` a thread holds."""
     return next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
 
 

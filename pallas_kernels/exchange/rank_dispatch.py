@@ -102,7 +102,7 @@ class _RankDispatch:
     Attributes:
       num_experts: E.
       top_k: K.
-      sender: its lists hold K experts, and then as many weights or none.
+      sender: sends rows and lists; a list holds K experts, then K weights if there are weights.
     """
 
     num_experts: int
@@ -204,7 +204,7 @@ class _RankDispatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Routes to rows that are known beforehand, as `sender.Routes`.
+    """Implements `sender.Routes` for rows that are known beforehand.
 
     Attributes:
       kernel: the kernel.

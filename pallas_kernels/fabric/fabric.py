@@ -81,31 +81,31 @@ class Fabric(Ranks, Protocol):
         """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count` of a kind to the block of this index on every rank."""
+        """Signals `count`, for one kind of signal, to this block's counterpart on every rank."""
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits for the block of this index on every rank to signal `count` or more of a kind.
+        """Waits until this block's counterpart on every rank has signalled `count` or more.
 
         `what` names the wait in the message of a timeout.
         """
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends words to some ranks, as values from `start` on; None: to every rank."""
+        """Sends words to `ranks` (None: to all) as this rank's values from number `start` on."""
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for values of a rank, and copies them to `words` [n]."""
+        """Waits for n values that a rank sends, from number `start` on; copies them to `words`."""
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends pairs of int32 words that 16 bits hold to every rank, as values of two halves."""
+        """Sends `count` pairs of words of up to 16 bits to every rank, from pair `first` on."""
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for the pairs of a rank, and copies them to `words` [n]."""
+        """Waits for all pairs that a rank sends by `send_halves`; copies them to `words` [n]."""
 
     def barrier(self) -> None:
         """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
+        """Makes writes visible to this warpgroup's bulk copies, after it has waited for them."""
 
     def delay_point(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times.
@@ -125,7 +125,7 @@ class RanksOfMesh:
         of the mesh, its devices in row-major order.
       gpus: the number of the GPU at each place of the mesh.
       timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: nanoseconds for which tests hold a rank back, [point][rank].
+      delays_ns: the nanoseconds by which tests delay each rank, [point][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -169,7 +169,7 @@ class RanksOfMesh:
         return number
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
-        """Waits for as long as a test wants this rank to at a delay point of the kernel."""
+        """Delays this rank at a delay point of the kernel, by the time in `delays_ns`."""
         if point < len(self.delays_ns):
             delay = jnp.int32(0)
             for r, nanoseconds in enumerate(self.delays_ns[point]):
@@ -326,7 +326,7 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until every stage of a ring is empty again, after `used` fillings of `num_stages`."""
+    """Waits until every stage of a ring is empty; its stages were filled `used` times in all."""
 
     def wait(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_stages))])

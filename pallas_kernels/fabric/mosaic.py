@@ -206,8 +206,8 @@ def kernel(
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs a body as a kernel, as `plgpu.kernel` does.
 
-    The kernel is simplified before Mosaic's compiler gets it, which then takes less than half of
-    the time, and programs that have the same kernel compile it once.
+    The kernel is simplified before it is passed to Mosaic's compiler. The compiler then takes less
+    than half of the time, and compiles a kernel that several programs have only once.
 
     Args:
       body: takes references to the inputs and outputs, and scratch.
@@ -893,7 +893,7 @@ def float8_matmul(
 def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
     """Returns a * b + total, rounded once, of float32 arrays in the layout of accumulators.
 
-    LLVM would make two instructions of it where it takes the product out of a branch.
+    Without this function, LLVM may move the product out of a branch, and emit two instructions.
     """
     if interpreted:
         return a * b + total

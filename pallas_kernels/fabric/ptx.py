@@ -132,7 +132,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
 
 def async_fence() -> None:
-    """Makes the writes that this thread has seen visible to its bulk copies."""
+    """Makes writes visible to this thread's bulk copies, after the thread has seen them."""
     mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [], [])
 
 

@@ -52,7 +52,7 @@ class Gpus(RanksOfMesh):
         object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
 
     def async_fence(self) -> None:
-        """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
+        """Makes writes visible to this warpgroup's bulk copies, after it has waited for them."""
         ptx.async_fence()
 
     def delay_point(self, number: int) -> None:
@@ -162,8 +162,9 @@ class Gpus(RanksOfMesh):
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # Without buffers, an address in the pool: a block without work of a peer's earlier call may
-        # take this word for that call's, and must not find the flag in it.
+        # A call without buffers sends an address in the pool. At a peer, a block without work may
+        # still be in an earlier call and take this word for that call's. It must not find the flag
+        # `_NOT_SHARED` in the word.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
@@ -249,13 +250,13 @@ class Gpus(RanksOfMesh):
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count` of a kind to the block of this index on every rank.
+        """Signals `count`, for one kind of signal, to this block's counterpart on every rank.
 
         `count` is from 1 to 2**memory_map.COUNT_BITS - 1.
 
-        With `release`, who sees the signal also sees what this warpgroup wrote before it. Without,
-        the signal only comes after this warpgroup's earlier reads; it waits for no writes, and so
-        arrives about a microsecond sooner.
+        With `release`, a peer that sees the signal also sees what this warpgroup wrote before it.
+        Without `release`, the signal is only ordered after this warpgroup's earlier reads. It does
+        not wait for writes, and arrives about a microsecond sooner.
         """
         call = self._call
 
@@ -272,7 +273,7 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits for the block of this index on every rank to signal `count` or more of a kind.
+        """Waits until this block's counterpart on every rank has signalled `count` or more.
 
         `what` names the wait in the message that ends the program after `timeout_s`.
         """
@@ -302,10 +303,11 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends pairs of int32 words to every rank, as values of two halves each.
+        """Sends `count` pairs of int32 words to every rank, from pair number `first` on.
 
-        Of `words` [n] in this rank's global memory, sends the pairs from number `first` on, `count`
-        of them. A word that 16 bits cannot hold becomes -1. See `send_values`.
+        Pair i is words 2i and 2i + 1 of `words` [n], in this rank's global memory. One value holds
+        a pair as two halves of 16 bits. A word that does not fit in 16 bits becomes -1. See
+        `send_values`.
         """
         call, last = self._call, words.shape[0] - 1
 
@@ -342,7 +344,7 @@ class Gpus(RanksOfMesh):
         self._read(rank, 0, words, -(-total // 2), what, halves=True)
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
+        """Sends words to `ranks` (None: to all) as this rank's values from number `start` on.
 
         Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
         of values in turn, so a sender need not wait until its values are read. This requires that
@@ -378,7 +380,7 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, start, words, *call.peers, *to], layouts)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for values of a rank, and copies them to `words` [n].
+        """Waits for n values that a rank sends, from number `start` on; copies them to `words`.
 
         `words` is of 32-bit elements in shared memory. The caller puts a barrier between this and
         other threads' use of it. `what` names the wait in the message that ends the program after
@@ -433,7 +435,7 @@ class Gpus(RanksOfMesh):
                     for i in indices
                 ]
 
-                # All blocks poll the same words: ask for few until the last ones have arrived.
+                # All blocks poll the same words, so poll only the last few until they arrive.
                 if len(places) > 1:
                     poll(places[-1:])
                 values = poll(places)

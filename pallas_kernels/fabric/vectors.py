@@ -77,16 +77,17 @@ def load_each(
     fill: float = 0.0,
     read_only: bool = False,
 ) -> list[jax.Array]:
-    """Loads contiguous 1D parts of any rank's global memory, of one size, without a branch.
+    """Loads contiguous 1D parts of any rank's global memory, all of one size, without a branch.
 
-    All loads are under way at once. Part i is `fill`, and its memory is not touched, unless the
-    scalar held[i] is true. A thread holds `elements` neighbours, 16 bytes. Where the parts are not
-    whole vectors of a warpgroup, the result is longer: its end is `fill`.
+    All loads are under way at once. A result is in registers, `elements` neighbours (16 bytes) to a
+    thread. It is padded with `fill` to a multiple of what the warpgroup's threads hold together.
 
     Args:
       refs: the parts.
-      held: whether to load each.
-      fill: of what is not loaded.
+      held: for each part, a scalar that says whether to load it. Memory of the others is not
+        touched, and their results are `fill`.
+      elements: the neighbouring elements that a thread holds.
+      fill: the value of elements that are not loaded.
       read_only: whether nobody writes to the parts while the kernel runs.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
@@ -142,8 +143,8 @@ def store_part(
 ) -> None:
     """Stores the first ref.shape[0] elements of an array in registers to any rank's global memory.
 
-    A thread holds `elements` neighbours; the part is of whole vectors of them. Nothing is stored
-    unless the scalar `held` is true.
+    A thread holds vectors of `elements` neighbours, and the part consists of whole vectors. Nothing
+    is stored unless the scalar `held` is true.
     """
     if fabric.interpret:
 
@@ -175,7 +176,7 @@ def store_part(
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a scalar; rounds each product.
 
-    Without this, the compiler may add a product that is not rounded to a sum.
+    Without this function, the compiler may fuse a product with an addition, without rounding it.
     """
     if fabric.interpret:
         return value * factor

@@ -279,13 +279,13 @@ class _Loader:
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears `step`, the oldest not cleared yet; returns the ranges of the others."""
+        """Clears `step`, the oldest uncleared step; returns the row ranges of the later steps."""
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Zeroes the rows of a step's tiles that are not in `rows`, once they are there."""
+        """Waits until a step's tiles have arrived, and zeroes their rows outside `rows`."""
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])
 
@@ -324,7 +324,7 @@ class _Computer:
     cleared: Any
     table: Any
     outs: Sequence[Any]
-    chunk: Any  # the computer's own in shared memory
+    chunk: Any  # this computer's buffer in shared memory for a chunk of columns
     number: jax.Array
 
     def run(self) -> None:
@@ -344,7 +344,7 @@ class _Computer:
         return CHUNK, self.kernel.tiles.block_n
 
     def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
-        """Multiplies a tile, and stores the one before meanwhile."""
+        """Multiplies a tile; stores the previous tile meanwhile."""
         used, before = carry
         multiply = functools.partial(self._multiply, tile)
         store_before = functools.partial(self._store, before)

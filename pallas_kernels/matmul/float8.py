@@ -56,7 +56,7 @@ from pallas_kernels.matmul.row_tiles import (
 
 _ROWS = BLOCK // COMPUTERS  # of a computer
 _HALVES = 2  # matrix tiles that a computer multiplies its rows by
-_ROW_BYTES = 128  # of a chunk that is staged
+_ROW_BYTES = 128  # the bytes of a row of a chunk in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,10 @@ class _Float8Kernel(Kernel):
     def walk_tiles(
         self, total: jax.Array, look_up: Any, operands: Any, outs: Any, scratch: Any
     ) -> None:
-        """Loads, in one warpgroup, and computes, in the others, the tiles that are looked up."""
+        """Loads each output tile's operands in one warpgroup; computes the tile in the others.
+
+        `look_up` maps the index of a tile, less than `total`, to the tile.
+        """
 
         def load():
             def one_tile(tile, _, used):
@@ -259,16 +262,17 @@ class _Float8Kernel(Kernel):
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns the columns that a tile has of each array of matrices."""
+        """Returns the columns that a tile takes from each array of matrices."""
         return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns a reference to the scale of each half: `at(scales, number of its columns)`.
+        """Returns references to the scales of a tile's two halves, of 128 columns each.
 
-        The numbers count blocks of 128 columns. The last tile may have one half, and the scale of
-        the other is not used.
+        `at(array, block)` makes the reference to the scale of columns 128 * block and following in
+        one array of scales. If the last tile has only one half, both references are to its scale,
+        and the second is not used.
         """
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.matrices > 1:
@@ -279,7 +283,7 @@ class _Float8Kernel(Kernel):
     def store_half(
         self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of the totals of a half to `out` at (top, left); see `store`."""
+        """Stores rows [begin, end) of a half's totals to `out`, chunk by chunk; see `store`."""
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
             self.store(part, out, room, top, left + i, begin, end)
@@ -345,10 +349,11 @@ class _Float8Kernel(Kernel):
         steps: jax.Array | int,
         scratch: Any,
     ) -> tuple[jax.Array, ...]:
-        """Returns the totals of 64 rows from `row` of the ring's tiles, [64, 128] for each half.
+        """Sums products over the ring's next `steps` stages; returns two totals, [64, 128] each.
 
-        They are sums over `steps` stages of the ring. Only `num_halves` of the halves, 1 or 2, are
-        made, from `first_half` on.
+        The totals are of the 64 rows of the tiles that begin at `row`. Total i is of half
+        first_half + i. With `num_halves` of 1, only the first total is computed, and the second is
+        zero.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
         last = num_halves - 1
@@ -367,7 +372,7 @@ class _Float8Kernel(Kernel):
             return add
 
         # Both halves share one body, so that the tensor cores' instructions stand in one place and
-        # have one set of registers. With two, ptxas moves accumulators and spills totals.
+        # have one set of registers. With two bodies, ptxas moves accumulators and spills totals.
         def step(i, totals):
             half = i & last
             stage = lax.rem(used + (i >> last), num_stages)
@@ -387,7 +392,7 @@ class _Float8Kernel(Kernel):
                 interpreted=self.interpreted,
             )
 
-            if self.interpreted:  # which reads operands as threads do, and not as tensor cores
+            if self.interpreted:  # the simulator reads operands by threads, not by tensor cores
                 plgpu.commit_smem()
 
             @pl.when(half == last)
@@ -417,9 +422,10 @@ class _Float8Kernel(Kernel):
     def store(
         self, values: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of 64 rows of a chunk of columns to `out` at (top, left).
+        """Stores rows [begin, end) of `values`, 64 rows of one chunk of columns, to `out`.
 
-        If `begin` is None, all rows are stored.
+        Row 0 of `values` belongs to row `top` of `out`, and column 0 to column `left`. If `begin`
+        is None, all rows are stored. The values pass through `room`, in shared memory.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_swizzled(room, values, interpreted=self.interpreted)

@@ -1,4 +1,4 @@
-"""Grouped matmul by two matrices for each group, and what an expert makes of the two products.
+"""Grouped matmul by two matrices for each group, with a gating function of the two products.
 
 The kernel is `grouped_matmul.Product` with two right operands and one left: it reads the rows once,
 holds the tiles of both products in the accumulators side by side, and applies the gating function
@@ -49,7 +49,7 @@ def gated_product(
       keep: whether to return the products too.
       tiles: tile sizes of an output, and depth of buffers.
       num_blocks: thread blocks to use.
-      zero_unused: whether rows past the last group are zero, or what is in memory.
+      zero_unused: whether rows past the last group are zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -81,7 +81,11 @@ def gated_product(
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(Product):
-    """The kernel of `gated_product`. Its outputs are hidden, with `keep` after the products."""
+    """The kernel of `gated_product`.
+
+    Its output is the gated product; with `keep`, the outputs are the two products and then the
+    gated product.
+    """
 
     gating: Elementwise
     keep: bool

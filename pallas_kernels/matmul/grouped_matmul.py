@@ -131,7 +131,7 @@ def product(
       transpose_rhs: whether the matrices are given transposed.
       tiles: tile sizes, and depth of buffers.
       num_blocks: thread blocks to use.
-      zero_unused: whether rows past the last group are zero, or what is in memory.
+      zero_unused: whether rows past the last group are zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -236,7 +236,7 @@ class _RowTiles:
 
     Attributes:
       table: a reference to what `row_tiles` returns.
-      heights: those that a tile may have, in rising order.
+      heights: the heights that a tile may have, in rising order.
       count: how many tiles there are.
       num_rows: how many rows are in groups.
     """
@@ -332,9 +332,10 @@ class _Computer:
         return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
-        """Multiplies a tile, if it `exists`, and stores it or, if results are held, the one before.
+        """Multiplies a tile if it `exists`, and stores a tile.
 
-        `carry` are the steps used so far, and the place and the results of the tile before.
+        If results are held in registers, the previous tile is stored, else this one. `carry` is the
+        number of steps used so far, and the place and the results of the previous tile.
         """
         used, (place_before, held) = carry
         place, kind = tile

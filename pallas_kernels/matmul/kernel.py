@@ -156,8 +156,8 @@ class Ring:
             `matrices`, which `wgmma_wait` counts.
           meanwhile: `meanwhile(step)` runs while matmuls are under way, `least_steps` times at
             least.
-          least_steps: if it is not 0, every step asks whether it is one of `steps`, which costs the
-            gradients of matrices up to 7 %.
+          least_steps: if it is not 0, every step checks whether it is one of `steps`. The checks
+            make the gradients of matrices up to 7 % slower.
 
         Returns:
           The sums in registers, float32.
@@ -232,9 +232,9 @@ class Kernel:
         return -(-self.width // self.tiles.block_n)
 
     def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
-        """Runs `load` in the loader's warpgroup, and `compute` in each computer's, with its number.
+        """Runs `load()` in the loader's warpgroup, and `compute(number)` in each computer.
 
-        The registers that the loader does without go to the computers.
+        `number` is the computer's number. Registers move from the loader to the computers.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -265,8 +265,8 @@ class Kernel:
         The next tile is looked up before the body runs on the current one, to hide the latency of
         the look-up.
 
-        With `once_more` the body also runs after the last tile, and then `exists` is False. A body
-        that stores the previous tile while it computes the next then needs that code only once.
+        With `once_more` the body also runs once after the last tile, with `exists` False. A body
+        that stores the previous tile while it computes a tile can then store the last one too.
         """
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
@@ -301,7 +301,7 @@ def _always(destination: Any, _: Any) -> Any:
 
 
 def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
-    """Runs the function of that index, or nothing if it is past the last."""
+    """Runs the function at `index`; runs nothing if the index is past the last function."""
     # JAX lowers the first branch of a switch twice, so the first one is empty.
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 

@@ -1,4 +1,6 @@
-"""Quantizes rows or matrices to float8, as they lie and transposed, in one pass over memory.
+"""Quantizes rows or matrices to float8, in both orders, in one pass over memory.
+
+One result has the order of the input, the other is transposed.
 
 Float8 operands of the tensor cores must have the summed dimension innermost. A product sums along
 the columns of rows and matrices; the gradient of rows needs the matrices transposed, and the
@@ -35,10 +37,10 @@ from pallas_kernels.formats import FLOAT8_ROWS, Float8
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-_PATCH = 4  # rows and columns of a thread's neighbours
-_ACROSS = 4  # patches of a warp side by side
-_STEP = _PATCH * _ACROSS  # columns of a warp at a time
-_STRIPS = BLOCK // WARP  # of 32 rows
+_PATCH = 4  # a thread handles patches of this many rows and columns
+_ACROSS = 4  # a warp handles this many patches side by side
+_STEP = _PATCH * _ACROSS  # the columns that a warp handles at a time
+_STRIPS = BLOCK // WARP  # a tile has this many strips of 32 rows
 _SIDES = 4  # warps with the same rows
 _WIDTH = BLOCK // _SIDES  # columns of a warp
 _WALKS = _WIDTH // _STEP
@@ -66,13 +68,14 @@ def quantize_rows(
     by_column: bool,
     interpret: Any = None,
 ) -> tuple[Scaled | None, TransposedRows]:
-    """Quantizes rows, transposed, and as they lie.
+    """Quantizes rows; returns them transposed and, if asked for, also in their own order.
 
     Args:
       rows: [R, K] bfloat16, float16 or float32, or quantized rows.
       blocks: the first result of `row_blocks`.
-      keep_order: whether to return rows as they lie, too, with a scale for 128 of a row.
-      by_column: whether transposed rows have a scale for 128 rows of one column, or for 128 rows
+      keep_order: whether to return rows in their own order, too, with a scale for each 128
+        neighbours of a row.
+      by_column: whether transposed rows have a scale for 128 rows of one column; else for 128 rows
         and 128 columns.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -139,16 +142,16 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel: tiles of `num_blocks` x (`width` / 128).
+    """The kernel, which handles `num_blocks` x (`width` / 128) tiles.
 
     Attributes:
       width: columns of the rows.
       num_blocks: blocks of 128 rows.
-      rows_of_matrix: rows after which the transposed values of the next matrix begin.
-      by_row: whether values as they lie have scales of their own, for 128 of a row.
-      by_column: whether transposed values have a scale for each column, and not for all 128.
-      is_scaled: whether the rows are quantized, and scales their second operand.
-      whole: whether all rows exist, and values as they lie have the transposed ones' scales.
+      rows_of_matrix: the number of rows of a matrix. Transposed values of the next matrix follow.
+      by_row: whether values in their own order have a scale for each 128 neighbours of a row.
+      by_column: whether transposed values have a scale for each column; else one for 128 columns.
+      is_scaled: whether the rows are already quantized; their scales are then the second operand.
+      whole: whether all rows exist, and values in both orders have the same scales.
     """
 
     width: int
@@ -461,15 +464,15 @@ def _max(sizes: Any) -> Value:
 
 
 def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the larger of each size and that of the thread at a distance in the warp."""
+    """Returns, for each size, the larger of it and of the size in the thread at a distance."""
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
 def _scale(largest: Value) -> tuple[Value, Value]:
     """Returns the scale of a block, and 1 / scale.
 
-    With `branchless_reciprocal`, the kernels of one scale for a tile need more than 64 registers,
-    and then a multiprocessor has one block of threads and not two.
+    With `branchless_reciprocal`, kernels with one scale for a tile would need more than 64
+    registers per thread, and a multiprocessor would run one block of threads instead of two.
     """
     scale = float8.scale(FLOAT8_ROWS, largest)
     return scale, float8.reciprocal(scale)

@@ -1,4 +1,4 @@
-"""How a computer of a product's kernel stores its part of an output tile, chunk by chunk.
+"""Stores a computer's part of an output tile, chunk by chunk, in the kernel of a product.
 
 A tile in registers is [columns, rows], as the tensor cores compute it. A chunk of 64 columns by 32
 rows goes to a buffer in shared memory, transposed, and from there to the output:
@@ -66,7 +66,7 @@ class Buffers:
         return cls(plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)), plain)
 
     def of(self, computer: jax.Array) -> Buffers:
-        """Returns the buffers of a computer's own."""
+        """Returns the buffers of one computer."""
         plain = None if self.plain is None else self.plain.at[computer]
         return Buffers(self.chunks.at[computer], plain)
 
@@ -88,13 +88,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Stores tiles of one computer.
+    """Stores the tiles of one computer.
 
     Attributes:
-      outs: references to the outputs, [R, N] of one dtype each.
-      buffers: the computer's own.
+      outs: references to the outputs, [R, N], all of one dtype.
+      buffers: the buffers of this computer in shared memory.
       block_m: rows of a tile.
-      part: columns of a tile, those of the computer.
+      part: columns of this computer's part of a tile.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
 
@@ -121,8 +121,8 @@ class Store:
     def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
         """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
 
-        Registers are known by constant indices alone, so each chunk has code of its own that writes
-        it to a buffer. What follows is the same for all.
+        Registers can only be selected by constant indices, so each chunk has its own code to write
+        it to a buffer. The code after that is the same for all chunks.
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
@@ -155,7 +155,7 @@ class Store:
             self._write(buffer.at[:height], part)
 
     def _write(self, buffer: Any, values: jax.Array) -> None:
-        """Writes [columns, rows] to a buffer; what reads it there waits for `commit_smem`."""
+        """Writes [columns, rows] to a buffer; the reader of the buffer waits for `commit_smem`."""
         if self.interpreted:
             buffer[...] = values.T
         else:

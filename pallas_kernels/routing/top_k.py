@@ -304,10 +304,11 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Returns the keys of a lane's columns, the first first.
+        """Returns lists of keys of a lane's columns; columns are compared by the first list first.
 
-        They are of (high, low, logit), or of the logit if there are no sums. Without `exact` they
-        are of high, and of the logit if columns are compared by it.
+        With `exact` the lists are the keys of (high, low, logit), or of the logit alone if there
+        are no sums. Without `exact` they are the keys of `high` if there are sums, and of the logit
+        if there is no bias.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -534,14 +535,18 @@ class _Lanes:
         return self.select(is_nan, value, self.zero())
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        # Larger than 0 are the bits 1 to those of infinity.
+        # Numbers above 0, infinity included, have the bits 1 to _INFINITY. Words are unsigned, so
+        # 0 - 1 is the largest word.
         is_positive = self.greater(self.word(_INFINITY), self.minus_one(of))
         return self.select(is_positive, value, other)
 
     def unless(
         self, condition: Value, function: Callable[[], list[Value]], values: list[Value]
     ) -> list[Value]:
-        """Returns what `function` emits, or `values` where the condition, of a warp, holds."""
+        """Returns `values` where the condition holds, else what `function` emits.
+
+        The condition must be the same for all threads of a warp.
+        """
         return mosaic.unless(condition, function, values)
 
     def minus_one(self, word: Value) -> Value:
