@@ -67,7 +67,7 @@ def load_moe_params(
             of the numbers.
         quantized: None, the default: all parameters are arrays of numbers. "keep": matrices of
             experts, also of shared ones, that the files hold as float8 or MXFP4 become
-            `jax_ep.QuantizedArray`s with the same bytes. A `jax_ep.Format`, such as
+            objects of `jax_ep.QuantizedArray` with the same bytes. A `jax_ep.Format`, such as
             `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
             to it while they are loaded; what the files hold in this format keeps its bytes. Values
             and scales of each matrix are those of its transpose, [out, in], as published

@@ -67,7 +67,7 @@ class QuantizedArray:
         return len(self.values.shape)
 
     def specs(self, spec: PartitionSpec) -> QuantizedArray:
-        """Returns the `PartitionSpec`s of values and scales for that of an array of the numbers."""
+        """Returns the specs of values and scales, given the spec of an array of the numbers."""
         parts = self.format.stored_order((*spec, *(None,) * (self.ndim - len(spec))))
         return jax.tree.map(lambda _: PartitionSpec(*parts), self)
 

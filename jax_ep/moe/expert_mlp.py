@@ -122,7 +122,7 @@ def expert_mlp(
     there, and they contribute nothing to the other gradients, as in `grouped_matmul`. If operands
     are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
 
-    The three matrices may be `QuantizedArray`s, which have no gradient. Those in the format
+    The three matrices may each be a `QuantizedArray`, which has no gradient. Those in the format
     `jax_ep.formats.FLOAT8_MATRICES` or, as kernels read them, its `Transposed` are the operands of
     `matmul_dtype=jnp.float8_e4m3fn` as they are. All others are dequantized before each matmul, to
     the tokens' dtype.
