@@ -97,10 +97,10 @@ def moe_layer(
     after combine. In the caller's `jax.shard_map`, pass each rank its own columns of wi_0, wi_1,
     their biases, wo, and the shared experts.
 
-    wi_0, wi_1 and wo may each be a `QuantizedArray`, of which only values and scales stay in memory. With
-    `config.matmul_dtype`, float8 matrices in blocks of 128 x 128 are multiplied as they are stored.
-    Others are dequantized to `config.dtype` in each call, right before they are multiplied. They
-    have no gradient; differentiating with respect to them raises TypeError.
+    wi_0, wi_1 and wo may each be a `QuantizedArray`, of which only values and scales stay in
+    memory. With `config.matmul_dtype`, float8 matrices in blocks of 128 x 128 are multiplied as
+    they are stored. Others are dequantized to `config.dtype` in each call, right before they are
+    multiplied. They have no gradient; differentiating with respect to them raises TypeError.
 
     Args:
         params: the parameters; their global shapes do not depend on the mesh.

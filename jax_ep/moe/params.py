@@ -169,7 +169,7 @@ class MoEParams(NamedTuple):
     E is the number of experts, R of experts that the router chooses among (E and the free experts),
     and C of constant experts. H is the hidden size of a token, F that of an expert, and S that of
     the shared experts together. The matrices of experts, wi_0, wi_1 and wo or those of the shared
-    experts, may each be a `jax_ep.QuantizedArray` of its shape, which have no gradient.
+    experts, may each be a `jax_ep.QuantizedArray` of its shape, which has no gradient.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
