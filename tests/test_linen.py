@@ -171,6 +171,8 @@ def test_attributes_reach_the_core():
         "dtype": jnp.bfloat16,
         "expert_axis": ("a", "b"),
         "batch_axes": ("a", "b"),
+        "sequence_axes": "b",
+        "fsdp_axes": (("embed", "d"),),
         "tensor_axis": "c",
         "mesh": expert_mesh(1, "a"),
         "implementation": "xla",

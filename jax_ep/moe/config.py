@@ -79,7 +79,10 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
 
 
 def _check_fsdp_axes(name: str, value: Any) -> None:
-    if not isinstance(value, tuple):  # a mapping has become the tuple of its items
+    # A mapping has become the tuple of its items.
+    if not isinstance(value, tuple) or any(
+        not isinstance(item, tuple) or len(item) != 2 for item in value
+    ):
         raise TypeError(
             f"{name} must be None or map logical axes to mesh axes, such as "
             f'{{"embed": "fsdp"}}, but is {checks.described(value)}.'
@@ -139,8 +142,9 @@ class MoEConfig:
         token_chunks: the number c of chunks of consecutive tokens in which a rank dispatches,
             computes and combines, one after the other. Buffers then have 1 / c of the rows, and the
             backward pass dispatches each chunk and computes its first products again. Outputs and
-            gradients are the same up to rounding; losses and counts are those of all tokens, which
-            are routed at once. A chunk has ceil(T / c) of a rank's T tokens, and the last one is
+            gradients are the same up to rounding (with `matmul_dtype`, that of float8, since other
+            rows share a scale); losses and counts are those of all tokens, which are routed at
+            once. A chunk has ceil(T / c) of a rank's T tokens, and the last one is
             padded. Both capacity factors limit each chunk by itself.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;

@@ -412,16 +412,18 @@ def quantize_experts_of_rank(
     again. Others that are stored quantized are dequantized first.
     """
 
-    def quantize(matrices: jax.Array | QuantizedArray | None) -> QuantizedMatrices | None:
+    def quantize(name: str, matrices: Any) -> QuantizedMatrices | None:
         if matrices is None:
             return None
+        FLOAT8_MATRICES.check_shape(name, matrices.shape)
         if isinstance(matrices, QuantizedArray):
             if (operands := _as_operands(matrices)) is not None:
                 return operands
             matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
-    return QuantizedExperts(quantize(wi_0), quantize(wi_1), quantize(wo))  # type: ignore
+    matrices = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
+    return QuantizedExperts(**{n: quantize(n, each) for n, each in matrices.items()})  # type: ignore
 
 
 def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:

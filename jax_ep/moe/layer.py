@@ -151,9 +151,7 @@ def run_layer(
     `axis_rules` are the mesh axes over which logical axes of the parameters are probably sharded,
     for warnings and where `config.fsdp_axes` is None.
     """
-    for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be {kind.__name__}, but is {checks.described(value)}.")
+    _check_types(params, config)
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
     _check_tokens(x, mask, params.wi_0.shape[1], config)
@@ -259,6 +257,9 @@ def _layer(
     spec = jax.typeof(call.x).sharding.spec
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = on_rank(*args)
+    if (choices := metrics.topk_idx) is not None:
+        of_tokens = PartitionSpec(*[*spec][:-1])
+        metrics = metrics._replace(topk_idx=reshard(choices, ambient, of_tokens))
     return reshard(out, ambient, spec), metrics
 
 
@@ -360,11 +361,13 @@ def quantize_by_rules(
     params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
 ) -> QuantizedExperts:
     """Runs `quantize_experts` for any caller; `axis_rules` are those of `run_layer`."""
+    _check_types(params, config)
     if config.matmul_dtype is None:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
     check_config(config)
-    check_not_stored("params must not be given to quantize_experts", params)
-    where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
+    check_not_stored("experts cannot be quantized by quantize_experts", params)
+    where = find_mesh(config, None)
+    _check_experts(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
@@ -675,6 +678,12 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoE
                 f"mask must have one value for each token of x {x.shape}, but has shape "
                 f"{mask.shape}."
             )
+
+
+def _check_types(params: Any, config: Any) -> None:
+    for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {kind.__name__}, but is {checks.described(value)}.")
 
 
 def _check_blocks(params: MoEParams, where: LayerMesh) -> None:

@@ -81,8 +81,8 @@ class LayerMesh(NamedTuple):
         return lax.axis_size(axes)
 
 
-def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
-    """Finds the mesh that a call on x runs on, and its axes.
+def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
+    """Finds the mesh that a call on x runs on, and its axes; x is None for a call without tokens.
 
     Raises:
         ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` names an
@@ -94,7 +94,9 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
         expert_axes, tensor_axes = (
             _bound(name, axes, ambient) for name, axes in config.split_axes().items()
         )
-        batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
+        batch_axes: Axes = ()
+        if x is not None:
+            batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
         return LayerMesh(expert_axes, batch_axes, None, tensor_axes)
 
     mesh: Mesh | AbstractMesh | None = config.mesh
@@ -113,7 +115,7 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
         _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()
     )
     batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
-    sequence_axes = _sequence_axes(config, batch_axes, x)
+    sequence_axes = () if x is None else _sequence_axes(config, batch_axes, x)
     return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes, sequence_axes)
 
 

@@ -248,11 +248,13 @@ def _settled(
     may_differ = guess.may_differ
     if may_differ is None:
         return guess.choices
-    few = -(-len(logits) // _FEW)
+    num_tokens = logits.shape[0]
 
     def settle() -> jax.Array:
+        if checks.is_symbolic(num_tokens):  # a few of them are no static number
+            return by_all_keys(logits, operands)
         in_doubt = guess.in_doubt() if guess.in_doubt else may_differ
-        number = jnp.sum(in_doubt, dtype=jnp.int32)
+        number, few = jnp.sum(in_doubt, dtype=jnp.int32), -(-num_tokens // _FEW)
 
         def settle_few() -> jax.Array:
             rows = _top_k(in_doubt.astype(jnp.float32), few)[1]

@@ -318,6 +318,50 @@ def test_quantized_experts_must_fit():
         jax_ep.moe_layer(params_of(), x_of(), config, quantized_experts=quantized)
     with pytest.raises(TypeError, match="quantized_experts must be None or what"):
         jax_ep.moe_layer(params_of(), x_of(), CONFIG, quantized_experts=params_of().wi_0)
+    with pytest.raises(TypeError, match="params must be MoEParams"):
+        jax_ep.quantize_experts({}, CONFIG)
+    with pytest.raises(TypeError, match="config must be MoEConfig"):
+        jax_ep.quantize_experts(params_of(), "float8")
+    with jax.set_mesh(expert_mesh(3)), pytest.raises(ValueError, match="num_experts must be a mul"):
+        jax_ep.quantize_experts(params_of(), CONFIG)
+
+
+@pytest.mark.parametrize("token_chunks", [1, 2])
+def test_a_matrix_of_parts_of_blocks_is_named(token_chunks):
+    params = params_of()
+    narrow = params._replace(
+        wo=params.wo[..., :64], wi_0=params.wi_0[:, :64], gate=params.gate[:64]
+    )
+    narrow = narrow._replace(wi_1=params.wi_1[:, :64])
+    config = dataclasses.replace(CONFIG, token_chunks=token_chunks)
+    with pytest.raises(ValueError, match="wi_0 must have whole blocks of 128 x 128"):
+        jax_ep.moe_layer(narrow, x_of()[..., :64], config)
+    with pytest.raises(ValueError, match="wi_0 must have whole blocks of 128 x 128"):
+        jax_ep.quantize_experts(narrow, config)
+
+
+@pytest.mark.needs_devices(4)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_experts_are_quantized_in_the_shard_map_of_the_caller(check_vma):
+    tokens, axes = P(("expert", "data")), ("expert", "data")
+    config = dataclasses.replace(CONFIG, batch_axes=axes)
+
+    def layer(params, x):
+        quantized = jax_ep.quantize_experts(params, config)
+        return jax_ep.moe_layer(params, x, config, quantized_experts=quantized)[0]
+
+    specs = MoEParams(gate=P(), wi_0=P("expert"), wi_1=P("expert"), wo=P("expert"))
+    x = x_of().reshape(-1, H)
+    out = jax.jit(
+        jax.shard_map(
+            layer,
+            mesh=mesh((2, 2), axes),
+            in_specs=(specs, tokens),
+            out_specs=tokens,
+            check_vma=check_vma,
+        )
+    )(params_of(), x)
+    assert_near(out, jax_ep.moe_layer(params_of(), x, CONFIG)[0], 2.0**-10)
 
 
 @pytest.mark.slow

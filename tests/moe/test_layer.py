@@ -505,10 +505,11 @@ def test_results_and_parameters_are_registered_for_export(kind):
         jax.export.register_namedtuple_serialization(kind, serialized_name="jax_ep.another")
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(num_groups=2, groups_kept=1)], ids=str)
-def test_the_number_of_tokens_may_be_symbolic(options):
+def test_the_number_of_tokens_may_be_symbolic(options, biased):
     config = MoEConfig(num_experts=E, num_experts_per_token=K, **options)
-    params = make_params()
+    params = make_params()._replace(bias=jnp.arange(E) % 3 / 4 if biased else None)
     (batch,) = jax.export.symbolic_shape("b")
     layer = jax.jit(lambda x: moe.moe_layer(params, x, config)[0])
     exported = jax.export.export(layer)(jax.ShapeDtypeStruct((batch, SEQUENCE, H), jnp.float32))
