@@ -322,20 +322,26 @@ def _constant_jvp(name, primals, tangents):
     return primals[0], tangents[0]
 
 
+def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
+    """Returns experts with the operands for an option `matmul_dtype`, quantized unless they are."""
+    names = QuantizedExperts._fields
+    constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
+    experts = experts._replace(**constant)
+    if matmul_dtype is None or experts.quantized is not None:
+        return experts
+    quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
+    return experts._replace(quantized=quantized)
+
+
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
     """Returns the matmuls for an option `matmul_dtype`, and the experts with their operands."""
-    is_stored = isinstance(experts.wi_0, QuantizedArray)
-    names = QuantizedExperts._fields
-    constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
-    experts = experts._replace(**constant)
-    if matmul_dtype is None:
-        return (DequantizedMatmuls if is_stored else Matmuls)(implementation), experts
-    if experts.quantized is None:
-        quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
-        experts = experts._replace(quantized=quantized)
-    return (StoredFloat8Matmuls if is_stored else Float8Matmuls)(implementation), experts
+    kinds = (Matmuls, Float8Matmuls)
+    if isinstance(experts.wi_0, QuantizedArray):
+        kinds = (DequantizedMatmuls, StoredFloat8Matmuls)
+    matmuls = kinds[matmul_dtype is not None](implementation)
+    return matmuls, with_operands(matmul_dtype, experts, implementation)
 
 
 def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:

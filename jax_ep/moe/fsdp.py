@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import QuantizedExperts
-from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, explicit_axes
+from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, explicit_axes, large_axes
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.runtime.jax_compat import to_varying, varying_axes
 
@@ -98,6 +98,7 @@ def _given(
     name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
 ) -> tuple[Axes, ...]:
     """Returns the further axes of each dimension that the configuration gives."""
+    assert where.mesh is not None
     logical = LOGICAL_AXES[name]
     further = tuple(given.get(axis or "", ()) for axis in logical)
     split = zip(logical, array.shape, where.axes_of(logical), further, strict=True)
@@ -108,7 +109,7 @@ def _given(
                 f"{array.shape} has {size}, and {where.size(base + more)} ranks are along "
                 f"{base + more}."
             )
-    return _large(further, where)
+    return tuple(large_axes(axes, where.mesh) for axes in further)
 
 
 def _found(
@@ -136,7 +137,7 @@ def _found(
         )
         further.append(more if known and fits else ())
         used |= set(further[-1])
-    return _large(further, where)
+    return tuple(large_axes(axes, where.mesh) for axes in further)
 
 
 def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
@@ -159,10 +160,6 @@ def _names(part: Any) -> Axes | None:
     if axes is None:
         return ()
     return tuple(axes) if isinstance(axes, (tuple, list)) else None
-
-
-def _large(further: Iterable[Axes], where: LayerMesh) -> tuple[Axes, ...]:
-    return tuple(tuple(axis for axis in axes if where.size((axis,)) > 1) for axes in further)
 
 
 def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:

@@ -178,14 +178,14 @@ def check_mesh_of_experts(
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
         logical, part = dims[name]
-        how, held = "is sharded over", _large(part, mesh)
+        how, held = "is sharded over", large_axes(part, mesh)
         if not held and not known:
             how, held = (
                 "is sharded by the axis rules over",
-                _large(dict(axis_rules).get(logical), mesh),
+                large_axes(dict(axis_rules).get(logical), mesh),
             )
         if not held and not known and not set(axes) & set(mesh.axis_names):
-            how, held = "may be sharded over", _large(_likely_meant(name, axes, mesh), mesh)
+            how, held = "may be sharded over", large_axes(_likely_meant(name, axes, mesh), mesh)
         if held and not set(held) & set(axes):
             warnings.warn(
                 f"wi_0 of shape {experts.shape} {how} {held} of the mesh {dict(mesh.shape)}, but "
@@ -204,7 +204,7 @@ def _warns_that_no_mesh_is_set(
         return False
     what = f"wi_0 of shape {experts.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
     cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
-    if axes & set(_large(first, mesh)):
+    if axes & set(large_axes(first, mesh)):
         raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
     if known or not axes - explicit_axes(mesh):
         return False
@@ -216,7 +216,7 @@ def _warns_that_no_mesh_is_set(
     return True
 
 
-def _large(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes of one dimension of a PartitionSpec that have more than one rank."""
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)

@@ -21,7 +21,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, matmuls_of
+from jax_ep.moe.expert_matmuls import Experts, with_operands
 from jax_ep.runtime.jax_compat import match_varying
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
@@ -64,7 +64,7 @@ def run(
         return function(experts, *arrays)
 
     with jax.named_scope("experts"):  # quantized once, and not in each chunk
-        _, experts = matmuls_of(config.matmul_dtype, experts, config.matmul_implementation)
+        experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
     # Matrices that are stored quantized have no gradient.

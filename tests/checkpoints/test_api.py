@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh, mesh
 from support.processes import environment_of_program, free_address
-from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
+from support.published import E, F, H, K, deepseek_v3, gpt_oss_in_mxfp4, mixtral, numbers, publish
 
 import jax_ep
 from jax_ep import checkpoints
@@ -491,32 +491,9 @@ def test_float8_is_loaded_and_saved(tmp_path):
 
 def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
     """Its matrices are published as [E, out, in], gate and up in turn, in blocks of 32 inputs."""
-    h = f = 64
-    config = {
-        "model_type": "gpt_oss",
-        "num_local_experts": E,
-        "num_experts_per_tok": K,
-        "hidden_size": h,
-        "intermediate_size": f,
-        "swiglu_limit": 5.0,
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    rng = np.random.default_rng(0)
-    prefix = "model.layers.1.mlp."
-    tensors = {
-        "router.weight": numbers(0, E, h, dtype=jnp.bfloat16),
-        "router.bias": numbers(1, E, dtype=jnp.bfloat16),
-        "experts.gate_up_proj_bias": numbers(2, E, 2 * f, dtype=jnp.bfloat16),
-        "experts.down_proj_bias": numbers(3, E, h, dtype=jnp.bfloat16),
-    }
-    for name, rows in (("gate_up_proj", 2 * f), ("down_proj", h)):
-        blocks, scales = (
-            rng.integers(256, size=(E, rows, 2, 16)),
-            rng.integers(118, 124, (E, rows, 2)),
-        )
-        tensors[f"experts.{name}_blocks"] = blocks.astype(np.uint8)
-        tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
-    publish(tmp_path, config, {prefix + name: array for name, array in tensors.items()})
+    config, published = gpt_oss_in_mxfp4(swiglu_limit=5.0)
+    publish(tmp_path, config, published)
+    tensors = {name.removeprefix("model.layers.1.mlp."): array for name, array in published.items()}
     before = files_of(tmp_path)
 
     def value(name, expert, row, column):
@@ -532,7 +509,8 @@ def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
     got, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(4))
     assert (got.clamp, got.normalize, params.wi_0.dtype) == (5.0, True, jnp.bfloat16)
     arrays = jax.tree.map(np.asarray, params)
-    for e, i, j in rng.integers([E, h, f], size=(50, 3)):
+    h, f = params.wi_0.shape[1:]
+    for e, i, j in np.random.default_rng(0).integers([E, h, f], size=(50, 3)):
         assert arrays.wi_0[e, i, j] == value("gate_up_proj", e, 2 * j, i)
         assert arrays.wi_1[e, i, j] == value("gate_up_proj", e, 2 * j + 1, i)
         assert arrays.wo[e, j, i] == value("down_proj", e, i, j)

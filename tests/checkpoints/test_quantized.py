@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from support.contract import assert_bitwise_equal
 from support.meshes import expert_mesh, mesh
-from support.published import E, K, deepseek_v3, numbers, publish
+from support.published import E, deepseek_v3, gpt_oss_in_mxfp4, numbers, publish
 
 import jax_ep
 from jax_ep import checkpoints
@@ -35,37 +35,11 @@ def float8_model(scale_dtype=np.float32, block=128, h=H, f=F):
     return config, tensors
 
 
-def mxfp4_model():
-    """A GPT-OSS as published, with gate and up in turn."""
-    h = f = 64
-    config = {
-        "model_type": "gpt_oss",
-        "num_local_experts": E,
-        "num_experts_per_tok": K,
-        "hidden_size": h,
-        "intermediate_size": f,
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    rng = np.random.default_rng(0)
-    tensors = {
-        "router.weight": numbers(0, E, h, dtype=jnp.bfloat16),
-        "router.bias": numbers(1, E, dtype=jnp.bfloat16),
-        "experts.gate_up_proj_bias": numbers(2, E, 2 * f, dtype=jnp.bfloat16),
-        "experts.down_proj_bias": numbers(3, E, h, dtype=jnp.bfloat16),
-    }
-    for name, rows in (("gate_up_proj", 2 * f), ("down_proj", h)):
-        blocks = rng.integers(256, size=(E, rows, 2, 16))
-        tensors[f"experts.{name}_blocks"] = blocks.astype(np.uint8)
-        scales = rng.integers(118, 124, size=(E, rows, 2))
-        tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
-    return config, {f"model.layers.1.mlp.{name}": array for name, array in tensors.items()}
-
-
 def bfloat16_scales():
     return float8_model(jnp.bfloat16)
 
 
-MODELS = {"float8": float8_model, "bfloat16 scales": bfloat16_scales, "mxfp4": mxfp4_model}
+MODELS = {"float8": float8_model, "bfloat16 scales": bfloat16_scales, "mxfp4": gpt_oss_in_mxfp4}
 
 
 def files_of(folder):

@@ -113,3 +113,29 @@ def deepseek_v3(
             weights = numbers(3 * i + j + 1, *shape, dtype=dtype)
             tensors[f"{block}.{owner}.{name}.weight"] = weights
     return config, tensors
+
+
+def gpt_oss_in_mxfp4(**fields: Any) -> tuple[dict[str, Any], Tensors]:
+    """A GPT-OSS: matrices [E, out, in], gate and up in turn, in blocks of 32 inputs."""
+    h = f = 64
+    config = {
+        "model_type": "gpt_oss",
+        "num_local_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": h,
+        "intermediate_size": f,
+        "quantization_config": {"quant_method": "mxfp4"},
+    } | fields
+    rng = np.random.default_rng(0)
+    tensors = {
+        "router.weight": numbers(0, E, h, dtype=jnp.bfloat16),
+        "router.bias": numbers(1, E, dtype=jnp.bfloat16),
+        "experts.gate_up_proj_bias": numbers(2, E, 2 * f, dtype=jnp.bfloat16),
+        "experts.down_proj_bias": numbers(3, E, h, dtype=jnp.bfloat16),
+    }
+    for name, rows in (("gate_up_proj", 2 * f), ("down_proj", h)):
+        blocks = rng.integers(256, size=(E, rows, 2, 16))
+        tensors[f"experts.{name}_blocks"] = blocks.astype(np.uint8)
+        scales = rng.integers(118, 124, size=(E, rows, 2))
+        tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
+    return config, {f"model.layers.1.mlp.{name}": array for name, array in tensors.items()}
