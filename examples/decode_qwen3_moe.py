@@ -3,6 +3,7 @@
     python examples/decode_qwen3_moe.py
     python examples/decode_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --prompt=9707,11,847,829,374
     python examples/decode_qwen3_moe.py --checkpoint=gpt-oss-20b --text="The capital of France is"
+    python examples/decode_qwen3_moe.py --checkpoint=Qwen3-30B-A3B-FP8 --quantized=keep
     python examples/decode_qwen3_moe.py --random_weights=30b --batch_size=16 --prompt_length=128
 
 A directory as published holds config.json and safetensors files, in bfloat16, float8 or MXFP4.
@@ -31,6 +32,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_ep import formats
 from jax_ep.bench.floor import memory_bandwidth
 from jax_ep.moe.params import LOGICAL_AXES
 
@@ -96,6 +98,22 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _RANDOM_WEIGHTS = flags.DEFINE_enum(
     "random_weights", "tiny", list(SHAPES), "The shape of the model without --checkpoint."
+)
+_FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
+_QUANTIZED = flags.DEFINE_enum(
+    "quantized",
+    None,
+    ["keep", *_FORMATS],
+    "How experts stay in memory. keep: as the files hold them. float8, mxfp4: quantized while they "
+    "are loaded. Default: as numbers, which takes two to four times the memory. A step dequantizes "
+    "quantized experts before each matmul, unless they are float8 and --matmul_dtype is given.",
+)
+_MATMUL_DTYPE = flags.DEFINE_enum(
+    "matmul_dtype",
+    None,
+    ["float8_e4m3fn"],
+    "Dtype that experts multiply; needs experts that --quantized holds as float8. Default: the "
+    "dtype of all else.",
 )
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Token ids of a prompt, with commas between; may be given several times."
@@ -283,11 +301,16 @@ def main(argv: list[str]) -> None:
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
     folder = Path(_CHECKPOINT.value) if _CHECKPOINT.value else None
     tokenizer = tokenizer_of(folder) if _TEXT.value else None
+    quantized: Any = _FORMATS.get(_QUANTIZED.value, _QUANTIZED.value)
+    if _MATMUL_DTYPE.value and quantized is None:
+        raise SystemExit("--matmul_dtype needs --quantized=float8, or keep where files hold float8")
+    options = dict(stack=_SCAN_LAYERS.value, quantized=quantized, matmul_dtype=_MATMUL_DTYPE.value)
     if folder:
-        config, model = decoder.load_model(folder, mesh, dtype, stack=_SCAN_LAYERS.value)
+        config, model = decoder.load_model(folder, mesh, dtype, **options)
+    elif quantized == "keep":
+        raise SystemExit("--quantized=keep needs a --checkpoint; give float8 or mxfp4 instead")
     else:
-        shape = SHAPES[_RANDOM_WEIGHTS.value]
-        config, model = decoder.random_model(shape, mesh, dtype, stack=_SCAN_LAYERS.value)
+        config, model = decoder.random_model(SHAPES[_RANDOM_WEIGHTS.value], mesh, dtype, **options)
     vocabulary = model.shared["model.embed_tokens.weight"].shape[0]
     if _STOP_TOKENS.value is not None:
         stop = [token_ids("stop_tokens", [word], vocabulary)[0] for word in _STOP_TOKENS.value]

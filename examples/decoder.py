@@ -14,18 +14,19 @@ import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep import Format, MoEConfig, MoEParams, moe_layer, quantize
 from jax_ep.checkpoints import load_moe_params
 from jax_ep.checkpoints.block import plan_block
 from jax_ep.checkpoints.encodings import Quantization, open_tensor
 from jax_ep.checkpoints.safetensors import Directory
+from jax_ep.formats import Transposed
 from jax_ep.moe.params import LOGICAL_AXES
 from jax_ep.placement import Placement
 
@@ -217,12 +218,24 @@ def rotary_of(published: Published) -> Rotary:
 
 
 def load_model(
-    folder: Path, mesh: Mesh, dtype: Any, *, stack: bool = False
+    folder: Path,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    stack: bool = False,
+    quantized: Literal["keep"] | Format | None = None,
+    **fields: Any,
 ) -> tuple[Config, Model]:
     """Loads a published directory onto a mesh: experts split, all else on every device.
 
-    Matrices that are stored as float8 or MXFP4 are loaded in `dtype`. With `stack`, the layers'
-    weights are stacked.
+    Args:
+      folder: the directory, with config.json and safetensors files.
+      mesh: the mesh, with the axis "expert".
+      dtype: the dtype of the numbers.
+      stack: whether the layers' weights are stacked.
+      quantized: None: experts that are stored as float8 or MXFP4 are loaded as numbers. "keep":
+        they stay as they are stored. A format: all experts are quantized to it.
+      fields: further fields of `jax_ep.MoEConfig`.
     """
     published = json.loads((folder / "config.json").read_text())
     model_config(published, MoEConfig(num_experts=1, num_experts_per_token=1))  # checks it
@@ -245,7 +258,9 @@ def load_model(
         nonlocal moe_config
         shapes = layer_shapes(published)
         weights = {name: read(f"model.layers.{i}.{name}", shapes[name]) for name in shapes}
-        moe_config, params = load_moe_params(folder, i, mesh=mesh, dtype=dtype, **slots)
+        moe_config, params = load_moe_params(
+            folder, i, mesh=mesh, dtype=dtype, quantized=quantized, **slots, **fields
+        )
         return _one_qkv(weights), params
 
     shared = {name: read(name, shape) for name, shape in shared_shapes(published).items()}
@@ -259,15 +274,25 @@ def load_model(
 
 
 def random_model(
-    published: Published, mesh: Mesh, dtype: Any, *, stack: bool = False, seed: int = 0
+    published: Published,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    stack: bool = False,
+    seed: int = 0,
+    quantized: Format | None = None,
+    **fields: Any,
 ) -> tuple[Config, Model]:
-    """Makes a model with the shapes of a config.json and random weights, without files."""
+    """Makes a model with the shapes of a config.json and random weights, without files.
+
+    The arguments are those of `load_model`; experts are quantized if `quantized` is not None.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "config.json").write_text(json.dumps(published))
         block = plan_block(scratch, 0)
     assert block is not None
     slots = _slots(published, mesh)
-    moe_config = MoEConfig(**dict(block.fields), mesh=mesh, **slots)
+    moe_config = MoEConfig(**dict(block.fields), mesh=mesh, **slots, **fields)
     shapes = {name: block.shape(name) for name in block.params()}
     specs = {
         name: PartitionSpec(*("expert" if axis == "exp" else None for axis in LOGICAL_AXES[name]))
@@ -281,14 +306,17 @@ def random_model(
             {name: NamedSharding(mesh, spec) for name, spec in specs.items()},
         ),
     )
-    def layer(key: jax.Array) -> tuple[Weights, dict[str, jax.Array]]:
+    def layer(key: jax.Array) -> tuple[Weights, dict[str, Any]]:
         keys = jax.random.split(key)
         weights = _random(keys[0], layer_shapes(published), -1, dtype)
-        params = _random(keys[1], shapes, -2, dtype)
+        params: dict[str, Any] = _random(keys[1], shapes, -2, dtype)
         if slots:  # slot s holds expert s % E, as in files that are loaded
             experts = jnp.arange(slots["num_slots"]) % moe_config.num_experts
             of_experts = [name for name in params if LOGICAL_AXES[name][0] == "exp"]
             params |= {name: params[name][experts] for name in of_experts}
+        if quantized is not None:  # the transposes, as in published files
+            format = Transposed.of(quantized)
+            params |= {name: quantize(params[name], format) for name in ("wi_0", "wi_1", "wo")}
         return weights, params
 
     def with_params(key: jax.Array) -> tuple[Weights, MoEParams]:

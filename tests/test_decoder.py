@@ -17,6 +17,8 @@ from support.meshes import expert_mesh
 from support.published import publish
 from support.selection import quick
 
+import jax_ep
+from jax_ep import formats
 from jax_ep.checkpoints import save_moe
 
 decoder, program = example("decoder"), example("decode_qwen3_moe")
@@ -136,12 +138,8 @@ def test_tokens_are_drawn_by_their_probability():
     np.testing.assert_allclose(share, [0.5, 0.25, 0.125, 0.125], atol=4 * (0.25 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize("stack", quick([False, True], False))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_directory_is_loaded_as_it_was_published(tmp_path, kind, stack):
-    """Every weight bit for bit; stacked layers, too."""
-    shape = program.SHAPES[kind] | {"eos_token_id": [3, 4]}
-    config, model = decoder.random_model(shape, expert_mesh(2), jnp.float32)
+def tensors_of(model) -> dict[str, np.ndarray]:
+    """Returns the tensors of a model with a list of layers by their published names."""
     tensors = dict(model.shared)
     for i, weights in enumerate(model.layers):
         split = np.cumsum([4 * 16, 2 * 16])
@@ -151,8 +149,16 @@ def test_a_directory_is_loaded_as_it_was_published(tmp_path, kind, stack):
                 names = [name.replace("qkv", letter) for letter in "qkv"]
                 parts = dict(zip(names, np.split(np.asarray(array), split), strict=True))
             tensors |= {f"model.layers.{i}.{part}": parts[part] for part in parts}
-    tensors = {name: np.asarray(array) for name, array in tensors.items()}
-    publish(tmp_path, shape, tensors, {})
+    return {name: np.asarray(array) for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("stack", quick([False, True], False))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_is_loaded_as_it_was_published(tmp_path, kind, stack):
+    """Every weight bit for bit; stacked layers, too."""
+    shape = program.SHAPES[kind] | {"eos_token_id": [3, 4]}
+    config, model = decoder.random_model(shape, expert_mesh(2), jnp.float32)
+    publish(tmp_path, shape, tensors_of(model), {})
     for i, params in enumerate(model.moe):
         save_moe(params, tmp_path, i)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
@@ -167,6 +173,65 @@ def test_a_directory_is_loaded_as_it_was_published(tmp_path, kind, stack):
         )
         want = decoder.Model(model.shared, *stacked)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+QUANTIZED = {
+    "float8": ("tiny", formats.FLOAT8_MATRICES, {"quant_method": "fp8"}),
+    "mxfp4": ("tiny_gpt_oss", formats.MXFP4, {"quant_method": "mxfp4"}),
+}
+
+
+def quantizable(kind: str) -> dict:
+    """Returns a tiny shape whose experts' matrices have whole blocks of 128 x 128."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_experts_per_tok": 2}
+    name = "moe_intermediate_size" if kind == "tiny" else "intermediate_size"
+    number = "num_experts" if kind == "tiny" else "num_local_experts"
+    return program.SHAPES[kind] | sizes | {name: 128, number: 4}
+
+
+def with_numbers(model):
+    """Returns the model whose quantized experts are arrays of their numbers."""
+
+    def numbers(params):
+        fields = params._asdict()
+        quantized = {n: x for n, x in fields.items() if isinstance(x, jax_ep.QuantizedArray)}
+        assert set(quantized) == {"wi_0", "wi_1", "wo"}
+        return params._replace(**{n: jax.jit(x.dequantize)() for n, x in quantized.items()})
+
+    if isinstance(model.moe, list):
+        return model._replace(moe=list(map(numbers, model.moe)))
+    return model._replace(moe=numbers(model.moe))
+
+
+@pytest.mark.parametrize("stack", quick([False, True], False))
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_experts_that_stay_quantized_decode_as_their_numbers_do(format, stack):
+    kind, form, _ = QUANTIZED[format]
+    config, model = decoder.random_model(
+        quantizable(kind), expert_mesh(2), jnp.float32, stack=stack, quantized=form
+    )
+    tokens = tokens_of((config, model), steps=4)
+    assert tokens == tokens_of((config, with_numbers(model)), steps=4)
+    assert len({token for row in tokens for token in row}) > 4
+
+
+@pytest.mark.parametrize("format", quick(list(QUANTIZED), "mxfp4"))
+def test_a_directory_s_quantized_experts_stay_so_or_become_numbers(tmp_path, format):
+    """A bfloat16 directory's experts can be quantized while they are loaded, too."""
+    kind, form, said = QUANTIZED[format]
+    config, model = decoder.random_model(
+        quantizable(kind), expert_mesh(2), jnp.float32, quantized=form
+    )
+    publish(tmp_path, quantizable(kind) | {"quantization_config": said}, tensors_of(model), {})
+    for i, params in enumerate(model.moe):
+        save_moe(params, tmp_path, i)
+    load = functools.partial(decoder.load_model, tmp_path, expert_mesh(2), jnp.float32)
+    _, kept = load(quantized="keep")
+    jax.tree.map(np.testing.assert_array_equal, kept.moe, model.moe)
+    want = with_numbers(model).moe
+    jax.tree.map(np.testing.assert_array_equal, load()[1].moe, want)
+    for params in load(quantized=formats.MXFP4)[1].moe:
+        assert params.wo.format == formats.Transposed.of(formats.MXFP4)
 
 
 @pytest.mark.parametrize(
