@@ -301,7 +301,8 @@ def main(argv: list[str]) -> None:
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
     folder = Path(_CHECKPOINT.value) if _CHECKPOINT.value else None
     tokenizer = tokenizer_of(folder) if _TEXT.value else None
-    quantized: Any = _FORMATS.get(_QUANTIZED.value, _QUANTIZED.value)
+    quantized: Any = _QUANTIZED.value
+    quantized = _FORMATS.get(quantized, quantized)
     if _MATMUL_DTYPE.value and quantized is None:
         raise SystemExit("--matmul_dtype needs --quantized=float8, or keep where files hold float8")
     options = dict(stack=_SCAN_LAYERS.value, quantized=quantized, matmul_dtype=_MATMUL_DTYPE.value)

@@ -1,15 +1,16 @@
-"""Train a Qwen3-MoE on a `data` x `expert` (x `tensor`) mesh, from random or published weights.
+"""Train a Qwen3-MoE, from random or published weights, with experts over the devices.
 
     python examples/train_qwen3_moe.py --model=tiny      # two CPU cores are enough
     python examples/train_qwen3_moe.py --num_layers=4 --matmul_dtype=float8_e4m3fn    # GPUs
     python examples/train_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --data=tokens.npy \\
         --learning_rate=1e-5 --remat=full --checkpoint_dir=/data/run    # may be killed and resumed
 
-The mesh has all GPUs of the machine, or eight virtual CPU devices; `processes.py` says how to train
-on several hosts. `jax_ep/bench/decoder.py` has the model, with the loss whose logits are never
-whole, and `jax_ep/bench/train_step.py` the step: gradients of microbatches, AdamW whose states are
-split over all devices. `training.py` has checkpoints, metrics and the loop over steps. This file
-puts them together.
+The mesh is `data` x `expert`, with flags also `fsdp` and `tensor`. It has all GPUs of the machine,
+or eight virtual CPU devices; `processes.py` says how to train on several hosts.
+`jax_ep/bench/decoder.py` has the model, with the loss whose logits are never whole, and
+`jax_ep/bench/train_step.py` the step: gradients of microbatches, AdamW whose states are split over
+all devices. `training.py` has checkpoints, metrics and the loop over steps. This file puts them
+together.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from text import load_text, windows
 from training import BATCH_SIZE
 
 from jax_ep.bench.decoder import (
+    FSDP_AXIS,
     MODELS,
     REMAT,
     TENSOR_AXIS,
@@ -81,6 +83,13 @@ _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel",
     None,
     "Ranks to spread the experts over. Default: as many as can be.",
+    lower_bound=1,
+)
+_FSDP = flags.DEFINE_integer(
+    "fsdp",
+    1,
+    "Ranks to split every matrix over, experts too; they hold different sequences, and gather the "
+    "matrices of a layer where they use them.",
     lower_bound=1,
 )
 _TENSOR_PARALLEL = flags.DEFINE_integer(
@@ -130,10 +139,10 @@ def make_config() -> DecoderConfig:
 def make_mesh(config: DecoderConfig) -> Mesh:
     """Makes a mesh of the devices of all processes.
 
-    `expert` is as long as the number of experts allows, unless a flag says otherwise; `data` is the
-    rest.
+    `fsdp` and `tensor` are as long as their flags say, and `expert` as the number of experts allows
+    unless its flag says otherwise; `data` is the rest.
     """
-    devices, tensor = np.array(jax.devices()), _TENSOR_PARALLEL.value
+    devices, tensor, fsdp = np.array(jax.devices()), _TENSOR_PARALLEL.value, _FSDP.value
     split = {
         "devices": devices.size,
         "num_key_value_heads": config.num_key_value_heads,
@@ -143,11 +152,20 @@ def make_mesh(config: DecoderConfig) -> Mesh:
     for name, size in split.items():
         if size % tensor:
             raise SystemExit(f"--tensor_parallel={tensor} must divide the {size} of {name}")
-    experts = _EXPERT_PARALLEL.value or math.gcd(devices.size // tensor, config.num_experts)
-    for name, size in {"devices": devices.size // tensor, "experts": config.num_experts}.items():
+    for name, size in {
+        "devices": devices.size // tensor,
+        "values of hidden": config.hidden,
+    }.items():
+        if size % fsdp:
+            raise SystemExit(f"--fsdp={fsdp} must divide the {size} {name}")
+    others = devices.size // tensor // fsdp
+    experts = _EXPERT_PARALLEL.value or math.gcd(others, config.num_experts)
+    for name, size in {"devices": others, "experts": config.num_experts}.items():
         if size % experts:
             raise SystemExit(f"--expert_parallel={experts} must divide the {size} {name}")
     shape, names = [-1, experts], ["data", "expert"]
+    if fsdp > 1:
+        shape, names = [-1, fsdp, experts], ["data", FSDP_AXIS, "expert"]
     if tensor > 1:
         shape, names = [*shape, tensor], [*names, TENSOR_AXIS]
     return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,13 +23,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.linen import MoE
+from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.routing import Score
 
 TENSOR_AXIS = "tensor"
+FSDP_AXIS = "fsdp"
 # Mesh axes of the parameters' logical axes.
 _AXES = {
     "exp": "expert",
+    "embed": FSDP_AXIS,
     "mlp": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
     "vocab": TENSOR_AXIS,
@@ -152,7 +155,8 @@ MODELS = {
 def axis_rules(mesh: Mesh) -> list[tuple[str, str]]:
     """Returns the mesh axis of each logical axis of the parameters, for Flax.
 
-    Experts are split over "expert"; heads, experts' columns and the vocabulary over "tensor".
+    Experts are split over "expert"; heads, experts' columns and the vocabulary over "tensor"; and
+    every matrix along H over "fsdp".
     """
     return [(name, axis) for name, axis in _AXES.items() if axis in mesh.axis_names]
 
@@ -211,6 +215,29 @@ class Attention(nn.Module):
         )(y)
 
 
+def moe_module(
+    config: DecoderConfig, dtypes: Mapping[str, Any], moe: Mapping[str, Any], **module: Any
+) -> MoE:
+    """Makes the MoE layer of a decoder layer; `module` has Flax's own attributes, such as `name`.
+
+    On an ambient mesh with "fsdp", the layer gathers its parameters over this axis by itself.
+    """
+    has_fsdp = FSDP_AXIS in jax.sharding.get_abstract_mesh().axis_names
+    return MoE(
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_token,
+        mlp_dim=config.mlp_dim,
+        num_shared_experts=config.num_shared_experts,
+        score=config.score,
+        normalize=config.normalize,
+        tensor_axis=TENSOR_AXIS,
+        fsdp_axes={"embed": FSDP_AXIS} if has_fsdp else {},
+        **module,
+        **dtypes,
+        **moe,
+    )
+
+
 class Layer(nn.Module):
     """A decoder layer: attention, then a mixture of experts, each after a norm."""
 
@@ -220,24 +247,18 @@ class Layer(nn.Module):
     moe: Mapping[str, Any]
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(
+        self, x: jax.Array, quantized_experts: QuantizedExperts | None = None
+    ) -> tuple[jax.Array, MoEMetrics]:
         """Maps x [B, S, H] to [B, S, H] and the metrics of the MoE layer."""
         config = self.config
         norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
         attention = Attention(config, self.implementation, self.dtypes, name="self_attn")
         x += attention(norm(name="input_layernorm")(x))
-        y, metrics = MoE(
-            num_experts=config.num_experts,
-            num_experts_per_token=config.num_experts_per_token,
-            mlp_dim=config.mlp_dim,
-            num_shared_experts=config.num_shared_experts,
-            score=config.score,
-            normalize=config.normalize,
-            tensor_axis=TENSOR_AXIS,
-            name="mlp",
-            **self.dtypes,
-            **self.moe,
-        )(norm(name="post_attention_layernorm")(x))
+        moe = moe_module(config, self.dtypes, self.moe, name="mlp")
+        y, metrics = moe(
+            norm(name="post_attention_layernorm")(x), quantized_experts=quantized_experts
+        )
         return x + y, metrics
 
 
@@ -265,13 +286,18 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, targets: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        targets: jax.Array | None = None,
+        quantized_experts: Sequence[QuantizedExperts] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Runs the model.
 
         Args:
             tokens: [B, S] int32.
             targets: [B, S] int32, the next tokens, or -1 for places that do not count; or None.
+            quantized_experts: the result of `quantize_experts`; None: each layer quantizes its
+                experts by itself, if it multiplies float8.
 
         Returns:
             The mean loss in nats per token, [] float32; without targets, the logits [B, S, V]
@@ -291,7 +317,7 @@ class Decoder(nn.Module):
             kind = nn.remat(Layer, policy=REMAT[self.remat])
         for i in range(config.num_layers):
             layer = kind(config, self.attention, dtypes, self.moe, name=f"layers_{i}")
-            x, layer_metrics = layer(x)
+            x, layer_metrics = layer(x, quantized_experts[i] if quantized_experts else None)
             metrics.append(layer_metrics)
         x = nn.RMSNorm(epsilon=config.epsilon, name="norm", **dtypes)(x)
         if config.tied:
@@ -305,6 +331,19 @@ class Decoder(nn.Module):
             with jax.named_scope("loss"):
                 out = cross_entropy(x, head, targets, chunk=self.loss_chunk)
         return out, jax.tree.map(lambda *m: jnp.stack(m), *metrics)
+
+    def quantize_experts(self, params: Any) -> list[QuantizedExperts] | None:
+        """Quantizes the experts of every layer, once for several calls with these parameters.
+
+        Returns None if the layers do not multiply float8. Gradients still go to the parameters.
+        """
+        if self.moe.get("matmul_dtype") is None:
+            return None
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        moe = moe_module(self.config, dtypes, self.moe, parent=None)
+        quantize: Any = functools.partial(moe.apply, method="quantize_experts")
+        layers = (params[f"layers_{i}"]["mlp"] for i in range(self.config.num_layers))
+        return [quantize({"params": layer}) for layer in layers]
 
 
 _kernel_init = nn.initializers.lecun_normal()
@@ -322,10 +361,10 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean cross-entropy of the logits x @ head, which never exist as a whole.
 
-    On the ambient mesh, sequences are split over all axes but "tensor", and the vocabulary over
-    "tensor". Each device computes the logits of `chunk` of its tokens at a time, and with them, if
-    gradients are wanted, their gradients, so that logits are not computed again. Gradients of
-    `head` are summed in float32, over devices once.
+    On the ambient mesh, sequences are split over all axes but "tensor", the vocabulary over
+    "tensor", and H of `head` over "fsdp". Each device computes the logits of `chunk` of its tokens
+    at a time, and with them, if gradients are wanted, their gradients, so that logits are not
+    computed again. Gradients of `head` are summed in float32, over devices once.
 
     Args:
         x: [B, S, H] floating; B is a multiple of the devices that sequences are split over.
@@ -382,16 +421,17 @@ def _on_ranks(
     mesh = jax.sharding.get_abstract_mesh()
     batch = tuple(name for name in mesh.axis_names if name != TENSOR_AXIS)
     tensor = tuple(name for name in mesh.axis_names if name == TENSOR_AXIS)
+    fsdp = tuple(name for name in mesh.axis_names if name == FSDP_AXIS)
     on_rank = functools.partial(
-        _chunks, chunk=chunk, gradients=gradients, batch=batch, tensor=tensor
+        _chunks, chunk=chunk, gradients=gradients, batch=batch, tensor=tensor, fsdp=fsdp
     )
     if mesh.empty:
         return on_rank(x, head, targets)
-    whole, rows, columns = PartitionSpec(), PartitionSpec(batch), PartitionSpec(None, tensor)
-    grads = (rows, columns) if gradients else (None, None)
+    whole, rows, of_head = PartitionSpec(), PartitionSpec(batch), PartitionSpec(fsdp, tensor)
+    grads = (rows, of_head) if gradients else (None, None)
     return jax.shard_map(
         on_rank,
-        in_specs=(rows, columns, rows),
+        in_specs=(rows, of_head, rows),
         out_specs=_Sums(whole, whole, *grads),
         check_vma=False,  # no derivative is taken of what is inside
     )(x, head, targets)
@@ -406,8 +446,15 @@ def _chunks(
     gradients: bool,
     batch: tuple[str, ...],
     tensor: tuple[str, ...],
+    fsdp: tuple[str, ...],
 ) -> _Sums:
-    """Walks over the chunks of this rank's tokens, which has its columns of the vocabulary."""
+    """Walks over the chunks of this rank's tokens.
+
+    The rank's `head` has its rows along the axes `fsdp`, and its columns, words of the vocabulary,
+    along the axes `tensor`.
+    """
+    if fsdp:
+        head = lax.all_gather(head, fsdp, axis=0, tiled=True)
     hidden, columns = head.shape
     num_tokens = targets.size
     chunk = min(chunk, num_tokens)
@@ -443,4 +490,7 @@ def _chunks(
     if not gradients:
         return sums
     dx = dx.reshape(-1, hidden)[:num_tokens].reshape(x.shape)
-    return sums._replace(dx=dx, dhead=lax.psum(dhead, batch))
+    if fsdp:
+        dhead = lax.psum_scatter(dhead, fsdp, scatter_dimension=0, tiled=True)
+    others = tuple(name for name in batch if name not in fsdp)
+    return sums._replace(dx=dx, dhead=lax.psum(dhead, others))

@@ -1,7 +1,8 @@
 """Defines the training step of `jax_ep.bench.decoder.Decoder`, and where its state lies on a mesh.
 
 The parameters lie as the model says: experts split over "expert", and on a mesh with "tensor" also
-heads, experts' columns and the vocabulary; every other device holds a copy. The optimizer's states
+heads, experts' columns and the vocabulary, and on a mesh with "fsdp" every matrix along H; every
+other device holds a copy. The optimizer's states
 are split further, over the axes that hold copies (ZeRO; Rajbhandari et al., 2020): each device
 updates a part of the parameters, with its part of the gradients, and then gets the other parts.
 """
@@ -174,9 +175,9 @@ def make_train_step(
     microbatches; and "grad_norm".
     """
 
-    def loss_fn(params: Any, router_state: Any, tokens: jax.Array) -> Any:
+    def loss_fn(params: Any, router_state: Any, tokens: jax.Array, quantized: Any) -> Any:
         variables = {"params": params, ROUTER_STATE: router_state}
-        outputs: Any = model.apply(variables, tokens[:, :-1], tokens[:, 1:])
+        outputs: Any = model.apply(variables, tokens[:, :-1], tokens[:, 1:], quantized)
         loss, moe = outputs
         metrics = {
             "loss": loss,
@@ -188,17 +189,19 @@ def make_train_step(
         counts = {"num_dropped": moe.num_dropped.sum(), "expert_counts": moe.expert_counts}
         return total, (metrics, counts)
 
-    def microbatch(state: TrainState, tokens: jax.Array) -> Any:
-        grads, found = jax.grad(loss_fn, has_aux=True)(state.params, state.router_state, tokens)
+    def microbatch(state: TrainState, tokens: jax.Array, quantized: Any = None) -> Any:
+        grad_fn = jax.grad(loss_fn, has_aux=True)
+        grads, found = grad_fn(state.params, state.router_state, tokens, quantized)
         return lax.with_sharding_constraint(grads, layout.parts), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
         """Returns gradients and means, and sums, over the microbatches; sums are float32."""
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])
+        quantized = model.quantize_experts(state.params)
 
         def wide(tokens: jax.Array) -> Any:
-            grads, *found = microbatch(state, tokens)
+            grads, *found = microbatch(state, tokens, quantized)
             return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
 
         def add(sums: Any, tokens: jax.Array) -> Any:

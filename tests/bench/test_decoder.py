@@ -22,7 +22,7 @@ CONFIG = dataclasses.replace(MODELS["tiny"], hidden=32, mlp_dim=32, head_dim=8, 
 
 
 def make_mesh(*shape: int) -> Mesh:
-    return mesh(shape, ("data", "expert", "tensor")[: len(shape)])
+    return mesh(shape, ("data", "expert", "tensor", "fsdp")[: len(shape)])
 
 
 def whole_loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
@@ -33,7 +33,8 @@ def whole_loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
 
 @pytest.mark.needs_devices(8)
 @pytest.mark.parametrize(
-    ("shape", "chunk"), quick([((), 5), ((), 1000), ((8,), 3), ((2, 2, 2), 3)], ((2, 2, 2), 3))
+    ("shape", "chunk"),
+    quick([((), 5), ((), 1000), ((8,), 3), ((2, 2, 2), 3), ((1, 2, 2, 2), 3)], ((1, 2, 2, 2), 3)),
 )
 def test_the_loss_in_chunks_is_the_loss(shape, chunk):
     """Chunks that divide the tokens or not, targets that do not count, a divided vocabulary."""

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from support.jaxprs import executions
 from support.meshes import mesh
 
 from jax_ep.bench import train_step
@@ -25,7 +26,7 @@ OBJECTIVE = Objective(bias_rate=0.25)
 
 
 def make_mesh(*shape: int) -> Mesh:
-    return mesh(shape, ("data", "expert", "tensor")[: len(shape)])
+    return mesh(shape, ("data", "expert", "tensor", "fsdp")[: len(shape)])
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None
 
 @pytest.mark.slow
 @pytest.mark.needs_devices(8)
-@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2), (1, 2, 2, 2)])
 def test_the_mesh_does_not_matter(shape):
     agree(shape, 1, rtol=1e-3, atol=1e-6)
 
@@ -93,6 +94,44 @@ def test_states_are_split_over_the_axes_that_hold_copies():
     assert layout.state.opt_state[0].count.spec == PartitionSpec()
     # Two heads of keys and 8 values each cannot be split over 8 devices, but their 32 rows can.
     assert mu["layers_0"]["self_attn"]["k_proj"]["kernel"].spec[0] == ("data", "expert")
+
+
+@pytest.mark.needs_devices(8)
+def test_fsdp_splits_every_matrix():
+    with jax.set_mesh(mesh := make_mesh(1, 2, 1, 4)):
+        layout = train_step.make_layout(MODEL, OPTIMIZER, mesh, SEQ_LEN)
+        state = train_step.init_state(MODEL, OPTIMIZER, layout, SEQ_LEN, only_shapes=True)
+    for x in jax.tree.leaves(state.params):
+        parts = x.size // np.prod(x.sharding.shard_shape(x.shape))
+        assert parts >= 4 or x.ndim == 1, x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_microbatches_share_their_quantized_experts(ranks, monkeypatch):
+    """One quantization of each matrix in a step, and the gradients as without sharing."""
+    if ranks > len(jax.devices()):
+        pytest.skip(f"needs {ranks} devices")
+    config = dataclasses.replace(CONFIG, hidden=128, mlp_dim=128)
+    mesh = make_mesh(1, 2, 1, 4) if ranks == 8 else make_mesh(1, 1)
+    tokens = jax.random.randint(jax.random.key(1), (2, 8, SEQ_LEN + 1), 0, config.vocab)
+
+    model = Decoder(config, dtype=jnp.float32, moe={"matmul_dtype": "float8_e4m3fn"})
+
+    def step():
+        layout = train_step.make_layout(model, OPTIMIZER, mesh, SEQ_LEN)
+        state = train_step.init_state(model, OPTIMIZER, layout, SEQ_LEN)
+        run = train_step.make_train_step(model, OPTIMIZER, layout, OBJECTIVE)
+        number = executions(jax.make_jaxpr(run)(state, tokens).jaxpr, "quantize_float8_matrices")
+        state, _ = run(state, jax.device_put(tokens, layout.batch))
+        return number, jax.tree.map(np.asarray, state.opt_state[0].mu)
+
+    with jax.set_mesh(mesh):
+        once, found = step()
+        monkeypatch.setattr(Decoder, "quantize_experts", lambda self, params: None)
+        each, want = step()
+    assert (once, each) == (3, 2 * 3)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, want)
 
 
 def test_shapes_of_a_state_are_those_of_the_state():
