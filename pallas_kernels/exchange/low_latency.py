@@ -428,7 +428,8 @@ def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
 
     `function` is `fabric.signal` or `fabric.wait`, and is given `args` and `options`. Kernels need
     this exchange if a rank might receive nothing else from a peer in a call: the low-latency
-    protocol requires that every rank hears from every other one (`fabric.low_latency` says why).
+    protocol requires that every rank receives something from each peer (`fabric.low_latency` says
+    why).
     """
 
     @pl.when(lax.axis_index("block") == 0)
@@ -440,5 +441,6 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Waits until all warpgroups that share the barrier `together` have called this function."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    # The tests' simulator runs a warpgroup as one thread, and needs this barrier too.
+    # The tests' simulator runs a warpgroup as one thread. It needs this barrier to see that the
+    # warpgroup's threads have waited for each other.
     fabric.barrier()
