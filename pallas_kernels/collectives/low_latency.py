@@ -28,7 +28,8 @@ from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [S] floating over the low-latency protocol; returns the sum [S] on every rank.
 
-    In one shot, every rank sends its whole input to all ranks, and sums all inputs.
+    In one shot, every rank sends its whole input to all ranks, and sums all inputs. `place` [1]
+    int32 is the index of this GPU in the mesh.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -46,6 +47,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
     """All-reduces x [N, S] floating over the low-latency protocol; returns the sum on every rank.
 
     In two shots, rank r receives and sums shard x[r] of all ranks, and sends the sum to all ranks.
+    `place` [1] int32 is the index of this GPU in the mesh.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -61,7 +63,10 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks."""
+    """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks.
+
+    `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -80,7 +85,7 @@ def reduce_scatter(
 ) -> jax.Array:
     """Reduce-scatters x [N, S] floating: rank r receives shard x[r] of all ranks and sums it.
 
-    Returns the sum, [S].
+    Returns the sum, [S]. `place` [1] int32 is the index of this GPU in the mesh.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -91,7 +96,10 @@ def reduce_scatter(
 
 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
+    """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
+
+    `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):

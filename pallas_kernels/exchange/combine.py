@@ -149,9 +149,9 @@ class _Refs(NamedTuple):
 class _Scratch(NamedTuple):
     """The shared memory of the combine kernel.
 
-    A step has a sum for each of its tokens and each owner, the rank whose token it is; the index of
-    a sum is token · N + owner. Arrays with a leading 2 have a half for even steps and one for odd
-    steps.
+    A step is the tokens between two signals. It has a sum for each of its tokens and each owner,
+    the rank whose token it is; the index of a sum is token · N + owner. Arrays with a leading 2
+    have a half for even steps and one for odd steps.
     """
 
     # [N, window] int32, the rows of y of a step's choices, by owner.
@@ -334,7 +334,11 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Writes, for every sum of a step, the rows to add and their weights to shared memory."""
+        """Writes the list of rows to add, with their weights, for every sum of a step.
+
+        A step has a sum for each owner rank and each of `step_tokens` tokens. The lists are in
+        shared memory, where the workers read them.
+        """
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
         token = first_token + step * self.step_tokens
@@ -375,10 +379,10 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs a worker warpgroup: sends the sums of each step, then adds those it received.
+        """Runs a worker warpgroup: for each step, sends its sums, and then adds received sums.
 
-        The received sums that it adds are those of the previous step, so that they have had time to
-        arrive.
+        A step is `step_tokens` tokens of every rank. The received sums that it adds are those of
+        the previous step, so that they have had time to arrive.
         """
         num_steps = self._range()[2]
 
@@ -434,7 +438,11 @@ class _Combine:
     def _sum_and_put(
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: _Scratch
     ) -> None:
-        """Sums the rows of a step's tokens, and writes the sums to the owners' receive buffers."""
+        """Sums the rows of a step's tokens, and writes the sums to the owners' receive buffers.
+
+        The owner of a token is the rank that dispatched it. A worker handles every
+        `plan.num_workers`-th tile of the sums.
+        """
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         place = lax.rem(step, self.receive_steps)
@@ -495,9 +503,9 @@ class _Combine:
         return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
-        """Waits for the sums of this rank's tokens of a step, and writes their total to `out`.
+        """Waits for all ranks' sums for this rank's tokens of a step, and writes totals to `out`.
 
-        The sums of all ranks are added in rank order, in float32.
+        A total adds the sums of all ranks for one token, in rank order and in float32.
         """
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)

@@ -292,10 +292,10 @@ class _Kernel:
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Receives the tokens of a step from all ranks, and copies them to further rows.
+            """Waits for a step, a few tokens of each rank, and copies the tokens to further rows.
 
-            `begun` is the number of rows read for copies in earlier steps. Returns this number
-            after the step.
+            `begun` is the number of tokens copied in earlier steps. Returns this number after the
+            step.
             """
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
@@ -324,6 +324,7 @@ class _Kernel:
     ) -> jax.Array:
         """Lists the tokens of a step that have several rows on this rank; returns their count.
 
+        A step is `sender.step_tokens` consecutive tokens of every source rank.
         Writes scratch.step_copies[:count, :K], the receive-buffer rows of each listed token, with
         NOWHERE for choices without a row here. Tokens of this rank itself are left out, since the
         sender writes them to all their rows. The block handles `num_tokens` tokens of every source

@@ -125,12 +125,15 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The slice of this rank's routing data that the sender loads at a time."""
+        """The slice of each of `Routes.sources` that the sender loads at a time."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
-        """The slice of the received lists that holds the words of one step's tokens."""
+        """The slice of the received lists that has the words of one step's tokens.
+
+        A step is the tokens between two signals.
+        """
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
     def scratch(self) -> SenderScratch:
@@ -200,14 +203,18 @@ class Sender:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
-        """Loads routing data into `scratch.words`, from that of the block's i-th token on."""
+        """Loads the words of `routes.sources()` from the block's i-th token on to `scratch.words`.
+
+        As many tokens are loaded as `window` holds.
+        """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
         open_window(self.fabric, self.window, entry, (scratch.words, enumerate(refs)))
 
     def send(self, refs: SenderRefs, routes: Routes, scratch: SenderScratch) -> None:
-        """Sends all tokens of this block to the ranks that get them, and signals each step.
+        """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
+        A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived.
         The caller must have loaded the first routing data (`open_window`) and waited for the first
         row (`make_ready`).
         """
