@@ -1,1 +1,1 @@
-"""GPU kernels of the collectives: all-reduce, all-gather, reduce-scatter, all-to-all."""
+"""GPU kernels for the collectives all-reduce, all-gather, reduce-scatter and all-to-all."""

@@ -1,4 +1,4 @@
-"""All-gather: every rank writes its part straight into all ranks' outputs.
+"""All-gather: every rank writes its input directly to the outputs of all ranks.
 
 x of rank r --> registers ==== link ====> out[r] of every rank
 """
@@ -13,9 +13,10 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] from every rank into [N, S]: entry r is rank r's x.
+    """Gathers x [S] from all N ranks into [N, S]: row r is rank r's x.
 
-    With stacked ranks, [N, S] becomes [N, N, S].
+    S is a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are
+    simulated on one device (`fabric.stacked`), x is [N, S] and the result [N, N, S].
     """
     (size,) = x.shape[-1:]
 

@@ -1,14 +1,15 @@
-"""All-reduce by two algorithms, each of which gives every rank the same bits.
+"""All-reduce over N ranks by two algorithms, each of which gives every rank the same bits.
 
-  one_shot  every rank reads all ranks' inputs and sums them; N - 1 times the input crosses its
-            link, in one trip;
-  two_shot  every rank sums its own shard of all inputs and writes the sum into all ranks' outputs;
-            2 (N - 1) / N times the input crosses its link, half of it reads.
+  one_shot  every rank reads the inputs of all ranks and sums them; a rank receives N - 1 times the
+            size of the input, in one trip over the link;
+  two_shot  rank r reads shard r of all inputs, sums it, and writes the sum to the outputs of all
+            ranks; a rank receives 2 (N - 1) / N times the size of the input, half by its own reads
+            and half by other ranks' writes.
 
     one_shot   x of every rank ==== link ====> registers --> sum in rank order --> out
     two_shot   x[r] of every rank == link ===> registers of rank r --> sum == link ==> out[r] of all
 
-One-shot and two-shot are the names that vLLM and TensorRT-LLM use for these.
+The names one-shot and two-shot are those of vLLM and TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [S] floating over ranks in one shot, in float32 and rounded once.
+    """Sums x [S] floating over ranks by the one-shot algorithm; returns [S] on every rank.
 
-    S is a whole number of vectors of 16 bytes and at least one tile. With stacked ranks, [N, S]
-    becomes [N, S].
+    Every rank reads all inputs. The sum is computed in float32 and rounded once to x's dtype. S is
+    a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are simulated on
+    one device (`fabric.stacked`), x and the result are [N, S].
     """
     (size,) = x.shape[-1:]
 
@@ -40,10 +42,12 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [N, S] floating over ranks in two shots, in float32 and rounded once.
+    """Sums x [N, S] floating over ranks by the two-shot algorithm; returns [N, S] on every rank.
 
-    Rank r sums shard r. S is a whole number of vectors of 16 bytes and at least one tile. With
-    stacked ranks, [N, N, S] becomes [N, N, S].
+    Rank r sums shard x[r] of all ranks, and writes the sum to all ranks. The sum is computed in
+    float32 and rounded once to x's dtype. S is a whole number of 16-byte vectors and at least one
+    tile of `plan`. If all ranks are simulated on one device (`fabric.stacked`), x and the result
+    are [N, N, S].
     """
     num_shards, size = x.shape[-2:]
 

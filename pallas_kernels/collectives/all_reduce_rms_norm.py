@@ -1,11 +1,12 @@
 """All-reduce, residual add and RMSNorm in one pass over the data.
 
-Block b of every rank handles the same rows of [T, H]; its warpgroups share each row.
+Block b of every rank handles the same rows of [T, H]. Each of its warpgroups handles some tiles of
+every row.
 
-  one_shot  every rank reads its block's rows from all ranks, sums them, and normalizes the sums
-            from registers;
-  two_shot  every rank sums a share of its block's rows and writes the sums to the `normalized`
-            output of all ranks; once all shares have arrived, each rank normalizes them in place.
+  one_shot  a block reads its rows from all ranks, sums them in registers, and normalizes the sums;
+  two_shot  on each rank, block b sums one N-th of its rows' tiles, and writes the sums to the
+            `normalized` output of all N ranks; once the sums of all ranks have arrived, each rank
+            normalizes the rows in place.
 
     one_shot   x of all ranks -- link --> sums in registers --> + residual --> RMSNorm --> results
     two_shot   x of all ranks -- link --> sums of a share --> link --> normalized of all ranks
@@ -36,8 +37,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
 from pallas_kernels.fabric.low_latency import Endpoint
 
-# The kind of signal: this block has put the sums of its share (two_shot) or has read all inputs
-# (one_shot).
+# The kind of signal by which a block says that it has written its sums to all ranks (two_shot), or
+# that it has read all ranks' inputs (one_shot).
 _SUMMED = 0
 
 
@@ -54,22 +55,26 @@ def all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
 
-    With stacked ranks, every array has a leading axis of N.
+    If all N ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
+    N.
 
     Args:
-      x: [T, H] floating; a row is whole vectors of 16 bytes, and at least one tile.
+      x: [T, H] floating; a row is a whole number of 16-byte vectors, and at least one tile.
       residual: [T, H] floating.
-      scale: [H] floating; multiplies the normalized rows.
-      eps: added to the mean square.
-      hidden: how many of the H columns are data; the others are zeros that the mean leaves out.
-      two_shot: whether every rank sums a share of the rows, instead of all of them.
+      scale: [H] floating, the RMSNorm weight that multiplies each normalized row.
+      eps: a constant added to the mean square.
+      hidden: how many of the H columns are data. The other columns are zeros, and the mean is taken
+        over `hidden` columns.
+      two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
+        every rank sums all of it.
       fabric: how ranks reach each other.
-      plan: number of blocks, and of warpgroups that share a row; its num_vectors is not used.
+      plan: the number of blocks, and of warpgroups that share a row. `plan.num_vectors` is ignored.
 
     Returns:
-      normalized [T, H] of x's dtype, and new_residual [T, H] of residual's dtype. The sum is
-      rounded to x's dtype before the residual is added; the new residual is rounded to its dtype
-      before it is normalized.
+      normalized: [T, H] of x's dtype, the normalized new residual times `scale`.
+      new_residual: [T, H] of residual's dtype, the sum over ranks plus the residual. The sum is
+        rounded to x's dtype before the residual is added, and the new residual is rounded before it
+        is normalized.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
@@ -100,12 +105,14 @@ def low_latency_all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
 
-    Arguments and results are those of `all_reduce_rms_norm`, bit for bit, but for `place`, [1]
-    int32, the place of this GPU in the mesh, and `channels`, by which ranks reach each other. With
-    `two_shot` a block handles one row for each rank.
+    Takes the arguments of `all_reduce_rms_norm`, with `channels`, the protocol's memory, instead of
+    `fabric`, and with `place`, [1] int32, the index of this GPU in the mesh in row-major order.
+    Returns results with the same bits. With `two_shot`, a block handles N rows, one of which each
+    rank sums.
 
     Raises:
-      ValueError: the plan has too few blocks, or sends more tiles than there is room for.
+      ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the plan has too many
+        warpgroups for the protocol; or a warpgroup sends more tiles than the protocol has room for.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -130,45 +137,61 @@ def low_latency_all_reduce_rms_norm(
 
 
 class _Refs(NamedTuple):
-    """The arrays in global memory."""
+    """The operands and results of the kernel, in global memory."""
 
-    x: Any  # [T, H]; of every rank, but over the low-latency protocol
-    residual: Any  # [T, H]
-    scale: Any  # [H]
-    normalized: Any  # [T, H]; of every rank in two shots, but over the low-latency protocol
-    new_residual: Any  # [T, H]
+    # [T, H], the input, which peers read unless the low-latency protocol sends it.
+    x: Any
+    # [T, H], the residual.
+    residual: Any
+    # [H], the RMSNorm weight.
+    scale: Any
+    # [T, H], the normalized rows. In two shots without the low-latency protocol, peers write their
+    # sums here.
+    normalized: Any
+    # [T, H], the sum over ranks plus the residual.
+    new_residual: Any
 
 
 class _Scratch(NamedTuple):
-    """The shared memory. Rows use its halves in turn."""
+    """The shared memory of the kernel."""
 
-    squares: Any  # [2, warps] float32: partial sums of a row's squares
-    together: Any  # barrier: where the block's warpgroups meet
+    # [2, warps] float32, each warp's sum of a row's squares. Consecutive rows use different halves.
+    squares: Any
+    # A barrier by which the block's warpgroups wait for each other.
+    together: Any
 
 
 class _Row(NamedTuple):
-    """A row to normalize, and this warpgroup's tiles of it."""
+    """A row to normalize, with the tiles that this warpgroup handles of it in registers."""
 
+    # The index of the row in [T, H].
     index: Any
+    # The tiles of the row's sum over ranks, in x's dtype.
     sums: Sequence[jax.Array]
+    # The tiles of the row's residual.
     residual: Sequence[jax.Array]
+    # The tiles of the RMSNorm weight.
     scale: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernels of `all_reduce_rms_norm`: one body for each protocol and number of shots.
+    """The kernels of `all_reduce_rms_norm` and `low_latency_all_reduce_rms_norm`.
+
+    An instance called is the body of the kernel without the low-latency protocol. With it, the
+    bodies are `one_shot_low_latency` and `two_shot_low_latency`.
 
     Attributes:
-      num_rows: T.
-      padded: the columns of a row.
+      num_rows: T, the number of rows.
+      padded: H, the number of columns of a row, including padding.
       dtype: the dtype of x and of the normalized rows.
       residual_dtype: the dtype of the residual.
-      hidden: the columns that are data.
-      eps: added to the mean square.
-      two_shot: whether every rank sums a share of the rows, instead of all of them.
-      fabric: how ranks reach each other, or channels of the low-latency protocol.
-      plan: number of blocks, and of warpgroups that share a row.
+      hidden: the number of columns that are data.
+      eps: a constant added to the mean square.
+      two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
+        every rank sums all of it.
+      fabric: how ranks reach each other; over the low-latency protocol, its `Channels`.
+      plan: the number of blocks, and of warpgroups that share a row.
     """
 
     num_rows: int
@@ -194,7 +217,7 @@ class _Body:
         return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.dtype, self.residual_dtype)]
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         sums = self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP
         return _Scratch(
             squares=plgpu.SMEM((2, sums), jnp.float32),
@@ -211,7 +234,10 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether each block has one row; it then loads its operands before it waits."""
+        """Whether each block has exactly one row.
+
+        The block then loads the residual before it waits for peers.
+        """
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -220,7 +246,7 @@ class _Body:
 
     @property
     def tiles_of_warpgroup(self) -> int:
-        """The number of tiles of a row that each warpgroup handles."""
+        """The number of tiles of each row that a warpgroup handles."""
         return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
 
     @property
@@ -266,9 +292,10 @@ class _Body:
             self._wait()
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """Runs the one-shot kernel over the low-latency protocol.
+        """The body of the one-shot kernel over the low-latency protocol.
 
-        Every block handles `rows_per_block` rows: past the end, it computes the last row again.
+        Every block handles `rows_per_block` rows. In place of rows past the end, it computes the
+        last row again, so that all blocks send and receive equally many tiles.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.rows_per_block
@@ -284,10 +311,10 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, i % 2, scratch)
 
     def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """Runs the two-shot kernel over the low-latency protocol.
+        """The body of the two-shot kernel over the low-latency protocol.
 
-        Each rank sums one of its block's N rows, and sends the sums to all ranks. Past the end, it
-        computes the last row again.
+        A block handles N rows. Rank r receives and sums row r of them, and sends the sum to all
+        ranks. In place of rows past the end, the last row is computed again.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.fabric.num_ranks
@@ -309,16 +336,17 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of a row of `ref` into registers."""
+        """Loads this warpgroup's tiles of ref[row], a row in global memory, into registers."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
         ]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
-        """Sums this rank's share of the block's rows into `normalized` of all ranks.
+        """Sums every N-th tile of the block's rows, and writes the sums to all ranks.
 
-        The share is every N-th tile of `num_rows` rows from `first` on.
+        The block has `num_rows` rows, from row `first` on. The sums go to `refs.normalized`, where
+        the rows are later normalized in place.
         """
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
@@ -336,7 +364,11 @@ class _Body:
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
 
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
-        """Returns this warpgroup's tiles of a row of sums; in one shot, reads the peers."""
+        """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
+
+        In one shot, it reads and sums the inputs of all ranks. In two shots, it loads the sums that
+        ranks have written to `refs.normalized`.
+        """
         if not self.two_shot:
             return [
                 tiles.sum_of_ranks(self.fabric, refs.x, row, where).astype(self.dtype)
@@ -352,10 +384,11 @@ class _Body:
         scratch: _Scratch,
         signal: Callable[[], None] | None = None,
     ) -> None:
-        """Adds the residual to a row of sums, normalizes it, and stores both results.
+        """Adds the residual to a row of sums, normalizes the result, and stores both.
 
-        `half` of the scratch is used. `signal`, if given, is called once all warpgroups have read
-        their parts of the row.
+        Stores to `refs.new_residual` and `refs.normalized`. `half`, 0 or 1, says which half of
+        `scratch.squares` is used. `signal`, if given, is called once all warpgroups of the block
+        have read their parts of the row.
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
@@ -374,7 +407,9 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        fabric.barrier()  # the simulator runs a warpgroup as one thread
+        # The tests' simulator runs a warpgroup as one thread. It needs this barrier to see that the
+        # warpgroup's threads have waited for each other.
+        fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
             total_square = total_square + squares[i]
@@ -384,9 +419,10 @@ class _Body:
             tiles.store(fabric, refs.normalized.at[row.index, where], normal.astype(self.dtype))
 
     def _my_tiles(self) -> list[Any]:
-        """Returns the slices of a row that are this warpgroup's tiles.
+        """Returns the tiles of a row that this warpgroup handles, as slices of the columns.
 
-        The last tile of a row is moved back so that it ends with the row.
+        The last tile of a row is moved back so that it ends with the row, and overlaps the tile
+        before. Every warpgroup has `tiles_of_warpgroup` tiles; some may have the last tile too.
         """
         return [self._slice(index) for index in self._my_indices()]
 
@@ -400,9 +436,9 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes the elements of this warpgroup's i-th tile that overlap the previous tile.
+        """Zeroes the elements of a tile that another tile has too, so that a sum counts them once.
 
-        The sum of squares then counts each element once.
+        `value` has an element for each element of this warpgroup's i-th tile, such as its square.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
@@ -413,14 +449,15 @@ class _Body:
         return jnp.where(position >= counted, value, jnp.zeros_like(value))
 
     def _meet(self, scratch: _Scratch) -> None:
-        """Makes all warpgroups of the block wait for each other."""
+        """Waits until all warpgroups of the block have called this method."""
         plgpu.barrier_arrive(scratch.together)
         plgpu.barrier_wait(scratch.together)
 
     def _signal(self, *, release: bool) -> None:
-        """Signals that this block has put the sums of its share, or read all that it needs.
+        """Signals to peers that this block has written its sums, or read all ranks' inputs.
 
-        The caller must have made the block's warpgroups wait for each other.
+        The block's warpgroups must have waited for each other before. `release` is whether the
+        signal makes the block's writes visible to peers.
         """
 
         @pl.when(lax.axis_index("warpgroup") == 0)
@@ -428,5 +465,5 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self) -> None:
-        """Waits for the signal of this block's counterpart on every rank."""
+        """Waits until the block of the same index on every rank has called `_signal`."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

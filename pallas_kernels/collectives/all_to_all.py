@@ -1,4 +1,4 @@
-"""All-to-all: every rank writes each of its shards straight into the output of its rank.
+"""All-to-all: every rank writes shard d of its input directly to the output of rank d.
 
 x[d] of rank s --> registers ==== link ====> out[s] of rank d
 """
@@ -15,9 +15,10 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
+    """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
 
-    With stacked ranks, [N, N, S] becomes [N, N, S].
+    S is a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are
+    simulated on one device (`fabric.stacked`), x and the result are [N, N, S].
     """
     num_ranks, size = x.shape[-2:]
 
@@ -25,7 +26,8 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
         rank = fabric.rank()
 
         def put_tile(shard, where):
-            peer = lax.rem(rank + shard, jnp.int32(num_ranks))  # ranks begin with different peers
+            # Ranks begin with different peers, to spread the load over the links.
+            peer = lax.rem(rank + shard, jnp.int32(num_ranks))
             tile = tiles.load(fabric, fabric.mine(x_ref).at[peer, where])
             tiles.store(fabric, fabric.peer(out_ref, peer).at[rank, where], tile)
 

@@ -1,12 +1,12 @@
 """The collectives over the low-latency protocol: faster for payloads of up to a few megabytes.
 
-Each function gives the results of the collective of its name in `all_reduce`, `all_gather`,
-`reduce_scatter` and `all_to_all`, bit for bit; these wait for each other's signals instead.
-`fabric.low_latency` describes the protocol.
+Each collective has the same name as in `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+and returns the same bits. In those modules ranks wait for each other's signals; in the low-latency
+protocol, which `fabric.low_latency` describes, a receiver polls the payload itself.
 
-In each function `place` is [1] int32, the place of this GPU in the mesh, `channels` is how ranks
-reach each other, and `plan` gives the number of blocks. S is a whole number of vectors of 16 bytes
-and at least one tile.
+In each collective, `place` is [1] int32, the index of this GPU in the mesh in row-major order,
+`channels` is the protocol's memory, by which ranks reach each other, and `plan` gives the number of
+blocks. S is a whole number of 16-byte vectors and at least one tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """All-reduces x [S]: every rank sends its whole input to all ranks, and sums all inputs."""
+    """All-reduces x [S] floating over the low-latency protocol; returns the sum [S] on every rank.
+
+    In one shot, every rank sends its whole input to all ranks, and sums all inputs. `place` [1]
+    int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -40,7 +44,11 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """All-reduces x [N, S]: rank r receives and sums shard r, and sends the sum to all ranks."""
+    """All-reduces x [N, S] floating over the low-latency protocol; returns the sum on every rank.
+
+    In two shots, rank r receives and sums shard x[r] of all ranks, and sends the sum to all ranks.
+    `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, (tile, total) in enumerate(_sums_of_shard(endpoint, where, x_ref)):
@@ -55,7 +63,10 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] of every rank into [N, S]: every rank sends its x to all ranks."""
+    """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks.
+
+    `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -72,7 +83,10 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
 def reduce_scatter(
     place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
 ) -> jax.Array:
-    """Reduce-scatters x [N, S]: rank r receives shard r of all ranks and returns its sum, [S]."""
+    """Reduce-scatters x [N, S] floating: rank r receives shard x[r] of all ranks and sums it.
+
+    Returns the sum, [S]. `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for tile, total in _sums_of_shard(endpoint, where, x_ref):
@@ -82,7 +96,10 @@ def reduce_scatter(
 
 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
+    """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
+
+    `place` [1] int32 is the index of this GPU in the mesh.
+    """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -99,7 +116,11 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
 def _sums_of_shard(
     endpoint: Endpoint, where: Sequence[Any], x_ref: Any
 ) -> Iterator[tuple[Any, jax.Array]]:
-    """Sends every rank its shard of x; yields (slice, sum) for each tile of this rank's shard."""
+    """Sends each peer r the shard x[r], and sums the shards that this rank receives.
+
+    `where` has this worker's tiles, slices of a shard. Yields a pair for each tile: the slice, and
+    the sum of all ranks' tiles there.
+    """
     for index, tile in enumerate(where):
         endpoint.send(
             index, [tiles.load(endpoint.channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
@@ -115,7 +136,10 @@ def _sums_of_shard(
 def _store_what_arrives(
     endpoint: Endpoint, where: Sequence[Any], x: jax.Array, out_ref: Any
 ) -> None:
-    """Receives the tiles that each peer sends, and stores them to out_ref[peer]."""
+    """Receives this worker's tiles from each peer, and stores them to out_ref[peer].
+
+    `where` has the tiles, slices of the last axis. `out_ref` is [N, S] in this rank's memory.
+    """
     for index, tile in enumerate(where):
         parts = endpoint.receive(index, (tile.size,), x.dtype, exact=True)
         for peer, part in zip(endpoint.peers, parts, strict=True):
@@ -132,13 +156,22 @@ def _call(
     sends_per_tile: int,
     name: str,
 ) -> jax.Array:
-    """Runs a collective's kernel over the low-latency protocol, and returns its result.
+    """Runs the kernel of a collective over the low-latency protocol, and returns its result.
 
-    `body` is called with a worker's `Endpoint`, the slices of the last axis that are its tiles, and
-    references to x and the result, which has the given shape. The last axes of x and of the result
-    have the same size: whole vectors of 16 bytes, and at least one tile. Every worker has the same
-    number of tiles. Some workers share the last tile, which is moved back so that it ends with the
-    axis; they write the same values.
+    The last axes of x and of the result have the same size, S, and are cut into tiles. Every worker
+    (a warpgroup) gets the same number of tiles. The last tile is moved back so that it ends with
+    the axis. Several workers may have this tile; they write the same values.
+
+    Args:
+      body: called with a worker's `Endpoint`, the worker's tiles as slices of the last axis, and
+        references to x and the result.
+      place: [1] int32, the index of this GPU in the mesh in row-major order.
+      x: [..., S]; S is a whole number of 16-byte vectors and at least one tile.
+      shape: the result's shape, [..., S].
+      channels: the protocol's memory, by which ranks reach each other.
+      plan: the number of blocks, and of warpgroups per block.
+      sends_per_tile: the number of tiles that `body` sends to each peer for each tile of a worker.
+      name: the kernel's name in profiles and messages.
     """
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
@@ -176,22 +209,24 @@ def call(
     """Runs a kernel over the low-latency protocol.
 
     Args:
-      body: called with a worker's `Endpoint`, references to operands and results, and scratch by
-        name.
-      place: [1] int32, the place of this GPU in the mesh.
+      body: the kernel's body, called in every warpgroup with its `Endpoint`, references to operands
+        and results, and shared memory by name.
+      place: [1] int32, the index of this GPU in the mesh in row-major order.
       operands: the kernel's inputs.
-      out_type: shape and dtype of each result on one rank.
-      channels: the ranks, and the memory that they reach each other by.
-      plan: number of blocks, and of warpgroups per block.
-      num_sends: tiles that `body` sends to each peer; it receives as many from each.
+      out_type: the shape and dtype of each result on one rank.
+      channels: the protocol's memory, by which ranks reach each other.
+      plan: the number of blocks, and of warpgroups per block.
+      num_sends: the number of tiles that `body` sends to each peer in each warpgroup. It receives
+        as many tiles from each peer.
       name: the kernel's name in profiles and messages.
-      scratch_types: the scratch that `body` takes, by name.
+      scratch_types: the types of the shared memory that `body` takes, by name.
 
     Returns:
-      The results.
+      The kernel's results, as `out_type` describes them.
 
     Raises:
-      ValueError: the plan has too many workers, or `body` sends too many tiles.
+      ValueError: the plan has more warpgroups than the protocol has room for, or a warpgroup sends
+        more tiles to a peer.
     """
     room = tiles_of_channel(channels.memory.num_gpus)
     if plan.num_workers > MAX_WORKERS or num_sends > room:

@@ -1,4 +1,4 @@
-"""Reduce-scatter: every rank reads its shard of all ranks' inputs and sums them.
+"""Reduce-scatter: rank r reads shard r of every rank's input, and sums the shards.
 
 x[r] of every rank ==== link ====> registers of rank r --> sum in rank order --> out of rank r
 """
@@ -13,10 +13,11 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [N, S] floating over ranks, and returns at rank r the shard r of the sum, [S].
+    """Sums x [N, S] floating over ranks, and returns shard r of the sum, [S], on rank r.
 
-    The sum is taken in float32 and rank order, and rounded once. With stacked ranks, [N, N, S]
-    becomes [N, S].
+    The sum is computed in float32, in rank order, and rounded once to x's dtype. S is a whole
+    number of 16-byte vectors and at least one tile of `plan`. If all ranks are simulated on one
+    device (`fabric.stacked`), x is [N, N, S] and the result [N, S].
     """
     (size,) = x.shape[-1:]
 

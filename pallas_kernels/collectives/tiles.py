@@ -1,12 +1,12 @@
-"""Cuts flat arrays into tiles and sums them over ranks, for all kernels of the collectives.
+"""Cuts flat arrays into tiles and sums them over ranks, for the kernels of the collectives.
 
-A collective's payload is flat and cut into tiles, which the warpgroups share. A thread moves 16
-bytes with each instruction, directly between registers and any rank's memory. Shared memory is not
-used; many threads with a few loads each hide the link's latency.
+A collective's payload is a flat array, cut into tiles that are distributed over the warpgroups of
+all blocks. A thread moves 16 bytes with each instruction, directly between registers and any rank's
+memory, without shared memory. The link's latency is hidden by many threads with a few loads each.
 
-After `fabric.connect`, all ranks' inputs are readable. A block ends only after the block of the
-same index on every other rank has made its last access to another rank's memory. When the kernel
-ends, no rank reads this rank's input or writes to its output any more.
+After `fabric.connect`, a kernel may read the inputs of all ranks. A block ends only after the block
+of the same index on every other rank has made its last access to another rank's memory. So when the
+kernel has ended, no rank reads this rank's input or writes to its output any more.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, vector_length
 
-_DONE = 0  # the kind of signal: this block has made its last access to another rank's memory
+# The kind of signal by which a block says that it has made its last access to its peers' memory.
+_DONE = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """Static choices of one call of a collective's kernel.
+    """The static choices of one call of a collective's kernel.
 
     Attributes:
-      num_blocks: thread blocks per rank.
-      num_warpgroups: warpgroups per block.
-      num_vectors: vectors of 16 bytes that each thread holds per rank at a time.
+      num_blocks: the number of thread blocks per rank.
+      num_warpgroups: the number of warpgroups per block.
+      num_vectors: the number of 16-byte vectors that each thread holds of a tile. A tile is the
+        part of an array that a warpgroup loads, sums or stores at a time.
     """
 
     num_blocks: int
@@ -45,7 +47,7 @@ class TilePlan:
 
     @property
     def num_workers(self) -> int:
-        """The number of warpgroups of all blocks; each is a worker."""
+        """The number of workers: the warpgroups of all thread blocks of a rank."""
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
@@ -54,20 +56,24 @@ class TilePlan:
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
-    """Returns the number of elements of a tile, which a warpgroup holds at a time."""
+    """Returns the number of elements of a tile, the unit that a warpgroup holds in registers.
+
+    `num_vectors` is the number of 16-byte vectors of a tile that each thread holds.
+    """
     return LANES * num_vectors * vector_length(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatTiles:
-    """A flat array, or `num_shards` equal shards of one, cut into tiles for a kernel's warpgroups.
+    """Distributes the tiles of `num_shards` shards of equal size over a kernel's warpgroups.
 
-    The last tile of a shard is moved back so that it ends with the shard. It overlaps the previous
-    tile, and both write the same values there. A shard may thus be any whole number of vectors of
-    16 bytes, and at least one tile.
+    The last tile of a shard is moved back so that it ends with the shard. It may overlap the
+    previous tile; both write the same values to the overlap. The size of a shard may thus be any
+    whole number of 16-byte vectors that is at least one tile.
     """
 
-    size: int  # the number of elements of a shard
+    # The number of elements of a shard.
+    size: int
     dtype: Any
     plan: TilePlan
     num_shards: int = 1
@@ -84,8 +90,9 @@ class FlatTiles:
         return tile_length(self.dtype, self.plan.num_vectors)
 
     def each(self, body: Callable[[Any, Any], None]) -> None:
-        """Calls body(shard, slice of that shard) for every tile of this warpgroup.
+        """Calls `body(shard, where)` for every tile that this warpgroup handles.
 
+        `shard` is the index of a shard, and `where` the slice of the shard that is the tile.
         Neighbouring warpgroups take different shards, to spread the load over the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
@@ -102,33 +109,37 @@ class FlatTiles:
 
 
 def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
-    """Loads a tile, a contiguous 1D part of any rank's memory, into registers."""
+    """Loads a tile into registers; `ref` is contiguous, 1D and in any rank's global memory."""
     return vectors.load(fabric, ref, vector_length(ref.dtype))
 
 
 def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
-    """Stores a tile in registers to any rank's memory."""
+    """Stores a tile from registers to `ref`, which is 1D and in any rank's global memory."""
     vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
-    """Loads the tile at `indices` of every rank's `ref`, and sums them in float32 and rank order.
+    """Loads the tile at `indices` of every rank's `ref`, and sums the tiles in rank order.
 
-    Every rank gets the same bits. Each begins to read at a different peer, to spread the load over
-    the links.
+    Returns the float32 sum in registers, with the same bits on every rank. The ranks begin to read
+    at different peers, to spread the load over the links.
     """
     num_ranks = fabric.num_ranks
     stagger = num_ranks > 2 and not fabric.interpret
     first = fabric.rank() if stagger else jnp.int32(0)
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
     parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
-    if stagger:  # rank r's part is at (r - first) % N
+    if stagger:
+        # `parts` begins with the tile of rank `first`. It is rotated to begin with that of rank 0.
         parts = vectors.rotate(fabric, parts, first, vector_length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
-    """Stores a tile at `indices` of every rank's `ref`; each rank begins with itself."""
+    """Stores a tile from registers to `indices` of every rank's `ref`, in global memory.
+
+    Each rank begins with its own memory, to spread the load over the links.
+    """
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
     parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
@@ -146,14 +157,17 @@ def call(
     reads: bool = False,
     puts: bool = False,
 ) -> jax.Array:
-    """Runs a collective's kernel; a block ends when its peers have ended their accesses.
+    """Runs the kernel of a collective, and returns its result.
+
+    A block ends only after its peers have made their last access to other ranks' memory.
 
     Args:
       fabric: the ranks, and how they reach each other.
-      body: called with references to the operands and the output.
-      plan: number of blocks, and of warpgroups per block.
+      body: the kernel's body, called with references to the operands and the output in every
+        warpgroup.
+      plan: the number of blocks, and of warpgroups per block.
       operands: the kernel's inputs.
-      out_type: shape and dtype of the output on one rank.
+      out_type: the shape and dtype of the output on one rank.
       name: the kernel's name in profiles and messages.
       reads: whether the body reads other ranks' inputs.
       puts: whether the body writes to other ranks' outputs.

@@ -1,1 +1,1 @@
-"""GPU kernels of dispatch and combine, and of their gradients."""
+"""GPU kernels for MoE dispatch and combine between ranks, and for their gradients."""

@@ -1,16 +1,17 @@
-"""Combine: sums rows next to the experts, and sends one row per (token, rank) to the token's owner.
+"""Combine: each rank sums a token's expert outputs, and sends one sum to the token's owner.
 
-The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
+The owner of a token is the rank that dispatched it. Block b of every rank handles the same range of
 tokens of every owner, a step of a few tokens at a time, with these warpgroups:
 
   scout    lists the rows of each (owner, token) of the next step, and signals to peers that the
-           sums of a step are in their receive buffers, and that a step has been read;
-  workers  share the sums of a step, a tile of some columns at a time. A worker loads the tile of a
-           sum's rows from memory into registers, several rows at once, and adds them in float32,
-           weighted. It stores the sum in the owner's receive buffer, rounded to the rows' dtype, or
-           quantized with a scale for every 128 values. Then the workers share what has arrived for
-           this rank's tokens of the step before: they wait until every rank has put its sums, add
-           these in rank order, and write the result.
+           sums of a step are in their receive buffers, and that the sums received for a step have
+           been read;
+  workers  compute the sums of a step, a tile of some columns at a time. A worker loads the tile of
+           a sum's rows from memory into registers, several rows at once, and adds them in float32,
+           multiplied by their weights. It stores the sum in the owner's receive buffer, rounded to
+           the rows' dtype, or quantized with a scale for every 128 values. After a step is sent,
+           the workers finish this rank's own tokens of the previous step: they wait until the sums
+           of every rank have arrived, add them in rank order, and write the result.
 
     rank d, workers                                 rank s, owner of token t, workers
     y[row of expert a] --> registers                receive buffer
@@ -18,10 +19,10 @@ tokens of every owner, a step of a few tokens at a time, with these warpgroups:
                                                     [step, from rank e, t] --> sum in rank order
     signal: a step's sums are there ==============> scout waits for it     --> out[t]
 
-So all threads have loads of several rows under way, and nothing passes through shared memory. The
-receive buffer is a ring of steps: step i may be put into a peer's receive buffer once the peer has
-read step i - plan.receive_steps. A rank ends only after the last sums sent to it have arrived, and
-peers send nothing that is not waited for.
+All threads have loads of several rows under way, and rows do not pass through shared memory. The
+receive buffer is a ring of steps: the sums of step i may be written to a peer's receive buffer once
+the peer has read those of step i - plan.receive_steps. A rank's kernel waits for all sums sent to
+the rank before it ends.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_PUT, _READ = 0, 1  # the kinds of signal: a step's sums have been put, and have been read
+# The two kinds of signal between ranks. _PUT: the sums of a step are in the receive buffer. _READ:
+# the receiver has read them, so the sender may overwrite them.
+_PUT, _READ = 0, 1
 
 
 def combine(
@@ -66,24 +69,30 @@ def combine(
     by_rank: bool = False,
     wire: RowFormat = PLAIN,
 ) -> jax.Array:
-    """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
+    """Sums the weighted expert outputs of each token, and returns them to the token's rank.
 
-    With stacked ranks, every array has a leading axis of N.
+    T is the number of this rank's tokens, H the hidden size, K the number of choices of a token,
+    and N the number of ranks. If all ranks are simulated on one device (`fabric.stacked`), every
+    array has a leading axis of N.
 
     Args:
-      y: [R, H]; H · itemsize a multiple of 128 bytes.
+      y: [R, H], the expert outputs in the R rows of the receive buffer; H · itemsize is a multiple
+        of 128 bytes.
       topk_weights: [T, K] float32, or None for a sum without weights.
-      topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
-        its local expert; less than 0 where the choice is of another rank's expert.
+      topk_idx: [T, K] int32, the experts that this rank's tokens choose.
+      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
+        rank's tokens or, with `by_rank`, the choice's local expert. It is less than 0 where the
+        choice is of another rank's expert.
       fabric: how ranks reach each other.
-      plan: number of blocks and workers, tokens of a step, and depth of the receive buffer.
-      num_experts: E.
-      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
-      wire: the format in which sums are sent. H is a multiple of 512 if it is quantized.
+      plan: the number of blocks and workers, the tokens of a step, and the depth of the receive
+        buffer.
+      num_experts: E, the number of experts on all ranks together.
+      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
+        where the owner is the token's rank.
+      wire: the format in which sums are sent. If it is quantized, H is a multiple of 512.
 
     Returns:
-      The sum of each of this rank's tokens, [T, H] of y's dtype.
+      The sum for each of this rank's tokens, [T, H] of y's dtype.
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
@@ -121,27 +130,46 @@ def combine(
 
 
 class _Refs(NamedTuple):
-    """The arrays in global memory."""
+    """The combine kernel's operands, results and receive buffer in global memory."""
 
-    y: Any  # [R, H]
-    topk_idx: Any  # [T·K] int32
-    rows: Any  # [N, T·K] int32
-    weights: Any  # [T·K] float32 at every rank; None without weights
-    out: Any  # [T, H]
-    received: Sequence[Any]  # the parts of the receive buffer of every rank
+    # [R, H], the expert outputs.
+    y: Any
+    # [T·K] int32, the experts that this rank's tokens choose.
+    topk_idx: Any
+    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    rows: Any
+    # [T·K] float32, the routing weights, which peers read from this rank; None without weights.
+    weights: Any
+    # [T, H], the result.
+    out: Any
+    # The receive buffer, which peers write to: an array for each part (values, then scales).
+    received: Sequence[Any]
 
 
 class _Scratch(NamedTuple):
-    """The shared memory. Lists have room for two steps, used in turn; sums are [token, owner]."""
+    """The shared memory of the combine kernel.
 
-    window_rows: Any  # [N, window] int32: rows of a step's tokens, by owner
-    window_weights: Any  # [N, window] float32: the weights of `window_rows`
-    list_counts: Any  # [2, sums] int32: rows of each sum; NOWHERE if none is sent
-    list_rows: Any  # [2, sums, listed_rows] int32: the rows of each sum
-    list_weights: Any  # [2, sums, listed_rows] float32: the weights of `list_rows`
-    listed: Any  # [2] barriers: the scout has listed a step
-    put: Any  # [2] barriers: the workers have put the sums of a step
-    read: Any  # [2] barriers: the workers have read the sums that have arrived
+    A step is the tokens between two signals. It has a sum for each of its tokens and each owner,
+    the rank whose token it is; the index of a sum is token · N + owner. Arrays with a leading 2
+    have a half for even steps and one for odd steps.
+    """
+
+    # [N, window] int32, the rows of y of a step's choices, by owner.
+    window_rows: Any
+    # [N, window] float32, the routing weights of the same choices.
+    window_weights: Any
+    # [2, sums] int32, the number of rows of each sum; NOWHERE if the sum is not sent.
+    list_counts: Any
+    # [2, sums, listed_rows] int32, the rows of y that each sum adds.
+    list_rows: Any
+    # [2, sums, listed_rows] float32, the weights of the rows in `list_rows`.
+    list_weights: Any
+    # [2] barriers; one completes when the scout has listed the sums of a step.
+    listed: Any
+    # [2] barriers; one completes when the workers have sent the sums of a step.
+    put: Any
+    # [2] barriers; one completes when the workers have read the received sums of a step.
+    read: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +177,16 @@ class _Combine:
     """The kernel of `combine`.
 
     Attributes:
-      num_tokens: T.
-      row: the size of a row of y, and of the form in which sums are sent.
-      top_k: K.
-      num_local_experts: L.
-      capacity: the rows of y.
-      weighted: whether rows are weighted.
+      num_tokens: T, the number of tokens of each rank.
+      row: the size of a row of y, and of a sum in the format it is sent in.
+      top_k: K, the number of experts chosen for each token.
+      num_local_experts: L, the number of experts of each rank.
+      capacity: R, the number of rows of y.
+      weighted: whether rows are multiplied by routing weights.
       by_rank: whether y is rank-major, with one row for each token and owner.
       fabric: how ranks reach each other.
-      plan: number of blocks and workers, and tokens of a step.
-      window: the routes of a step's tokens.
+      plan: the number of blocks and workers, and the tokens of a step.
+      window: the slice of the routing data that holds one step's tokens.
     """
 
     num_tokens: int
@@ -190,7 +218,7 @@ class _Combine:
 
     @property
     def tile(self) -> int:
-        """The columns that a worker sums at a time."""
+        """The number of columns that a worker warpgroup sums at a time."""
         return combine_tile(self.row)
 
     @property
@@ -199,25 +227,28 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """The length of a sum's list of rows: K, or 1 if y is rank-major, padded.
+        """The length of the list of a sum's rows: K, or 1 if y is rank-major.
 
-        It is a multiple of `rows_at_once`.
+        The length is padded to a multiple of `rows_at_once`.
         """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows of a sum are loaded at a time."""
+        """The number of rows of a sum that a worker loads into registers at a time."""
         return min(ROWS_OF_SUM, 1 if self.by_rank else self.top_k)
 
     @property
     def reused(self) -> bool:
-        """Whether steps of the receive buffer are used more than once."""
+        """Whether the receive buffer holds fewer steps than a block has, so that it is reused."""
         return self.steps_per_block > self.receive_steps
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The indices of the buffers that peers reach: weights, if any, and the receive buffer."""
+        """The positions, among operands and results, of the buffers that peers access.
+
+        Peers read this rank's weights, if there are any, and write to its receive buffer.
+        """
         num_operands = 4 if self.weighted else 3
         received = range(num_operands + 1, num_operands + 1 + len(self.row.parts))
         return (*((3,) if self.weighted else ()), *received)
@@ -227,7 +258,7 @@ class _Combine:
         return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.fabric.num_ranks)
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         ranks, sums = self.fabric.num_ranks, self.step_tokens * self.fabric.num_ranks
         workers = plgpu.Barrier(num_arrivals=self.plan.num_workers, num_barriers=2)
         return _Scratch(
@@ -261,16 +292,22 @@ class _Combine:
             self._work(warpgroup - 1, refs, scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns this block's first token, the number of its tokens, and that of its steps."""
+        """Returns this block's first token, number of tokens and number of steps, int32 scalars."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists the sums of each step for the workers, and exchanges signals with peers."""
+        """Runs the scout warpgroup: lists the sums of each step, and exchanges signals with peers.
+
+        The workers read the lists of rows from shared memory.
+        """
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
-            """Lists a step, once peers have read the earlier sums that it will overwrite."""
+            """Lists the rows of a step's sums, and lets the workers begin the step.
+
+            Waits first until peers have read the earlier sums that this step's sums overwrite.
+            """
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -279,13 +316,15 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Every worker has ended the previous step, so its list may be overwritten.
+            # Every worker has sent the sums of step `step - 1`, so the list of step `step + 1` may
+            # overwrite the list of that step.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
-            # Signal only if peers will wait for it: they put step `step - 1 + receive_steps`.
+            # Peers wait for this signal before they send step `step - 1 + receive_steps`. If there
+            # is no such step, no signal is sent.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def signal_read() -> None:
                 plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
@@ -295,7 +334,11 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists, for every sum of a step, the rows to add and their weights."""
+        """Writes the list of rows to add, with their weights, for every sum of a step.
+
+        A step has a sum for each owner rank and each of `step_tokens` tokens. The lists are in
+        shared memory, where the workers read them.
+        """
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
         token = first_token + step * self.step_tokens
@@ -336,7 +379,11 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Sums and puts the rows of each step, and adds what arrived for the previous step."""
+        """Runs a worker warpgroup: for each step, sends its sums, and then adds received sums.
+
+        A step is `step_tokens` tokens of every rank. The received sums that it adds are those of
+        the previous step, so that they have had time to arrive.
+        """
         num_steps = self._range()[2]
 
         def put_step(step: jax.Array) -> None:
@@ -367,15 +414,17 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body(token, item)` for this worker's share of the items of a step.
+        """Calls `body(token, item)` for this worker's share of a step's work items.
 
-        A token has `per_token` items, and is counted within the step.
+        Each token has `per_token` items, which are distributed over the workers one by one. `token`
+        is the token's index within the step, and `item` is from 0 to per_token - 1.
         """
         workers = jnp.int32(self.plan.num_workers)
         tokens = jnp.minimum(
             self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        # A step's first item goes to the worker after that of the previous step's last item.
+        # The distribution continues from step to step: the first item of a step goes to the worker
+        # after the one that had the last item of the previous step.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 
@@ -389,7 +438,11 @@ class _Combine:
     def _sum_and_put(
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: _Scratch
     ) -> None:
-        """Sums the rows of a step's tokens, and puts the sums into the owners' receive buffers."""
+        """Sums the rows of a step's tokens, and writes the sums to the owners' receive buffers.
+
+        The owner of a token is the rank that dispatched it. A worker handles every
+        `plan.num_workers`-th tile of the sums.
+        """
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         place = lax.rem(step, self.receive_steps)
@@ -423,7 +476,8 @@ class _Combine:
 
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # A missing row counts as -0.0, since x + -0.0 has the bits of x for every x.
+                # The sum starts from -0.0, and a row that is missing counts as -0.0: x + -0.0 has
+                # the bits of x for every x.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
@@ -439,17 +493,20 @@ class _Combine:
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
-        """Returns where a tile lies in each part of a sum."""
+        """Returns the slice of columns of a tile in each part of a sum (values, then scales)."""
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]
 
     @property
     def held(self) -> int:
-        """The elements of a tile in registers."""
+        """The number of elements of a tile in registers, padded to whole vectors of all threads."""
         return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
-        """Adds the sums that have arrived for a step's tokens of this rank, in rank order."""
+        """Waits for all ranks' sums for this rank's tokens of a step, and writes totals to `out`.
+
+        A total adds the sums of all ranks for one token, in rank order and in float32.
+        """
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)
         first_token = self._range()[0] + step * self.step_tokens
@@ -474,9 +531,8 @@ class _Combine:
                 for ref, part in zip(refs.received, self._columns(tile), strict=True)
             ]
             if not self.row.wire.quantized:
-                total = vectors.constant(
-                    fabric, self.held, 0.0, self.vector
-                )  # 0.0 keeps sums from being -0.0
+                # The total starts from 0.0, so that it is never -0.0.
+                total = vectors.constant(fabric, self.held, 0.0, self.vector)
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector

@@ -1,6 +1,7 @@
-"""The gradient of a weighted combine, for rows and weights, in one pass over the rows.
+"""The gradient of a weighted combine for expert outputs and weights, in one pass over the rows.
 
-The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
+The owner of a token is the rank that dispatched it. y has the expert outputs, and dy and dweights
+are the gradients of y and of the routing weights. Block b of every rank handles the same range of
 tokens of every owner, with these warpgroups:
 
   scout    lists the rows of each (owner, token), and fetches the token's cotangent from its owner
@@ -8,21 +9,22 @@ tokens of every owner, with these warpgroups:
            dweights;
   filler   writes zeros to the rows of dy that have no token, and to dweights where this rank's
            choices are of no expert;
-  workers  multiply each cotangent with its rows. The sum of the product over the columns goes to
-           the owner's dweights, the cotangent times the weight to the row of dy. Rows are loaded
-           from memory into registers, several at a time.
+  workers  multiply each cotangent with the token's rows of y. The inner product goes to the owner's
+           dweights, and the cotangent times the weight to the row of dy. Rows are loaded from
+           memory into registers, several at a time.
 
     owner of the token                 this rank
     g[token] ==== link, once =====>    ring --> worker <-- y[row]
                                                 worker --> dy[row] = weight * g
     dweights[choice] <== link =================  sum of g * y[row]
 
-Workers take the cotangents of the ring in turn. For few tokens, `low_latency_combine_grad` is
-faster.
+Worker w takes every cotangent whose number is w modulo the number of workers. For few tokens,
+`low_latency_combine_grad` is faster.
 
-A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
-knows the routes, so a block waits for its peers only at its end: it signals that it has read their
-memory and written its part of their results, and waits for the same signal of each peer.
+A cotangent crosses the link once per (token, rank), read by the rank that needs it. The dispatch
+has told every rank which tokens it received, so a block waits for its peers only at its end: it
+signals that it has read their memory and written its part of their results, and waits until each
+peer has signalled the same.
 """
 
 from __future__ import annotations
@@ -45,9 +47,12 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
 
-_DONE = 0  # the kind of signal: this block has made its last access to its peers' memory
-_END = -1  # replaces the number of rows after a worker's last cotangent
-_VECTORS_AT_ONCE = 2  # the 16-byte vectors of a row that a thread holds at a time
+# The kind of signal by which a block says that it has made its last access to its peers' memory.
+_DONE = 0
+# The scout writes this in place of a cotangent's number of rows, to tell a worker to stop.
+_END = -1
+# A thread holds this many 16-byte vectors of a row in registers at a time.
+_VECTORS_AT_ONCE = 2
 
 
 def combine_grad(
@@ -65,33 +70,40 @@ def combine_grad(
     zero_unused: bool = True,
     into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine's rows y and of its weights.
+    """Computes the cotangents of a weighted combine's expert outputs y and of its weights.
 
-    With stacked ranks, every array has a leading axis of N.
+    T is the number of this rank's tokens, H the hidden size, K the number of choices of a token,
+    and N the number of ranks. If all ranks are simulated on one device (`fabric.stacked`), every
+    array has a leading axis of N.
 
     Args:
-      g: [T, H], the cotangent of the combine's result; H · itemsize a multiple of 128 bytes.
-      topk_weights: [T, K] float32.
-      y: [R, H], of g's dtype.
-      topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, a result of the dispatch: the row of each choice, or less than 0 where
-        the choice is of another rank's expert; a row of R or more was dropped.
-      counts: [N, E] int32, how many choices of each rank are of each expert.
+      g: [T, H], the cotangent of the combine's result; H · itemsize is a multiple of 128 bytes.
+      topk_weights: [T, K] float32, the weights of the combine.
+      y: [R, H] of g's dtype, the expert outputs in the R rows of the receive buffer.
+      topk_idx: [T, K] int32, the experts that this rank's tokens choose.
+      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
+        rank's tokens. It is less than 0 where the choice is of another rank's expert, and R or more
+        where the choice was dropped.
+      counts: [N, E] int32, how many choices of each source rank are of each expert.
       fabric: how ranks reach each other.
-      plan: number of blocks, of workers, and of cotangents in the ring.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      fair: whether a rank whose rows did not fit in R kept equally many of each expert.
-      zero_unused: whether rows of dy past the last expert's rows are zero; else undefined.
-      into: dy of an earlier call with the same counts. The rows of this call's tokens are written
-        into it; all others are kept, and none is filled with zeros.
+      plan: the number of blocks, of workers, and of cotangents in the ring.
+      expert_alignment: the rows of each expert start at a multiple of this number.
+      fair: whether a rank that received more than R rows dropped rows such that each of its experts
+        kept at most the same number; else it dropped the rows from R on.
+      zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
+      into: dy of an earlier call with the same counts, or None. If given, the rows of this call's
+        tokens are written into it, and all its other rows keep their values.
 
     Returns:
-      dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token (see also `zero_unused` and `into`). dweights [T, K] float32: the
-      inner product of cotangent and row, summed in an order that is the same on every run; zero for
-      choices that are of no expert or were dropped.
+      dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in
+        float32 and rounded once. A row without a token is zero, except as `zero_unused` and `into`
+        say.
+      dweights: [T, K] float32, the inner product of the token's cotangent and the choice's row of
+        y, summed in the same order on every run. It is zero for choices that are of no expert or
+        were dropped.
     """
-    if plan.num_stages % plan.num_workers:  # a worker must see all turns of its stages' barriers
+    # A worker must wait for every completion of its stages' barriers, so no stage has two workers.
+    if plan.num_stages % plan.num_workers:
         raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
     capacity, hidden = y.shape[-2:]
@@ -133,32 +145,54 @@ def combine_grad(
 
 
 class _Refs(NamedTuple):
-    """The arrays in global memory."""
+    """The operands and results of the kernel, in global memory."""
 
-    g: Any  # [T, H] at every rank
-    weights: Any  # [T·K] float32 at every rank
-    y: Any  # [R, H]
-    topk_idx: Any  # [T·K] int32
-    rows: Any  # [N, T·K] int32
-    counts: Any  # [N, E] int32
-    dy: Any  # [R, H]
-    dweights: Any  # [T·K] float32 at every rank
+    # [T, H], the cotangent of the combine's result, which peers read.
+    g: Any
+    # [T·K] float32, the routing weights, which peers read.
+    weights: Any
+    # [R, H], the expert outputs.
+    y: Any
+    # [T·K] int32, the experts that this rank's tokens choose.
+    topk_idx: Any
+    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    rows: Any
+    # [N, count_width] int32, how many choices of each source rank are of each expert.
+    counts: Any
+    # [R, H], the gradient of y.
+    dy: Any
+    # [T·K] float32, the gradient of the weights, which peers write to.
+    dweights: Any
 
 
 class _Scratch(NamedTuple):
-    """The shared memory. The ring has S stages, each with a cotangent and the list of its rows."""
+    """The shared memory of the kernel.
+
+    The ring has S stages. A stage holds a token's cotangent and the list of the token's rows of y
+    on this rank. The owner of a token is the rank that dispatched it.
+    """
 
     experts: ExpertScratch
-    window_rows: Any  # [N, window] int32: a window of rows, by owner
-    window_weights: Any  # [N, window] float32: the weights of `window_rows`
-    stages: Any  # [S, columns]: cotangents
-    notes: Any  # [S, 2] int32: the number of a stage's rows, or _END; the owner
-    list_rows: Any  # [S, listed_rows] int32: a stage's rows
-    list_choices: Any  # [S, listed_rows] int32: the owner's choices that `list_rows` belong to
-    list_weights: Any  # [S, listed_rows] float32: the weights of `list_rows`
-    sums: Any  # [workers, rows at a time, warps] float32: partial sums of dweights
-    full: Any  # [S] barriers: a cotangent has arrived
-    empty: Any  # [S] barriers: a worker has used a cotangent
+    # [N, window] int32, the rows of y of the next tokens' choices, by owner.
+    window_rows: Any
+    # [N, window] float32, the routing weights of the same choices.
+    window_weights: Any
+    # [S, columns], the cotangents.
+    stages: Any
+    # [S, 2] int32: [s, 0] is the number of rows listed for stage s, or _END; [s, 1] is the owner.
+    notes: Any
+    # [S, listed_rows] int32, the rows of y of each stage's token.
+    list_rows: Any
+    # [S, listed_rows] int32, the index in the owner's dweights of the choice of each listed row.
+    list_choices: Any
+    # [S, listed_rows] float32, the routing weight of each listed row.
+    list_weights: Any
+    # [workers, ROWS_OF_COTANGENT, warps] float32, each warp's part of an inner product.
+    sums: Any
+    # [S] barriers; one completes when a cotangent has arrived in its stage.
+    full: Any
+    # [S] barriers; one completes when a worker has used the cotangent of its stage.
+    empty: Any
 
     @property
     def ring(self) -> Ring:
@@ -170,14 +204,14 @@ class _CombineGrad:
     """The kernel of `combine_grad`.
 
     Attributes:
-      num_tokens: T.
-      hidden: H.
-      top_k: K.
-      dtype: the dtype of rows.
+      num_tokens: T, the number of tokens of each rank.
+      hidden: H, the hidden size.
+      top_k: K, the number of experts chosen for each token.
+      dtype: the dtype of cotangents and of the rows of y and dy.
       fabric: how ranks reach each other.
-      plan: number of blocks, of workers, and of stages.
-      window: the routes that the scout holds at a time.
-      experts: where each expert's rows are.
+      plan: the number of blocks, of workers, and of stages of the ring.
+      window: the slice of the routing data that the scout loads at a time.
+      experts: finds where each expert's rows are, and zeroes unused rows of dy.
     """
 
     num_tokens: int
@@ -199,7 +233,7 @@ class _CombineGrad:
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         columns = padded_columns(self.hidden, self.dtype)
         stages, workers, listed = self.plan.num_stages, self.plan.num_workers, self.listed_rows
         window = (self.fabric.num_ranks, self.window.width)
@@ -237,13 +271,16 @@ class _CombineGrad:
             self._weigh(warpgroup - 2, refs, scratch)
 
     def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists the rows of each (token, owner), and fetches its cotangent, for the workers."""
+        """Runs the scout warpgroup: fills the ring with cotangents and the lists of their rows."""
         fabric, window, ring = self.fabric, self.window, scratch.ring
         num_ranks = fabric.num_ranks
         first_token, end_token = self.token_range()
 
         def scout_window(index: jax.Array, turn: jax.Array) -> jax.Array:
-            """Handles a window of tokens; returns the next turn of the ring."""
+            """Passes the tokens of one slice of the routing data to the workers.
+
+            `turn` is the number of cotangents passed before. Returns the number after the slice.
+            """
             window_token = first_token + index * window.tokens
             owners = [self.owner(i) for i in range(num_ranks)]
             start = open_window(
@@ -272,7 +309,7 @@ class _CombineGrad:
 
         lax.fori_loop(0, self.plan.num_workers, end, None)
         fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_stages)
-        # The workers have read every cotangent of this block, and written all their dweights.
+        # The ring is empty: the workers have read all cotangents and written all dweights.
         self.finish()
 
     def _scout_pair(
@@ -284,9 +321,12 @@ class _CombineGrad:
         refs: _Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Lists the rows of an owner's token; returns the next turn of the ring.
+        """Fills a stage of the ring with a token's cotangent and the list of the token's rows.
 
-        `start` is the entry that the window begins with. A token without rows takes no turn.
+        Writes zero to the owner's dweights for each dropped choice. The owner of the token is the
+        rank that dispatched it. `start` is the index of the first entry of the loaded routing data.
+        `turn` is the number of cotangents passed to the ring so far. Returns their number after
+        this token; a token without a row on this rank adds none.
         """
         fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         entry = token * top_k
@@ -316,7 +356,7 @@ class _CombineGrad:
         return turn + (count > 0).astype(jnp.int32)
 
     def _weigh(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Multiplies every cotangent of this worker's turns with its rows."""
+        """Runs a worker warpgroup: multiplies its share of the cotangents with their rows of y."""
         ring = scratch.ring
 
         def take_stage(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -333,7 +373,9 @@ class _CombineGrad:
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
             )
             lax.fori_loop(0, parts, weigh_rows, None)
-            plgpu.commit_smem()  # a bulk copy writes to the stage next
+            # An asynchronous bulk copy overwrites the stage next. The fence orders it after the
+            # reads.
+            plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[stage])
             return turn + self.plan.num_workers, count != _END
 
@@ -348,9 +390,10 @@ class _CombineGrad:
         refs: _Refs,
         scratch: _Scratch,
     ) -> None:
-        """Multiplies a stage's cotangent with some of its rows of y, and with their weights.
+        """Multiplies a cotangent with up to ROWS_OF_COTANGENT rows of y, and with their weights.
 
-        `first` is the first of these rows in the stage's list.
+        Writes the inner products to the owner's dweights and the weighted cotangent to dy. `stage`
+        is the ring stage of the cotangent, and the rows begin at index `first` of its list.
         """
         fabric, vector = self.fabric, vector_length(self.dtype)
         at_once = range(ROWS_OF_COTANGENT)
@@ -358,10 +401,15 @@ class _CombineGrad:
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
-        block = LANES * vector  # the columns of a block: one vector for each thread
+        # A block of columns has one vector for each thread.
+        block = LANES * vector
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
-            """Multiplies neighbouring blocks of columns; adds the products with rows to totals."""
+            """Multiplies neighbouring blocks of columns, beginning at column `start`.
+
+            `sizes` is the number of columns of each block. Writes the weighted cotangent to dy, and
+            returns `totals` plus the elementwise products with each row of y.
+            """
             parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
             loaded = [
                 vectors.load_each(
@@ -377,7 +425,8 @@ class _CombineGrad:
                 cotangent = cotangent.astype(jnp.float32)
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
-                    if columns.size > part.size:  # memory past the row is not initialized
+                    if columns.size > part.size:
+                        # The stage is not initialized past the end of the row.
                         inside = fb.iota(fabric, columns.size, vector) < part.size
                         product = jnp.where(inside, product, jnp.zeros_like(product))
                     if fabric.interpret:
@@ -408,28 +457,32 @@ class _CombineGrad:
                 choice = scratch.list_choices[stage, first + i]
                 vectors.store_total(fabric, scratch.sums.at[worker, i], of_owner, choice)
 
-        fabric.barrier()  # the next partial sums overwrite these
+        # The next call overwrites the partial sums.
+        fabric.barrier()
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:
-        """Returns this block's first token, and the end of its tokens."""
+        """Returns the first token of this block and the token after its last, int32 scalars."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, first + count
 
     def num_windows(self) -> jax.Array:
-        """Returns the number of windows of routes that this block's tokens take."""
+        """Returns how many slices of the routing data cover this block's tokens, a scalar int32."""
         first, end = self.token_range()
         return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
 
     def owner(self, i: jax.Array | int) -> jax.Array:
-        """Returns the i-th rank in the order in which this block handles owners."""
+        """Returns the rank whose tokens this block handles i-th, a scalar int32.
+
+        The order differs between blocks, to spread the load over the links.
+        """
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
     def finish(self) -> None:
-        """Signals that this block is done with its peers' memory; waits for the same of each peer.
+        """Signals that this block is done with its peers' memory, and waits for the peers' signals.
 
-        The calling warpgroup must know that the block's reads from peers have arrived, and that its
-        writes to peers were made.
+        Before the call, the block's reads from peers must have arrived, and its writes to peers
+        must have been issued.
         """
         fabric = self.fabric
         fabric.delay_point(1)
@@ -438,7 +491,11 @@ class _CombineGrad:
         fabric.wait(_DONE, 1, "the gradient of combine")
 
     def _fill(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Writes zeros to dy, as `ExpertRows.fill`, and to dweights of choices of no expert."""
+        """Runs the filler warpgroup: zeroes the elements of dy and dweights that no worker writes.
+
+        They are the rows of dy without a token, which `ExpertRows.fill` zeroes, and the dweights of
+        this rank's choices whose id is no expert's.
+        """
         fabric, top_k, num_experts = self.fabric, self.top_k, self.experts.num_experts
         self.experts.fetch_counts(refs.counts, scratch.experts)
 

@@ -1,9 +1,9 @@
-"""Dispatch into the expert-major layout: every rank puts its rows into their final places at peers.
+"""Dispatch into the expert-major layout: ranks write rows to their final positions at other ranks.
 
 Block b of every rank handles the same range of tokens, with three warpgroups:
 
   sender    receives how often each rank chose each expert, which block 0 of that rank counts;
-            computes the rows of each token, and puts the token into the first of its rows at every
+            computes the rows of each token, and writes the token to the first of its rows at every
             rank that gets it, with a list of all its rows there;
   receiver  waits for each step of tokens, and copies a token that several experts of this rank get
             from its first row to its other rows;
@@ -14,11 +14,13 @@ Block b of every rank handles the same range of tokens, with three warpgroups:
     rows of t at d ------- link -----> rows[s, t]             --> which rows ---^
     signal: a step is there ---------> block b
 
-So a row crosses the link once per (token, rank) and is fanned out in local memory, with no staging
-buffer. A rank ends only after the last rows sent to it have arrived. What a peer reads of this
-rank's inputs, it reads before its own last signal, so that memory is free when the kernel ends.
+So a row crosses the link once per (token, rank) and is copied to further rows in local memory,
+without a staging buffer. A rank's kernel ends only after the last rows sent to the rank have
+arrived. A peer that reads this rank's inputs does so before its own last signal, so that the inputs
+may be freed when the kernel ends.
 
-`dispatch` computes routes; `dispatch_like` sends other rows along the routes of an earlier call.
+`dispatch` computes the receive-buffer row of each top-k choice. `dispatch_like` sends other data of
+the same tokens to the rows that an earlier call computed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_COUNTED_AT_ONCE = 8192  # the choices that are loaded before the first of them is counted
+# A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
+_COUNTED_AT_ONCE = 8192
 
 
 def dispatch(
@@ -58,31 +61,37 @@ def dispatch(
     zero_unused: bool = True,
     wire: RowFormat = PLAIN,
 ) -> tuple[Any, ...]:
-    """Computes the routes of a dispatch and sends the rows, in one kernel.
+    """Computes the receive-buffer row of each top-k choice and sends the tokens, in one kernel.
 
-    With stacked ranks, every array has a leading axis of N.
+    T is the number of this rank's tokens, H the hidden size, K the number of choices of a token, N
+    the number of ranks, and L the number of experts of a rank. If all ranks are simulated on one
+    device (`fabric.stacked`), every array has a leading axis of N.
 
     Args:
-      x: [T, H]; H · itemsize a multiple of 128 bytes.
-      topk_idx: [T, K] int32.
-      num_experts: E.
+      x: [T, H], the rows of this rank's tokens; H · itemsize is a multiple of 128 bytes.
+      topk_idx: [T, K] int32, the experts that each token chooses.
+      num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: number of blocks, tokens of a step, and depth of the rings.
-      capacity: R.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
-        others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's rows are zero; else undefined.
-      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
-        quantized.
+      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      capacity: R, the number of rows of each rank's receive buffer.
+      expert_alignment: the rows of each expert start at a multiple of this number.
+      fair: whether a rank that receives more than R rows drops rows such that each of its experts
+        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
+        the rows from R on.
+      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
+      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
+        512.
 
     Returns:
-      A tuple of seven: tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
-      rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
-      the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
-      int32, rows of each local expert's group with padding; expert_counts [L] int32, without
-      padding; num_dropped [1] int32, rows that did not fit; rows_needed [1] int32, the capacity
-      that would hold all.
+      A tuple of seven:
+      tokens: the receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
+      rows: [N, T, K] int32, the row on this rank of each choice of each source rank's tokens, and
+        -1 where the choice is of another rank's expert;
+      counts: [N, E] int32, how many choices of each source rank are of each expert;
+      group_sizes: [L] int32, the rows of each local expert with padding;
+      expert_counts: [L] int32, the rows of each local expert without padding;
+      num_dropped: [1] int32, how many of this rank's rows did not fit;
+      rows_needed: [1] int32, the capacity with which all rows of this rank would fit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks, per_rank = x.shape[:-2], fabric.num_ranks, num_experts // fabric.num_ranks
@@ -115,7 +124,8 @@ def dispatch(
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=tuple(range(2, 2 + num_parts + 1)),  # peers write the received rows and the lists
+        # Peers write to the receive buffer and to the lists of rows.
+        shared=tuple(range(2, 2 + num_parts + 1)),
     )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
     parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
@@ -136,27 +146,31 @@ def dispatch_like(
     wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
+    """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
 
-    With stacked ranks, every array has a leading axis of N.
+    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
+    N.
 
     Args:
-      x: [T, H]; H · itemsize a multiple of 128 bytes.
-      rows: [N, T, K] int32, the result of `dispatch`.
-      counts: [N, E] int32, the result of `dispatch`.
+      x: [T, H], a row for each of this rank's tokens; H · itemsize is a multiple of 128 bytes.
+      rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
+        each source rank's tokens.
+      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
+        each expert.
       fabric: how ranks reach each other.
-      plan: number of blocks, tokens of a step, and depth of the rings.
-      capacity: R, as in `dispatch`.
-      expert_alignment: as in `dispatch`.
-      fair: as in `dispatch`.
-      zero_unused: as in `dispatch`.
-      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
-        quantized.
-      into: the rows of an earlier call with the same counts. The rows of this call's tokens are
-        written into them; all others are kept, and none is filled with zeros.
+      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
+      expert_alignment: the rows of each expert start at a multiple of this number, as given to
+        `dispatch`.
+      fair: how rows that do not fit are dropped, as given to `dispatch`.
+      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
+      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
+        512.
+      into: the result of an earlier call with the same counts, or None. If given, the rows of this
+        call's tokens are written into it, and all its other rows keep their values.
 
     Returns:
-      tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
+      The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     row = Row(x.shape[-1], x.dtype, wire)
@@ -183,7 +197,8 @@ def dispatch_like(
         num_warpgroups=3,
         out_type=tokens if into is None else [],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=(1, *range(3, 3 + len(row.parts))),  # peers read the routes and write the tokens
+        # Peers read operand 1, the rows of their tokens, and write to the receive buffer.
+        shared=(1, *range(3, 3 + len(row.parts))),
     )
     operands = (
         x,
@@ -196,22 +211,39 @@ def dispatch_like(
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of both kernels; C stages hold rows that the receiver copies."""
+    """The shared memory of the kernels of `dispatch` and `dispatch_like`.
+
+    The receiver has a ring of C stages, in which it holds rows that it copies to further rows.
+    """
 
     sender: SenderScratch
     experts: ExpertScratch
-    step_rows: Any  # [N, window] int32: the lists of a step, by source rank
-    step_copies: Any  # [tokens of a step · N, K] int32: a token's rows, copied from its first
-    copies: Sequence[Any]  # for each part of a row, [C, columns]
-    copy_full: Any  # [C] barriers: a row has arrived in its stage
-    groups_known: Any  # barrier: the sender has found the groups of the experts' rows
-    next_rows: Any = None  # [E + spare] int32: the next free row of each expert, in `dispatch`
-    connected: Any = None  # barrier: the receiver has connected, in `dispatch`
+    # [N, window] int32, the receive-buffer rows of a step's tokens of each source rank.
+    step_rows: Any
+    # [tokens of a step · N, K] int32, the rows of each token that has several rows on this rank.
+    step_copies: Any
+    # [C, columns] for each part of a row (values, then scales): the stages of the receiver's ring.
+    copies: Sequence[Any]
+    # [C] barriers; one completes when a row has arrived in its stage of `copies`.
+    copy_full: Any
+    # A barrier that completes when the sender has found where each expert's rows are.
+    groups_known: Any
+    # [count_width + LANES] int32, the next free row of each expert; None in `dispatch_like`.
+    next_rows: Any = None
+    # A barrier that completes when the receiver has connected to peers; None in `dispatch_like`.
+    connected: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The common base of the kernels of both dispatches: receiver, filler and memory."""
+    """The common base of the kernels of `dispatch` and `dispatch_like`.
+
+    It has the receiver warpgroup, which copies tokens to further rows, and the shared memory.
+
+    Attributes:
+      sender: sends this rank's tokens to all ranks.
+      experts: finds where each expert's rows are, and zeroes unused rows.
+    """
 
     sender: Sender
     experts: ExpertRows
@@ -225,7 +257,7 @@ class _Kernel:
         return self.sender.num_words
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         ranks, copies = self.fabric.num_ranks, self.sender.plan.num_copy_stages
         step_rows = self.sender.step_tokens * ranks
         return _Scratch(
@@ -239,21 +271,32 @@ class _Kernel:
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether `row` is a row of the receive buffer, and not dropped or NOWHERE."""
+        """Returns whether the number `row` is a row of the receive buffer, a scalar bool.
+
+        It is false for a dropped choice, whose row is R or more, and for NOWHERE, which is -1.
+        """
         return (row >= 0) & (row < self.experts.capacity)
 
     def receive(self, rows: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Copies the tokens of peers that have several rows here to their further rows.
+        """Waits for the tokens of peers, and copies each from its first row here to its other rows.
+
+        A token has several rows on this rank if it chooses several of the rank's experts.
 
         Args:
-          rows: [N, T·K] int32, the lists that arrive.
-          tokens: the parts of received rows.
+          rows: [N, T·K] int32 in global memory, the row on this rank of each choice of each source
+            rank's tokens. In `dispatch` it arrives with the tokens.
+          tokens: the receive buffer, an array [R, columns] for each part of a row (values, then
+            scales).
           scratch: the kernel's shared memory.
         """
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Receives a step; adds the tokens that it copies to their number so far, `begun`."""
+            """Waits for a step, a few tokens of each rank, and copies the tokens to further rows.
+
+            `begun` is the number of tokens copied in earlier steps. Returns this number after the
+            step.
+            """
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
@@ -264,7 +307,9 @@ class _Kernel:
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def wait_for_peers() -> None:  # peers may still read this rank's known rows
+        def wait_for_peers() -> None:
+            # A block without tokens has no steps to wait for, but in `dispatch_like` peers may
+            # still read this rank's `rows`.
             self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -277,12 +322,13 @@ class _Kernel:
         rows: Any,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Lists the tokens of peers that have several rows on this rank; returns their count.
+        """Lists the tokens of a step that have several rows on this rank; returns their count.
 
-        step_copies[:count, :K] becomes the rows of each token, NOWHERE for choices without a row. A
-        token's first row has already been received. The sender puts this rank's own tokens to all
-        their rows. The block handles `num_tokens` tokens of every source rank, from `first_token`
-        on.
+        A step is `sender.step_tokens` consecutive tokens of every source rank.
+        Writes scratch.step_copies[:count, :K], the receive-buffer rows of each listed token, with
+        NOWHERE for choices without a row here. Tokens of this rank itself are left out, since the
+        sender writes them to all their rows. The block handles `num_tokens` tokens of every source
+        rank, from `first_token` on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
@@ -303,7 +349,8 @@ class _Kernel:
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     held = held + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    # The next token overwrites these unless `count` is raised below.
+                    # If the token has a single row, `count` is not raised below, and the next token
+                    # overwrites this entry.
                     scratch.step_copies[count, choice] = place
                 count = count + (held > 1).astype(jnp.int32)
             return count
@@ -316,9 +363,10 @@ class _Kernel:
     def _copy_listed(
         self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: _Scratch
     ) -> None:
-        """Copies the `count` listed tokens from their first rows to their others.
+        """Copies each token listed in `scratch.step_copies` from its first row to its other rows.
 
-        `begun` rows were copied in earlier steps; the first takes stage `begun` modulo C.
+        `count` tokens are listed. `begun` tokens have been copied in earlier steps, so the first
+        copy uses stage `begun` modulo C of the receiver's ring, which has C stages.
         """
         num_copies = self.sender.plan.num_copy_stages
 
@@ -340,7 +388,10 @@ class _Kernel:
     def _begin_copy(
         self, i: jax.Array, begun: jax.Array, tokens: Sequence[Any], scratch: _Scratch
     ) -> None:
-        """Starts to copy the first row of the i-th listed token to its stage."""
+        """Starts to copy the first row of the i-th listed token to a stage of the receiver's ring.
+
+        The ring has C stages, and the token uses stage (begun + i) modulo C.
+        """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         first = jnp.int32(fb.NOWHERE)
         for choice in reversed(range(self.top_k)):
@@ -365,13 +416,17 @@ class _Kernel:
         tokens: Sequence[Any],
         scratch: _Scratch,
     ) -> None:
-        """Puts the i-th of `count` listed tokens from its stage to all its rows but the first."""
+        """Waits for the copy of the i-th listed token's first row; writes it to its other rows.
+
+        `count` tokens are listed. `begun` tokens were copied in earlier steps.
+        """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         stage = lax.rem(begun + i, jnp.int32(num_copies))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
+            # Unless the list ends, num_copies - 1 reads have been started after this one.
             lax.cond(
-                i + num_copies <= count,  # num_copies - 1 copies were begun after this one
+                i + num_copies <= count,
                 lambda: short_copies.wait(fabric, num_copies - 1),
                 lambda: short_copies.wait(fabric, 0),
             )
@@ -386,7 +441,7 @@ class _Kernel:
 
 
 class _DispatchLike(_Kernel):
-    """The kernel of `dispatch_like`."""
+    """The kernel of `dispatch_like`, which sends tokens to rows that are known beforehand."""
 
     def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         x, rows, counts, *tokens = refs
@@ -417,10 +472,10 @@ class _DispatchLike(_Kernel):
 
 
 class _Dispatch(_Kernel):
-    """The kernel of `dispatch`."""
+    """The kernel of `dispatch`, which computes the row of each choice and sends the tokens."""
 
     def scratch(self) -> _Scratch:
-        # The entries after those of the experts are for choices of no expert.
+        # A choice whose id is no expert's is counted in the entries after those of the experts.
         next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
         return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
 
@@ -455,15 +510,17 @@ class _Dispatch(_Kernel):
             self.experts.fill(tokens, scratch.experts)
 
         @pl.when(warpgroup == 1)
-        def receive() -> None:  # the receiver connects, to relieve the sender
+        def receive() -> None:
+            # The receiver waits for the peers' addresses here, while the sender counts choices.
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
 
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts this rank's choices of each expert, and sends the counts to every rank.
+        """Counts how many of this rank's choices are of each expert, and sends this to all ranks.
 
-        Only block 0 does so, since every GPU starts it first.
+        Block 0 alone counts, since a GPU starts it before other blocks. `choices` is [T·K] int32,
+        the experts that this rank's tokens choose, with padding.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -477,7 +534,11 @@ class _Dispatch(_Kernel):
             fabric.barrier()
 
     def _count_earlier(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts in `next_rows` how often the tokens of earlier blocks choose each expert."""
+        """Counts how often this rank's tokens in lower blocks choose each expert.
+
+        Writes the counts to `scratch.next_rows`. `choices` is [T·K] int32, the experts that this
+        rank's tokens choose, with padding.
+        """
         fb.clear(scratch.next_rows, self.experts.count_width)
         self.fabric.barrier()
         end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
@@ -485,7 +546,10 @@ class _Dispatch(_Kernel):
         self.fabric.barrier()
 
     def _count(self, choices: Any, end: Any, bins: Any) -> None:
-        """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
+        """Adds a histogram over experts of the first `end` choices to `bins`.
+
+        `choices` is [T·K] int32 in global memory with padding, and `bins` int32 in shared memory.
+        """
         fabric, num_choices = self.fabric, self.sender.window.total
         width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
 
@@ -502,13 +566,19 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Reads a token's rows from its list; implements two methods of `sender.Routes`."""
+    """Finds a token's rows in its list of words; implements two methods of `sender.Routes`.
+
+    The list has the receive-buffer row of each of the token's K choices at one rank.
+    """
 
     kernel: _Kernel
     scratch: _Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the first of a token's rows at a peer that is not dropped, or NOWHERE."""
+        """Returns the first row of a token at a peer, or NOWHERE if it has none or all are dropped.
+
+        `words` has the row of each choice at the peer. `i` is not used.
+        """
         del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
@@ -516,7 +586,11 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns a token's kept rows after the first one, and NOWHERE for all other choices."""
+        """Returns a token's rows on this rank after its first one, [K - 1] scalar int32.
+
+        `words` has the row of each choice on this rank. An entry is NOWHERE if its choice is of
+        another rank, is dropped, or has the first row.
+        """
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)
@@ -527,33 +601,46 @@ class _Routes:
 
 @dataclasses.dataclass(frozen=True)
 class _KnownRoutes(_Routes):
-    """The routes of an earlier dispatch, which are read from every peer."""
+    """Implements `sender.Routes` with the rows that an earlier dispatch computed.
 
-    rows: Any  # [N, T·K] int32 at each rank, by source rank
+    Each rank holds the rows of the tokens that it received, so a sender reads its tokens' rows from
+    every peer.
+    """
+
+    # [N, T·K] int32 in each rank's global memory: the row there of each choice, by source rank.
+    rows: Any
 
     def sources(self) -> list[Any]:
-        """Returns each peer's rows of this rank's tokens."""
+        """Returns N references [T·K] int32: the rows that this rank's choices have at each rank."""
         fabric = self.kernel.fabric
         return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Reads the row of each choice of a token at each rank."""
+        """Reads a token's list for each of `ranks` from shared memory: K receive-buffer rows.
+
+        `entry` is the index in the loaded slice of the token's first choice.
+        """
         entries = [entry + choice for choice in range(self.kernel.top_k)]
         return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]
 
 
 @dataclasses.dataclass(frozen=True)
 class _NewRoutes(_Routes):
-    """Computes the routes of new choices, one token after the other."""
+    """Implements `sender.Routes`: assigns a row to each choice, one token after the other."""
 
-    choices: Any  # [T·K] int32
+    # [T·K] int32 in global memory, the experts that this rank's tokens choose.
+    choices: Any
 
     def sources(self) -> list[Any]:
-        """Returns this rank's choices of experts."""
+        """Returns one reference, to the experts that this rank's tokens choose, [T·K] int32."""
         return [self.kernel.fabric.mine(self.choices)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Computes the row of each choice of a token at each rank; advances `next_rows`."""
+        """Computes a token's list for each of `ranks`: the row of each choice there, or NOWHERE.
+
+        `entry` is the index in the loaded slice of the token's first choice. Advances
+        `scratch.next_rows`, the next free row of each expert, so tokens must be taken in order.
+        """
         of_experts, scratch = self.kernel.experts, self.scratch
         experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
         valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]

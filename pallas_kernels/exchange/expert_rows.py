@@ -1,14 +1,15 @@
-"""Finds where each expert's rows are in an expert-major receive buffer, and zeroes its gaps.
+"""Finds where each expert's rows are in an expert-major receive buffer, and zeroes unused rows.
 
-The places follow from how often each rank chose each expert. The rows of one expert are a group:
+The positions follow from how often each rank chose each expert. The rows of one expert are a group,
+padded to a multiple of the alignment; R is the number of rows of the buffer:
 
     rows of a rank:   group of expert 0      group of expert 1             R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
                       ^ start        ^ end without        ^     unused rows
                                            ^ end with padding
 
-In an expert's group, rows of lower source ranks come first, then those of lower tokens. One
-warpgroup of every thread block finds the groups; another may write the zeros.
+An expert's rows are sorted by source rank, then by token. One warpgroup of every thread block
+finds the groups; another one may write the zeros.
 """
 
 from __future__ import annotations
@@ -30,35 +31,44 @@ from pallas_kernels.fabric.hardware import padded_columns
 
 
 class ExpertScratch(NamedTuple):
-    """The shared memory of `ExpertRows`. An array of counts has `count_width` entries."""
+    """The shared memory of `ExpertRows`.
 
-    all_counts: Any  # [N, counts] int32: choices of each expert, by source rank
-    scan: Any  # [2 counts] int32: half of it stays zero
-    group_ends: Any  # [2, counts] int32: where groups end without padding, and with it
-    zeros: Sequence[Any]  # for each part of a row, a row of zeros
-    counts_full: Any  # barrier: `all_counts` is complete
+    W is `ExpertRows.count_width`, the number of experts on all ranks, padded.
+    """
+
+    # [N, W] int32, how many choices of each source rank are of each expert.
+    all_counts: Any
+    # [2 · W] int32, workspace of a prefix sum. The first half stays zero.
+    scan: Any
+    # [2, W] int32, the row after each expert's last row: [0] without padding, [1] with padding.
+    group_ends: Any
+    # One row of zeros for each part of a row (values, then scales).
+    zeros: Sequence[Any]
+    # A barrier that completes when `all_counts` is filled.
+    counts_full: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Finds the groups of experts' rows and fills their gaps; its methods are steps of a kernel.
+    """Finds each expert's rows in an expert-major receive buffer, and zeroes unused rows.
 
-    The kernel allocates `scratch`, and passes it to the methods.
+    A kernel calls the methods from its body. It allocates the shared memory that `scratch`
+    describes, and passes it to the methods.
 
     Attributes:
       fabric: how ranks reach each other.
-      num_blocks: thread blocks per rank.
-      num_experts: E.
-      capacity: R.
-      alignment: the rows of each expert start at a multiple of this.
-      parts: columns and dtype of each part of a row.
-      fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
-        the first rows.
-      zero_unused: whether `fill` writes the rows past the last expert's.
-      adds: whether the kernel writes rows into an array whose gaps an earlier call has filled; then
-        `fill` does nothing.
-      count_arrivals: arrivals after which the counts are complete; None: as many as `fetch_counts`
-        makes.
+      num_blocks: the number of thread blocks per rank.
+      num_experts: E, the number of experts on all ranks together.
+      capacity: R, the number of rows of each rank's receive buffer.
+      alignment: the rows of each expert start at a multiple of this number.
+      parts: the columns and dtype of each part of a row (values, then scales).
+      fair: whether a rank that receives more than R rows drops rows such that each of its experts
+        keeps at most the same number; else it drops the rows from R on.
+      zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
+      adds: whether the kernel writes into a receive buffer whose unused rows an earlier call has
+        zeroed; `fill` does nothing if true.
+      count_arrivals: how many arrivals complete the barrier `ExpertScratch.counts_full`; None means
+        one for each copy that `fetch_counts` starts.
     """
 
     fabric: fb.Fabric
@@ -78,11 +88,11 @@ class ExpertRows:
 
     @property
     def count_width(self) -> int:
-        """Entries of a rank's counts in memory: E, padded to whole vectors."""
+        """The length of an array with a count for each expert: E, padded to whole LANES."""
         return count_width(self.num_experts)
 
     def scratch(self) -> ExpertScratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the shared memory that the kernel must allocate."""
         ranks, width = self.fabric.num_ranks, self.count_width
         return ExpertScratch(
             all_counts=plgpu.SMEM((ranks, width), jnp.int32),
@@ -93,7 +103,10 @@ class ExpertRows:
         )
 
     def fetch_counts(self, counts: Any, scratch: ExpertScratch) -> None:
-        """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
+        """Starts to copy known counts from this rank's global memory to `scratch.all_counts`.
+
+        `counts` is [N, count_width] int32, how many choices of each source rank are of each expert.
+        """
         for rank in range(self.fabric.num_ranks):
             plgpu.copy_gmem_to_smem(
                 self.fabric.mine(counts).at[rank],
@@ -103,7 +116,10 @@ class ExpertRows:
             )
 
     def receive_counts(self, scratch: ExpertScratch) -> None:
-        """Receives every rank's number of choices of each expert."""
+        """Waits for the counts that every rank sends, and copies them to `scratch.all_counts`.
+
+        A rank sends [count_width] int32, how many of its choices are of each expert.
+        """
         for rank in range(self.fabric.num_ranks):
             self.fabric.read_values(rank, 0, scratch.all_counts.at[rank], "dispatch")
         self.fabric.barrier()
@@ -117,19 +133,21 @@ class ExpertRows:
         group_starts: Any = None,
         all_counts_ref: Any = None,
     ) -> None:
-        """Finds where each expert's group of rows starts and ends on the expert's rank.
+        """Finds where each expert's rows start and end in the receive buffer of the expert's rank.
 
-        If `fair`, the groups hold only kept rows: each expert of a rank keeps at most q, the
-        largest number at which the rank's groups fit in the capacity. A row at or after the end of
-        its expert's rows is dropped.
+        Writes `scratch.group_ends`. If `fair`, each expert of a rank keeps at most q rows, where q
+        is the largest number with which all rows of the rank's experts fit in the capacity. A
+        choice whose row would come after its expert's q rows is dropped.
 
         Args:
-          scratch: its counts have arrived or will arrive. `group_ends` is written.
-          next_rows: an array in shared memory, or None. On entry it holds how many choices of each
-            expert this rank's earlier blocks make. On return it holds the row of this block's first
-            choice of each expert.
-          group_starts: [E] in shared memory, for the groups' starts; None: they are not kept.
-          all_counts_ref: [N, E] in global memory, to which block 0 writes all counts; or None.
+          scratch: shared memory. This method waits until its `all_counts` is filled.
+          next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds how
+            many tokens of this rank's lower blocks choose each expert. On return it holds the row
+            that this block's first choice of each expert gets.
+          group_starts: [count_width] int32 in shared memory, to which the first row of each expert
+            is written; or None.
+          all_counts_ref: [N, count_width] int32 in global memory, to which block 0 writes the
+            counts; or None.
         """
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
@@ -162,16 +180,22 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        """Rounds numbers of rows up to multiples of the alignment."""
+        """Rounds each expert's number of rows, [count_width] int32, up to the alignment."""
         if self.alignment == 1:
             return counts
         alignment = jnp.int32(self.alignment)
         return lax.div(counts + (alignment - 1), alignment) * alignment
 
     def _ends(self, sizes: Any, scan: Any) -> Any:
-        """Returns where each group ends: the running sums of the sizes of each rank's groups."""
+        """Returns the row after each expert's rows and padding, [count_width] int32.
+
+        `sizes` holds each expert's number of rows with padding. The result is the running sum of
+        `sizes` over the experts of each rank, which begins anew at every rank. `scan` is workspace
+        in shared memory, `ExpertScratch.scan`.
+        """
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
-        # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
+        # An inclusive scan in log2 rounds. The first half of `scan` is zeros, and its second half
+        # holds the previous round's sums, so that a load at an offset shifts them.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
         fb.clear(scan, width)
         ends, shift = sizes, 1
@@ -185,10 +209,12 @@ class ExpertRows:
         return ends
 
     def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
-        """Returns the most rows that each expert keeps at its rank, [E]: the rank's quota q.
+        """Returns the largest number of rows that each expert may keep, [count_width] int32.
 
-        The quotas of all ranks are found together, from the highest bit to the lowest: a bit is
-        kept if groups of at most that many rows fit. If the rows of all ranks fit, no bit is tried.
+        `total` is each expert's number of rows before any is dropped. The quota is the same for all
+        experts of a rank: the largest number with which their rows fit in the capacity. A binary
+        search finds the quotas of all ranks together, from the highest bit to the lowest; a bit is
+        set if the rows still fit. If no rank's rows exceed the capacity, the result is `total`.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -201,7 +227,10 @@ class ExpertRows:
             return each
 
         def fit(counts: Any) -> list[Any]:
-            """Returns whether each rank's groups of these sizes fit in the capacity."""
+            """Returns whether the rows of each rank's experts fit in the capacity, N scalar bools.
+
+            `counts` is each expert's number of rows.
+            """
             scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
             fabric.barrier()
             ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
@@ -215,10 +244,11 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        num_bits = jnp.int32(self.capacity.bit_length())  # a quota is at most the capacity
+        # A quota is at most the capacity, so it has no more bits.
+        num_bits = jnp.int32(self.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        # Where nothing overflows anywhere, the quotas are still 0.
+        # If no rank overflows, the loop has not run and the quotas are 0.
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(
@@ -230,16 +260,21 @@ class ExpertRows:
         of: tuple[Any, ...] = (),
         last: bool = False,
     ) -> list[Any]:
-        """Returns the row of each choice of a token, R or more if dropped; advances `next_rows`.
+        """Assigns a receive-buffer row to each choice of a token, and advances `next_rows`.
 
         Args:
-          experts: the expert of each choice; `count_width` for a choice whose row may be anything.
-          next_rows: the next row of each expert, and an entry for `count_width`.
-          scratch: `find_groups` has written its `group_ends`.
-          of: the indices of `next_rows`' leading dimensions.
+          experts: the expert of each of the token's K choices, scalar int32; `count_width` for a
+            choice whose row the caller ignores.
+          next_rows: int32 in shared memory, [..., more than count_width]: the next free row of each
+            expert. Entry `count_width` belongs to ignored choices.
+          scratch: shared memory in which `find_groups` has written `group_ends`.
+          of: the indices of the leading dimensions of `next_rows`.
           last: whether no token follows, so that `next_rows` need not be advanced.
+
+        Returns:
+          The row of each choice, K scalar int32; R or more if the choice is dropped.
         """
-        # All threads read each expert's next row before any counts this token's choices.
+        # All threads must read the next free rows before any thread advances them.
         found = [next_rows[(*of, expert)] for expert in experts]
         for choice, expert in enumerate(experts):
             for earlier in experts[:choice]:
@@ -247,10 +282,11 @@ class ExpertRows:
         if not last:
             self.fabric.barrier()
             for expert, row in zip(experts, found, strict=True):
-                next_rows[(*of, expert)] = (
-                    row + 1
-                )  # of repeated choices, the last has the largest row
-            self.fabric.barrier()  # the next token reads these counts
+                # If a token chooses an expert twice, its last choice has the larger row, and its
+                # store comes last.
+                next_rows[(*of, expert)] = row + 1
+            # The next token reads `next_rows`.
+            self.fabric.barrier()
         if self.fair:
             ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
             dropped = jnp.int32(self.capacity)
@@ -267,9 +303,12 @@ class ExpertRows:
         num_dropped: Any,
         rows_needed: Any,
     ) -> None:
-        """Writes this rank's group_sizes, expert_counts, num_dropped and rows_needed, in block 0.
+        """Writes the sizes of this rank's groups, in block 0 alone.
 
-        `dispatch.dispatch` describes these results.
+        The arguments after `scratch` are int32 arrays in global memory that are written. For each
+        of this rank's L experts, `group_sizes` [L] has the rows with padding and `expert_counts`
+        [L] the rows without it. `num_dropped` [1] is how many rows did not fit in the capacity, and
+        `rows_needed` [1] the capacity with which all would fit.
         """
         fabric, per_rank = self.fabric, self.num_local_experts
         first_expert = fabric.rank() * per_rank
@@ -278,7 +317,10 @@ class ExpertRows:
             return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
 
         def describe_tail(i: Any, carry: Any) -> Any:
-            """Writes a group's sizes; `carry` holds its start and how many rows were dropped."""
+            """Writes the sizes of local expert i, where rows from the capacity on are dropped.
+
+            `carry` is the group's first row, and the number of rows dropped from earlier groups.
+            """
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
             room = jnp.maximum(self.capacity - start, 0)
@@ -288,7 +330,11 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes a group's sizes where all groups fit; `carry`: start, dropped, needed."""
+            """Writes the sizes of local expert i, where `fair` quotas have made all groups fit.
+
+            `carry` is the group's first row, and the number of rows dropped from earlier groups and
+            needed to hold them whole.
+            """
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
             wanted = jnp.int32(0)
@@ -311,9 +357,11 @@ class ExpertRows:
             fabric.mine(rows_needed)[0] = needed
 
     def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
-        """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
+        """Writes zeros to the rows of this rank's receive buffer that receive no token.
 
-        Without `zero_unused`, writes only the padding between experts' rows.
+        `tokens` is the buffer, an array [R, columns] for each part of a row (values, then scales).
+        Without `zero_unused`, the rows past the last expert's rows are left undefined, and only the
+        padding after each expert's rows is zeroed.
         """
         if self.adds:
             return
@@ -329,7 +377,7 @@ class ExpertRows:
                 plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
 
         def fill_gap(begin: Any, end: Any) -> None:
-            """Fills this block's share of the rows from `begin` to `end`: every num_blocks-th."""
+            """Zeroes this block's share of rows `begin` to `end` - 1, every num_blocks-th row."""
             end = jnp.minimum(end, self.capacity)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
             lax.fori_loop(

@@ -1,12 +1,13 @@
-"""Sends and fetches rows for the exchange's kernels over the low-latency protocol.
+"""Sends and fetches rows for dispatch and combine kernels over the low-latency protocol.
 
-`Rows` sends and receives tiles of rows; `Gather` lists and fetches the rows of a block's tokens.
+`Rows` sends and receives rows between ranks. `Gather` fetches the expert outputs of a block's
+tokens from this rank's memory.
 
-For few tokens per rank. Block b of every rank handles the same range of tokens of every rank. A row
-is cut into tiles of 2 KiB, of which each of the block's first four warpgroups takes its share: it
-sends the tiles of this rank's tokens to the warpgroup of its number at each peer that gets the
-token, and polls for the tiles of theirs (`fabric.low_latency`). So nobody
-waits for addresses, for the end of a copy or for a signal.
+The protocol is for few tokens per rank. Block b of every rank handles the same range of tokens of
+every rank. A row is cut into tiles of 2 KiB, which the block's first four warpgroups share. A
+warpgroup sends its tiles of this rank's tokens to the warpgroup of the same index at each peer that
+gets the token, and polls for the tiles that peers send (`fabric.low_latency`). So no rank waits for
+addresses, for the end of a copy or for a signal.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
-_TILES_AT_ONCE = 8  # the tiles that a warpgroup polls together
-_HELLO = 0  # the kind of signal: block 0 of a rank has begun this call
+# A warpgroup polls for at most this many tiles together, which it holds in registers.
+_TILES_AT_ONCE = 8
+# The kind of signal by which block 0 of a rank says that the rank has begun this call.
+_HELLO = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Sends and receives the rows of a kernel, on behalf of one warpgroup of a block.
+    """Sends and receives rows, a tile at a time, on behalf of one warpgroup of a block.
 
     Attributes:
       fabric: how ranks reach each other.
-      channels: how warpgroups of different ranks reach each other.
-      plan: how rows are spread over blocks and warpgroups.
-      what: the name of the kernel in the messages of timeouts.
-      warpgroup: the warpgroup's number; None before `for_warpgroup`. The number is looked up once,
-        since each look-up is a shuffle.
+      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      plan: how rows are distributed over blocks and warpgroups.
+      what: the kernel's name in the messages of timeouts.
+      warpgroup: the index of this warpgroup in its block, or None before `for_warpgroup` has set
+        it. The index is looked up once, since each look-up is a shuffle.
     """
 
     fabric: fb.Fabric
@@ -52,7 +55,7 @@ class Rows:
     warpgroup: Any = None
 
     def for_warpgroup(self, warpgroup: jax.Array) -> Rows:
-        """Returns a copy for the warpgroup of this number."""
+        """Returns a copy of this object that acts for the warpgroup of the given index."""
         return dataclasses.replace(self, warpgroup=warpgroup)
 
     def open(self) -> Endpoint:
@@ -60,9 +63,11 @@ class Rows:
         return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns (token, exists) for each place of this block.
+        """Returns a pair (token, exists) for each of the tokens that a block has room for.
 
-        A place without a token gets the rank's last token, and `exists` is False.
+        `token` is the token's index in the rank, and `exists` a scalar bool. The last block may
+        have fewer tokens than it has room for: `token` is then the rank's last token, and `exists`
+        is false.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -70,11 +75,12 @@ class Rows:
         return [(jnp.minimum(token, last), token <= last) for token in tokens]
 
     def tiles(self) -> list[tuple[Any, jax.Array]]:
-        """Returns (columns, own) for each of the tiles of a row that this warpgroup handles.
+        """Returns a pair (columns, own) for each of this warpgroup's tiles of a row.
 
-        All warpgroups have the same number of tiles. Where the row has too few tiles for that, the
-        columns are those of the row's last tile, and `own` is False. The last tile of a row is
-        moved back so that it ends with the row.
+        `columns` is a slice of the row, and `own` a scalar bool. All warpgroups have the same
+        number of tiles. If the row has too few tiles, some warpgroups have a copy of the row's last
+        tile, for which `own` is false. The last tile of a row is moved back so that it ends with
+        the row, and overlaps the tile before.
         """
         plan = self.plan
         indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
@@ -85,16 +91,22 @@ class Rows:
         ]
 
     def index(self, token: int, tile: int) -> int:
-        """Returns the number, in this call, of a tile of one of the block's tokens."""
+        """Returns the number by which this call sends a tile: sender and receiver must agree on it.
+
+        `token` is the token's index in the block, and `tile` the tile's index in the warpgroup.
+        """
         return token * self.plan.tiles_of_worker + tile
 
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of a row of global memory."""
+        """Loads this warpgroup's tiles of row `row` of `ref`, in global memory, into registers."""
         vector = self.plan.vector
         return [vectors.load(self.fabric, ref.at[row, where], vector) for where, _ in self.tiles()]
 
     def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
-        """Stores this warpgroup's i-th tile to a row of global memory if `predicate` holds."""
+        """Stores this warpgroup's i-th tile to row `row` of `ref` if `predicate` holds.
+
+        `ref` is in global memory. A repeated tile (`own` of `tiles` is false) is not stored.
+        """
         where, own = self.tiles()[i]
 
         @pl.when(predicate & own)
@@ -105,7 +117,11 @@ class Rows:
         self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],
         goes: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends the tiles of one of this block's tokens to a peer of `endpoint`, if it `goes`."""
+        """Sends this warpgroup's tiles of a token to a peer, if the scalar bool `goes` is true.
+
+        `peer` is an index into `endpoint.peers`, and `token` is the token's index in the block.
+        `exact` is whether the tiles must arrive with the same bits, NaNs included.
+        """
         for i, (tile, (_, own)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & own)
@@ -115,9 +131,11 @@ class Rows:
     def send_tokens(
         self, endpoint: Endpoint, x: Any, topk_idx: Any, *, exact: bool
     ) -> list[list[jax.Array]]:
-        """Sends the rows of this block's tokens to the peers that get them; returns their tiles.
+        """Sends the rows of this block's tokens to the peers whose experts they choose.
 
-        `x` is [T, H] and `topk_idx` [T·K], both of this rank.
+        `x` [T, H] and `topk_idx` [T·K] int32 are this rank's rows and choices of experts, in global
+        memory. `exact` is whether rows must arrive with the same bits, NaNs included. Returns, for
+        each token of the block, this warpgroup's tiles of its row.
         """
         fabric, top_k = self.fabric, self.plan.top_k
         sent = [self.load(fabric.mine(x), token) for token, _ in self.tokens()]
@@ -132,11 +150,19 @@ class Rows:
     def receive(
         self, endpoint: Endpoint, token: int, comes: Sequence[jax.Array], *, exact: bool
     ) -> Iterator[list[jax.Array]]:
-        """Receives this warpgroup's tiles of the block's `token`-th token of each peer.
+        """Waits for this warpgroup's tiles of the block's `token`-th token of each peer.
 
-        `comes` says which peers send the token. Yields a list for each tile, with the tile of each
-        peer, undefined for peers that do not send. Tiles are polled together, or one after the
-        other if registers cannot hold all of them.
+        All tiles are polled together, or one after the other if registers cannot hold all of them.
+
+        Args:
+          endpoint: the warpgroup's end of the low-latency protocol.
+          token: the token's index in the block.
+          comes: a scalar bool for each peer, whether the peer sends a row for this token.
+          exact: whether the row was sent with the same bits, NaNs included.
+
+        Yields:
+          For each tile, the list of the peers' tiles. The tile of a peer that does not send is
+          undefined.
         """
         plan, tiles = self.plan, self.tiles()
         indices = [self.index(token, i) for i in range(len(tiles))]
@@ -149,7 +175,10 @@ class Rows:
             )
 
     def send_values(self, ref: Any) -> None:
-        """Sends the 32-bit words of an array [T·K] of this rank to all ranks, in block 0."""
+        """Sends this rank's array `ref`, [T·K] of 32-bit words in global memory, to all ranks.
+
+        Only block 0 sends, and each of its warpgroups sends a part. `Gather.read_weights` receives.
+        """
         total = self.fabric.mine(ref).shape[0]
         size = -(-total // self.plan.warpgroups)
         start = jnp.minimum(self.warpgroup * size, total - size)
@@ -159,9 +188,10 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Zeroes the elements of this warpgroup's i-th tile that overlap another tile.
+        """Zeroes the elements of this warpgroup's i-th tile that another tile has too.
 
-        Only the last tile of a warpgroup may overlap, since it may repeat the row's last tile.
+        A sum over all tiles then counts each element once. Only the last tile of a warpgroup may
+        overlap another one, since it may be the row's last tile, or a copy of it.
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -175,11 +205,11 @@ class Rows:
         return jnp.where(position >= repeated, tile, jnp.zeros_like(tile))
 
     def zeros(self) -> jax.Array:
-        """Returns a tile of float32 zeros, laid out over threads as tiles of rows are."""
+        """Returns a tile of float32 zeros in registers, in the register layout of a row's tiles."""
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank of each expert; NOWHERE for an id outside the experts."""
+        """Returns the rank that holds each expert; NOWHERE for an id not in 0 to E - 1."""
         num_experts = self.plan.num_experts
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
@@ -190,16 +220,28 @@ class Rows:
 
 
 class GatherScratch(NamedTuple):
-    """The shared memory of a `Gather`: a ring of S stages for rows, and a list for each pair."""
+    """The shared memory of a `Gather`: a ring of S stages for rows of y, and lists of rows.
 
-    stages: Any  # [S, H]: rows of y
-    places: Any  # [pairs, rows_of_pair] int32: the rows of a pair
-    choices: Any  # [pairs, rows_of_pair] int32: the token's choices that `places` belong to
-    num_rows: Any  # [pairs] int32: the number of rows; NOWHERE: no choice of the pair is here
-    full: Any  # [S] barriers: a row has arrived in its stage
-    empty: Any  # [S] barriers: all warpgroups have read a row
-    listed: Any  # barrier: the scout has listed all pairs
-    together: Any  # barrier: where the other warpgroups meet
+    A pair is a token and its owner, the rank that dispatched it. Each pair has a list of the
+    token's rows of y on this rank.
+    """
+
+    # [S, H], rows of y.
+    stages: Any
+    # [pairs, rows_of_pair] int32, the row numbers in y that belong to each pair.
+    places: Any
+    # [pairs, rows_of_pair] int32, the choice, 0 to K - 1, that each listed row belongs to.
+    choices: Any
+    # [pairs] int32, the number of rows of each pair; NOWHERE if its token chose no expert here.
+    num_rows: Any
+    # [S] barriers; one completes when a row has arrived in its stage.
+    full: Any
+    # [S] barriers; one completes when all warpgroups have read the row in its stage.
+    empty: Any
+    # A barrier that completes when the scout warpgroup has listed the rows of all pairs.
+    listed: Any
+    # A barrier by which all warpgroups but the scout wait for each other.
+    together: Any
 
     @property
     def ring(self) -> Ring:
@@ -208,15 +250,17 @@ class GatherScratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The rows of y of a block's tokens of all ranks: listed by one warpgroup, read by the others.
+    """Fetches the rows of y, the expert outputs, that belong to a block's tokens of all ranks.
 
-    The owner of a token is the rank whose token it is; a pair is (token, owner).
+    One warpgroup, the scout, lists the rows and copies them into a ring in shared memory; the other
+    warpgroups read them there. A pair is a token and its owner, the rank that dispatched it.
 
     Attributes:
-      rows: the rows of the kernel.
-      capacity: the rows of y.
+      rows: sends and receives rows between ranks; it has the sizes of the call.
+      capacity: R, the number of rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: whether a token's pairs begin with this rank's pair; else they end with it.
+      own_first: whether the pair of this rank comes first among the pairs of the N owners; else it
+        comes last.
     """
 
     rows: Rows
@@ -225,7 +269,7 @@ class Gather:
     own_first: bool = False
 
     def for_warpgroup(self, warpgroup: jax.Array) -> Gather:
-        """Returns a copy for the warpgroup of this number."""
+        """Returns a copy of this object that acts for the warpgroup of the given index."""
         return dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
 
     @property
@@ -250,11 +294,11 @@ class Gather:
 
     @property
     def all_fit(self) -> bool:
-        """Whether the ring has a stage for each row of a block, so that none is used twice."""
+        """Whether the ring has a stage for every row of a block, so that no stage is reused."""
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> GatherScratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the shared memory that the kernel must allocate."""
         plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
         return GatherScratch(
             stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
@@ -268,10 +312,12 @@ class Gather:
         )
 
     def pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
-        """Returns (the pair's number, token's number, token, exists, owner) of each pair.
+        """Returns a tuple (pair, i, token, exists, owner) for each pair of the block.
 
-        Owners follow each other modulo N; this rank is the last one, or the first. Every
-        warpgroup takes the pairs in this order.
+        `pair` is the pair's index, `i` the token's index in the block, `token` its index in its
+        rank, `exists` whether the rank has such a token, and `owner` the rank. The owners of a
+        token are in the order of their number modulo N, and this rank is the first of them if
+        `own_first`, else the last. Every warpgroup must take the pairs in this order.
         """
         fabric = self.fabric
         num_ranks, first = jnp.int32(fabric.num_ranks), 0 if self.own_first else 1
@@ -283,9 +329,10 @@ class Gather:
         ]
 
     def scout(self, y: Any, rows: Any, scratch: GatherScratch) -> None:
-        """Lists the rows of each pair in shared memory, and fetches them into the ring.
+        """Runs the scout warpgroup: lists the rows of each pair, and copies them into the ring.
 
-        `rows` is [N, T·K].
+        `y` is [R, H], and `rows` is [N, T·K] int32, the row of y of each choice, by owner; both are
+        in global memory.
         """
         fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         found = [
@@ -316,7 +363,10 @@ class Gather:
             self._fetch_more(y, scratch)
 
     def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
-        """Fetches the rows after the first S, each once the earlier row in its stage is read."""
+        """Copies the remaining rows of y into the ring, after the first S, which fill its S stages.
+
+        Each copy waits until all warpgroups have read the previous row in the stage.
+        """
         ring = scratch.ring
 
         def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
@@ -333,14 +383,15 @@ class Gather:
             used = lax.fori_loop(0, scratch.num_rows[pair], of_pair, used)
 
     def num_turns(self, scratch: GatherScratch) -> jax.Array:
-        """Returns the total number of rows of all pairs."""
+        """Returns the total number of rows that the scout copies into the ring, a scalar int32."""
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
         return functools.reduce(jnp.add, counts)
 
     def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
-        """Frees the stage of row `turn`, which this warpgroup has read, if another row needs it.
+        """Tells the scout that this warpgroup has read row number `turn` from the ring.
 
-        `num_turns` is the total number of rows of all pairs.
+        `num_turns` is the total number of rows. If no later row needs the row's stage, the barrier
+        is left alone, since nothing would wait for it.
         """
         if self.all_fit:
             return
@@ -348,13 +399,15 @@ class Gather:
 
         @pl.when(turn + self.num_stages < num_turns)
         def free_stage() -> None:
-            plgpu.commit_smem()  # the next copy to the stage comes after this read
+            # The fence orders the next copy to the stage after this warpgroup's reads.
+            plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
     def read_weights(self, weights: Any, scratch: GatherScratch) -> None:
-        """Waits for the weights that the owners send, and copies them to `weights` [pairs, K].
+        """Waits for the routing weights of this block's tokens, which their ranks send.
 
-        The warpgroups divide the pairs among them, and wait for each other at the end.
+        Copies them to `weights`, [pairs, K] float32 in shared memory. Each warpgroup reads those of
+        some pairs, and waits at the end until all warpgroups are done.
         """
         for pair, _, token, _, owner in self.pairs():
 
@@ -371,10 +424,12 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals that this rank has begun the call, or waits until every rank has; only in block 0.
+    """Signals that this rank has begun the call, or waits until every rank has, in block 0 alone.
 
-    `function` is `fabric.signal` or `fabric.wait`. Kernels call this where a rank might otherwise
-    receive nothing from a peer; `fabric.low_latency` says why it must receive something.
+    `function` is `fabric.signal` or `fabric.wait`, and is given `args` and `options`. Kernels need
+    this exchange if a rank might receive nothing else from a peer in a call: the low-latency
+    protocol requires that every rank receives something from each peer (`fabric.low_latency` says
+    why).
     """
 
     @pl.when(lax.axis_index("block") == 0)
@@ -383,7 +438,9 @@ def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
 
 
 def meet(fabric: fb.Fabric, together: Any) -> None:
-    """Makes the threads of all warpgroups that share the barrier `together` wait for each other."""
+    """Waits until all warpgroups that share the barrier `together` have called this function."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    fabric.barrier()  # the simulator runs a warpgroup as one thread
+    # The tests' simulator runs a warpgroup as one thread. It needs this barrier to see that the
+    # warpgroup's threads have waited for each other.
+    fabric.barrier()

@@ -1,18 +1,20 @@
 """Combine over the low-latency protocol, for few tokens.
 
-The owner of a token is the rank whose token it is. Block b of every rank handles the same tokens of
-every owner, with five warpgroups:
+The owner of a token is the rank that dispatched it. Block b of every rank handles the same tokens
+of every owner, with five warpgroups:
 
-  scout        finds the rows of each (token, owner) and fetches them into a ring in shared memory;
-  summers (4)  share each row: sum the tiles of these rows in float32, weighted, round the sums
-               once and send them to the owner; then receive the sums of the tokens of this rank,
-               and add them in rank order.
+  scout        finds the rows of each (token, owner) in y, the expert outputs, and copies them into
+               a ring in shared memory;
+  summers (4)  each handle some tiles of every row: sum the tiles of a token's rows in float32,
+               multiplied by their weights, round the sum once and send it to the owner; then
+               receive the sums of this rank's own tokens, and add them in rank order.
 
     rank d                                        rank s, owner of token t
     y[rows of (t, s)] --> ring --> sum == link => tile buffers --> sum in rank order --> out[t]
     weights of t <---------------------- link --- topk_weights[t]
 
-Weights are the owner's. Block 0 of every rank sends them to all ranks.
+The routing weights of a token are in the owner's memory. Block 0 of every rank sends its rank's
+weights to all ranks.
 """
 
 from __future__ import annotations
@@ -46,23 +48,29 @@ def combine(
     plan: LowLatencyPlan,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
+    """Sums the weighted expert outputs of each token, and returns them to the token's rank.
 
-    With stacked ranks, every array has a leading axis of N.
+    T is the number of this rank's tokens, H the hidden size, K the number of choices of a token,
+    and N the number of ranks. If all ranks are simulated on one device (`fabric.stacked`), every
+    array has a leading axis of N.
 
     Args:
-      y: [R, H].
+      y: [R, H], the expert outputs in the R rows of the receive buffer.
       topk_weights: [T, K] float32, or None for a sum without weights.
-      topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
-        its local expert; less than 0 where the choice is of another rank's expert.
+      topk_idx: [T, K] int32, the experts that this rank's tokens choose.
+      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
+        rank's tokens or, with `by_rank`, the choice's local expert. It is less than 0 where the
+        choice is of another rank's expert.
       fabric: how ranks reach each other.
-      channels: how warpgroups of ranks reach each other.
-      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
-      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
+      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
+        for which `plan.fits()` is true.
+      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
+        where the owner is the token's rank.
 
     Returns:
-      The result of `combine.combine` with a plain wire, bit for bit.
+      The sum for each of this rank's tokens, [T, H] of y's dtype. It has the same bits as the
+      result of `combine.combine` for sums that are sent unquantized.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")
@@ -86,7 +94,9 @@ class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
     gather: GatherScratch
-    weights: Any  # [pairs, K] float32: the weights of each pair's choices; None without weights
+    # [pairs, K] float32, the routing weights of the token of each (token, owner) pair of the block;
+    # None without weights.
+    weights: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +104,8 @@ class _Combine:
     """The kernel of `combine`.
 
     Attributes:
-      weighted: whether rows are weighted.
-      gather: the rows of y, and how they are fetched.
+      weighted: whether rows are multiplied by routing weights.
+      gather: finds the rows of y of the block's tokens, and copies them to shared memory.
     """
 
     weighted: bool
@@ -110,7 +120,7 @@ class _Combine:
         return self.gather.rows
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         weights = plgpu.SMEM((self.gather.num_pairs, self.gather.top_k), jnp.float32)
         return _Scratch(self.gather.scratch(), weights if self.weighted else None)
 
@@ -132,7 +142,11 @@ class _Combine:
             hello(self.fabric.wait, "combine")
 
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
-        """Sums this warpgroup's tiles of every pair's rows, and sends and receives the sums."""
+        """Runs a summer warpgroup: sends sums to the tokens' ranks, then adds the sums it receives.
+
+        The warpgroup handles its own tiles of every row. `topk_idx`, `weights` and `out` are this
+        rank's operands and result in global memory.
+        """
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.delay_point(0)
         endpoint = of_rows.open()
@@ -177,9 +191,11 @@ class _Combine:
         num_turns: jax.Array,
         scratch: _Scratch,
     ) -> list[jax.Array]:
-        """Adds the r-th row of a pair, times its weight, to the sums of this warpgroup's tiles.
+        """Adds the r-th row of a (token, owner) pair, times its weight, to this warpgroup's sums.
 
-        `begun` is the number of rows of earlier pairs, and `num_turns` that of all pairs.
+        `pair` is the pair's index in the block. `sums` has a float32 sum for each tile that the
+        warpgroup handles; the new sums are returned. The rows of all pairs pass through the ring in
+        order: `begun` is the number of rows of earlier pairs, and `num_turns` that of all pairs.
         """
         of_rows, ring = self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
@@ -205,14 +221,25 @@ class _Combine:
         mine: Sequence[jax.Array],
         out: Any,
     ) -> None:
-        """Adds the sums of this rank's i-th token in the block, and stores the result."""
+        """Waits for the sums of this rank's token, adds them in rank order, and stores the result.
+
+        Args:
+          endpoint: the warpgroup's end of the low-latency protocol.
+          i: the token's index in the block.
+          token: the token's index in this rank, a row of `out`.
+          exists: whether the rank has such a token; else nothing is received or stored.
+          ranks: the rank of each of the token's K choices.
+          mine: this rank's own sum of the token, a tile for each that the warpgroup handles.
+          out: [T, H] in global memory.
+        """
         fabric, of_rows = self.fabric, self.rows
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
         received = of_rows.receive(endpoint, i, comes, exact=False)
         for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
-            total = of_rows.zeros()  # 0.0 keeps sums from being -0.0
+            # The total starts from 0.0, so that it is never -0.0.
+            total = of_rows.zeros()
             for part, was_sent in zip(parts, sent, strict=True):
                 part = part.astype(jnp.float32)
                 total = total + jnp.where(was_sent, part, jnp.zeros_like(part))

@@ -1,14 +1,15 @@
 """The gradient of a weighted combine over the low-latency protocol, for few tokens.
 
-The owner of a token is the rank whose token it is. Block b of every rank handles the same tokens of
+The owner of a token is the rank that dispatched it. y has the expert outputs, and dy and dweights
+are the gradients of y and of the routing weights. Block b of every rank handles the same tokens of
 every owner, with five warpgroups:
 
-  scout         finds the rows of each (token, owner) and fetches them into a ring in shared memory;
-                then writes zeros to rows of dy that have no token;
-  weighers (4)  share each row: send the cotangents of this rank's tokens to the ranks that have
-                rows of them, and receive those of the others' tokens. They multiply a cotangent
-                with each of its rows and with its weight, store the one to dy, and return the sums
-                of the other to the owner, as values.
+  scout         finds the rows of y of each (token, owner), and copies them into a ring in shared
+                memory; then writes zeros to the rows of dy that have no token;
+  weighers (4)  each handle some tiles of every row. They send the cotangents of this rank's tokens
+                to the ranks that have rows of the tokens, and receive the cotangents of other
+                ranks' tokens. They write the cotangent times the weight to dy, and send the inner
+                product of cotangent and row of y to the owner, as a float32 value.
 
     owner of the token                      this rank
     g[token] == tiles, link ==============> registers <-- ring <-- y[row]
@@ -40,7 +41,9 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-_RETURNED = MAX_VALUES // 2  # the index of the first value that goes back to the owners
+# A rank sends 32-bit values by number. The first half of the numbers is for weights. The inner
+# products, which go back to the tokens' ranks, begin with this number.
+_RETURNED = MAX_VALUES // 2
 
 
 def combine_grad(
@@ -58,11 +61,13 @@ def combine_grad(
     fair: bool = False,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine's rows y and of its weights.
+    """Computes the cotangents of a weighted combine's expert outputs y and of its weights.
 
-    Arguments and results are those of `combine_grad.combine_grad`, with two differences: `channels`
-    connects the warpgroups of the ranks, and the plan must satisfy `fits`. dweights is summed in
-    another order, which is the same on every run.
+    Takes the arguments of `combine_grad.combine_grad` except `into`, and `channels`, the memory of
+    the low-latency protocol, by which warpgroups of ranks send tiles. `plan` is a plan for the
+    sizes of this call, for which `plan.fits()` is true. Returns dy and dweights as
+    `combine_grad.combine_grad` does, but sums the columns of an inner product in a different order,
+    which is the same on every run.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     capacity = y.shape[-2]
@@ -95,27 +100,44 @@ def combine_grad(
 
 
 class _Refs(NamedTuple):
-    """The arrays in global memory."""
+    """The operands and results of the kernel, in global memory."""
 
-    g: Any  # [T, H]
-    weights: Any  # [T·K] float32
-    y: Any  # [R, H]
-    topk_idx: Any  # [T·K] int32
-    rows: Any  # [N, T·K] int32
-    counts: Any  # [N, E] int32
-    dy: Any  # [R, H]
-    dweights: Any  # [T·K] float32
+    # [T, H], the cotangent of the combine's result.
+    g: Any
+    # [T·K] float32, the routing weights.
+    weights: Any
+    # [R, H], the expert outputs.
+    y: Any
+    # [T·K] int32, the experts that this rank's tokens choose.
+    topk_idx: Any
+    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    rows: Any
+    # [N, count_width] int32, how many choices of each source rank are of each expert.
+    counts: Any
+    # [R, H], the gradient of y.
+    dy: Any
+    # [T·K] float32, the gradient of the weights.
+    dweights: Any
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernel."""
+    """The shared memory of the kernel.
+
+    A pair is a token and its owner, the rank that dispatched it. Each choice of a pair has an inner
+    product of the token's cotangent and the choice's row of y.
+    """
 
     gather: GatherScratch
     experts: ExpertScratch
-    weights: Any  # [pairs, K] float32: the weights of each pair's choices
-    sums: Any  # float32: the inner products of each pair, [pairs · K], as one partial sum per warp
-    totals: Any  # [pairs · K] float32: the totals of `sums`
-    returned: Any  # [tokens of a block, N, K] float32: inner products that ranks return
+    # [pairs, K] float32, the routing weights of each pair's choices.
+    weights: Any
+    # [pairs · K · parts_of_sum] float32 with padding, each warp's part of each inner product.
+    sums: Any
+    # [pairs · K] float32, the inner products.
+    totals: Any
+    # [tokens of a block, N, K] float32, the inner products that each rank returns for this rank's
+    # tokens.
+    returned: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +145,8 @@ class _CombineGrad:
     """The kernel of `combine_grad`.
 
     Attributes:
-      gather: the rows of y, and how they are fetched.
-      experts: where each expert's rows are.
+      gather: finds the rows of y of the block's tokens, and copies them to shared memory.
+      experts: finds where each expert's rows are, and zeroes unused rows of dy.
     """
 
     gather: Gather
@@ -140,11 +162,11 @@ class _CombineGrad:
 
     @property
     def parts_of_sum(self) -> int:
-        """Partial sums of an inner product: one of each warp of the weighers."""
+        """The number of partial sums of an inner product, one for each warp of the weighers."""
         return self.rows.plan.warpgroups * vectors.SUMS_OF_WARPGROUP
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         pairs, top_k, ranks = self.gather.num_pairs, self.gather.top_k, self.fabric.num_ranks
         sums = align_up(pairs * top_k * self.parts_of_sum, LANES)
         returned = (self.rows.plan.tokens_per_block, ranks, top_k)
@@ -177,7 +199,11 @@ class _CombineGrad:
             self.experts.fill([refs.dy], scratch.experts)
 
     def _weigh(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Multiplies this warpgroup's tiles of every pair's cotangent with the pair's rows."""
+        """Runs a weigher warpgroup: multiplies each token's cotangent with the token's rows of y.
+
+        The warpgroup handles its own tiles of every row. It sends the cotangents of this rank's
+        tokens and receives those of other ranks' tokens.
+        """
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
@@ -191,7 +217,9 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            if source == 1:  # this rank's own token comes first
+            # `source` 0 is this rank itself. Before the first peer's pair, the cotangents of all
+            # peers for the block's i-th token are received together.
+            if source == 1:
                 first = pair - source
                 comes = [
                     scratch.gather.num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)
@@ -230,10 +258,19 @@ class _CombineGrad:
         dy: Any,
         scratch: _Scratch,
     ) -> None:
-        """Multiplies a cotangent with the r-th row of a pair, and with its weight.
+        """Multiplies a token's cotangent with one of the token's rows of y, and with its weight.
 
-        `tiles` are the cotangent's tiles, in float32. Earlier pairs have `begun` rows, and all
-        pairs together `num_turns`.
+        Writes the weighted cotangent to `dy`, and this warpgroup's part of the inner product to
+        `scratch.sums`.
+
+        Args:
+          r: the row's index in the pair's list of rows.
+          tiles: this warpgroup's tiles of the cotangent, in float32.
+          pair: the index in the block of the pair (token, owner).
+          begun: the number of rows of earlier pairs, which passed through the ring before.
+          num_turns: the number of rows of all pairs.
+          dy: [R, H] in global memory.
+          scratch: the kernel's shared memory.
         """
         fabric, of_rows, ring = self.fabric, self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
@@ -255,7 +292,7 @@ class _CombineGrad:
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
     def _return(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Sends the inner products to the owners, and writes those that other ranks return."""
+        """Sends inner products to the tokens' ranks, and writes the received ones to dweights."""
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
         fabric.barrier()
@@ -270,7 +307,11 @@ class _CombineGrad:
             pl.when(exists)(functools.partial(self._write_returned, i, token, refs, scratch))
 
     def _write_returned(self, i: int, token: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Receives the inner products of this rank's i-th token, and writes its dweights."""
+        """Receives the inner products of one of this rank's tokens, and writes its dweights.
+
+        `i` is the token's index in the block and `token` its index in the rank. Of each choice, the
+        value of the rank that has the expert is written, and 0 if the id is no expert's.
+        """
         fabric, returned, start = self.fabric, scratch.returned, token * self.gather.top_k
         for rank in range(fabric.num_ranks):
             values = returned.at[i, rank]

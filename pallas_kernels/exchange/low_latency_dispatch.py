@@ -1,20 +1,20 @@
 """Dispatch into the expert-major layout over the low-latency protocol, for few tokens.
 
-Block 0 of every rank sends its rank's choices to all ranks. A token's row goes to each rank that
-gets it at once, before anything is known of the others' choices. Meanwhile every block reads the
-choices of all ranks, and computes the rows on this rank of its tokens of every rank, with five
-warpgroups:
+Block 0 of every rank sends the experts that its rank's tokens choose to all ranks. A rank sends
+its tokens at once, before it knows the choices of other ranks. Block b of every rank handles the
+same range of tokens of every rank. It reads the choices of all ranks, and computes the rows that
+these tokens get in this rank's receive buffer, with five warpgroups:
 
-  movers (4)  share each row: send and receive tiles, count choices, and store a tile to all the
-              rows of its token here, from registers;
-  planner     finds the groups of the experts' rows from the counts, and writes zeros to rows that
-              get no token.
+  movers (4)  each handle some tiles of every row: send and receive tiles, count choices by expert,
+              and store a tile from registers to all rows that its token has on this rank;
+  planner     finds the rows of each expert from the counts, and writes zeros to rows that get no
+              token.
 
     rank s, movers                           rank d, movers
     choices of all tokens -- values, link -> choices --> counts --> planner: groups --> rows of t
     x[t] == tiles, link ===================> tile buffers --> registers --> tokens[rows of t]
 
-So a row crosses the link once per (token, rank), and no received row is read again.
+So a row crosses the link once per (token, rank), and no received row is read back from memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 
-_COUNTED_AT_ONCE = 1024  # the choices that are loaded before the first of them is counted
+# A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
+_COUNTED_AT_ONCE = 1024
 
 
 def dispatch(
@@ -51,24 +52,27 @@ def dispatch(
     fair: bool = False,
     zero_unused: bool = True,
 ) -> tuple[Any, ...]:
-    """Computes the routes of a dispatch and sends the rows, in one kernel.
+    """Computes the receive-buffer row of each top-k choice and sends the tokens, in one kernel.
 
-    With stacked ranks, every array has a leading axis of N.
+    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
+    N, the number of ranks.
 
     Args:
-      x: [T, H].
-      topk_idx: [T, K] int32.
+      x: [T, H], the rows of this rank's T tokens.
+      topk_idx: [T, K] int32, the experts that each token chooses.
       fabric: how ranks reach each other.
-      channels: how warpgroups of ranks reach each other.
-      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
-      capacity: R.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
-        others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's rows are zero; else undefined.
+      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
+        for which `plan.fits()` is true.
+      capacity: R, the number of rows of each rank's receive buffer.
+      expert_alignment: the rows of each expert start at a multiple of this number.
+      fair: whether a rank that receives more than R rows drops rows such that each of its experts
+        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
+        the rows from R on.
+      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
-      The results of `dispatch.dispatch` with a plain wire, bit for bit.
+      The seven results of `dispatch.dispatch` for rows sent unquantized, with the same bits.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -105,25 +109,30 @@ def dispatch_like(
     fair: bool = False,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
+    """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
 
-    With stacked ranks, every array has a leading axis of N.
+    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
+    N, the number of ranks.
 
     Args:
-      x: [T, H].
-      topk_idx: [T, K] int32, as in `dispatch`.
-      rows: [N, T, K] int32, the result of `dispatch`.
-      counts: [N, E] int32, the result of `dispatch`.
+      x: [T, H], a row for each of this rank's T tokens.
+      topk_idx: [T, K] int32, the experts that each token chooses, as given to `dispatch`.
+      rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
+        each source rank's tokens.
+      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
+        each expert.
       fabric: how ranks reach each other.
-      channels: how warpgroups of ranks reach each other.
-      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
-      capacity: R, as in `dispatch`.
-      expert_alignment: as in `dispatch`.
-      fair: as in `dispatch`.
-      zero_unused: as in `dispatch`.
+      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
+        for which `plan.fits()` is true.
+      capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
+      expert_alignment: the rows of each expert start at a multiple of this number, as given to
+        `dispatch`.
+      fair: how rows that do not fit are dropped, as given to `dispatch`.
+      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
-      tokens ([R, H],).
+      A tuple of the receive buffer, [R, H].
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
@@ -145,26 +154,40 @@ def dispatch_like(
 
 
 class _Refs(NamedTuple):
-    """The arrays in global memory."""
+    """The operands and results of the kernel, in global memory."""
 
-    x: Any  # [T, H]
-    topk_idx: Any  # [T·K] int32
-    rows: Any  # [N, T·K] int32: read with known routes, else written
-    counts: Any  # [N, E] int32: likewise
-    tokens: Any  # [R, H]
-    groups: Sequence[Any] = ()  # the results of `ExpertRows.describe`; none with known routes
+    # [T, H], the rows to send.
+    x: Any
+    # [T·K] int32, the experts that this rank's tokens choose.
+    topk_idx: Any
+    # [N, T·K] int32, the row on this rank of each choice, by source rank. `dispatch` writes it, and
+    # `dispatch_like` reads it.
+    rows: Any
+    # [N, count_width] int32, how many choices of each source rank are of each expert. `dispatch`
+    # writes it, and `dispatch_like` reads it.
+    counts: Any
+    # [R, H], the receive buffer.
+    tokens: Any
+    # The four arrays that `ExpertRows.describe` writes in `dispatch`; none in `dispatch_like`.
+    groups: Sequence[Any] = ()
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernel. All fields but the first are None with known routes."""
+    """The shared memory of the kernel. In `dispatch_like`, all fields but the first are None."""
 
     experts: ExpertScratch
-    choices: Any = None  # [N, T·K] int32: all ranks' choices
-    next_rows_from: Any = None  # [N, E + spare] int32: the next free row of each expert, by source
-    group_starts: Any = None  # [E] int32: where each expert's rows start
-    token_rows: Any = None  # [N, tokens of a block, K] int32: the rows here of each choice
-    groups_known: Any = None  # barrier: the planner has found the groups
-    together: Any = None  # barrier: where the movers meet
+    # [N, T·K] int32 with padding, the experts that the tokens of each source rank choose.
+    choices: Any = None
+    # [N, count_width + LANES] int32, the next free row of each expert, by source rank.
+    next_rows_from: Any = None
+    # [count_width] int32, the first row of each expert.
+    group_starts: Any = None
+    # [N, tokens of a block, K] int32, the row on this rank of each choice, by source rank.
+    token_rows: Any = None
+    # A barrier that completes when the planner has found where each expert's rows are.
+    groups_known: Any = None
+    # A barrier by which the movers wait for each other.
+    together: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +195,10 @@ class _Dispatch:
     """The kernel of `dispatch` and `dispatch_like`.
 
     Attributes:
-      rows: the tiles of rows, and how they are sent.
-      experts: where each expert's rows are.
-      routes_known: whether the routes are those of an earlier dispatch.
+      rows: sends and receives the tiles of rows.
+      experts: finds where each expert's rows are, and zeroes unused rows.
+      routes_known: whether an earlier dispatch has computed the row of each choice, as in
+        `dispatch_like`.
     """
 
     rows: Rows
@@ -183,7 +207,11 @@ class _Dispatch:
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
-        """Makes the kernel; `options` are fields of `ExpertRows`."""
+        """Makes the kernel.
+
+        `alignment` is `ExpertRows.alignment`, and `options` are further fields of `ExpertRows`. The
+        other arguments are those of `dispatch` and fields of this class.
+        """
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)],
@@ -201,7 +229,7 @@ class _Dispatch:
 
     @property
     def num_choices(self) -> int:
-        """The choices of this rank's tokens, T·K."""
+        """The number of choices of one rank's tokens, T·K."""
         return self.rows.plan.num_tokens * self.top_k
 
     def call(
@@ -220,7 +248,7 @@ class _Dispatch:
         )(*operands)
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         plan, ranks = self.rows.plan, self.fabric.num_ranks
         width = self.experts.count_width
         if self.routes_known:
@@ -228,7 +256,8 @@ class _Dispatch:
         return _Scratch(
             self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-            # The entries after those of the experts are for choices of no expert.
+            # A choice of another rank's expert, or of none, is counted in the entries after those
+            # of the experts.
             next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
@@ -254,7 +283,10 @@ class _Dispatch:
             self._plan(refs, scratch)
 
     def _plan(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Finds the groups of the experts' rows, describes them, and fills their gaps."""
+        """Runs the planner warpgroup: finds each expert's rows, and zeroes unused rows.
+
+        In `dispatch`, it also writes the group sizes and the counts to global memory.
+        """
         fabric, of_experts = self.fabric, self.experts
         if self.routes_known:
             hello(fabric.signal, release=False)
@@ -272,7 +304,11 @@ class _Dispatch:
             hello(fabric.wait, "dispatch")
 
     def _move(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Sends this warpgroup's tiles of the block's tokens, and stores those that arrive."""
+        """Runs a mover warpgroup: sends tiles of this rank's tokens, and stores tiles it receives.
+
+        The warpgroup handles its own tiles of every row of the block's tokens. It stores a tile to
+        all rows that the tile's token has in this rank's receive buffer.
+        """
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
@@ -299,7 +335,11 @@ class _Dispatch:
         endpoint.close()
 
     def _send_choices(self, topk_idx: Any) -> None:
-        """Sends this rank's choices to all ranks; the movers of block 0 send a part each."""
+        """Sends the experts that this rank's tokens choose to all ranks.
+
+        Only block 0 sends, and each of its mover warpgroups sends a part. `topk_idx` is [T·K] int32
+        in global memory.
+        """
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
         first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
@@ -309,7 +349,11 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
-        """Stores the i-th tile of a token to its rows here."""
+        """Stores this warpgroup's i-th tile of a token to the token's rows on this rank.
+
+        `tokens` is the receive buffer [R, H], and `places` has the row of each of the K choices.
+        Rows outside the buffer, of choices that are dropped or another rank's, are skipped.
+        """
         for place in places:
             kept = (place >= 0) & (place < self.experts.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
@@ -323,15 +367,23 @@ class _Dispatch:
         refs: _Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Reads the row on this rank of a choice of the block's i-th token of rank `source`."""
+        """Returns the receive-buffer row of a token's choice, a scalar int32.
+
+        The token is the i-th of the block and has index `token` in its rank, `source`. `choice` is
+        from 0 to K - 1. The row is NOWHERE if the choice is of another rank's expert.
+        """
         if self.routes_known:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
         return scratch.token_rows[source, i, choice]
 
-    # Computation of new routes. The movers divide the source ranks among them.
+    # The remaining methods compute the row of each choice for `dispatch`. Each mover warpgroup
+    # handles the tokens of some of the source ranks.
 
     def _find_rows(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Computes the rows on this rank of the block's tokens of all ranks."""
+        """Computes the rows that the block's tokens of all ranks get in this rank's receive buffer.
+
+        Writes them to `scratch.token_rows` and to the result `refs.rows`.
+        """
         plan = self.rows.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
@@ -349,7 +401,11 @@ class _Dispatch:
         meet(self.fabric, scratch.together)
 
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
-        """Counts a rank's choices by expert, for all tokens and for those of earlier blocks."""
+        """Receives the choices of rank `source`, and counts how many are of each expert.
+
+        Writes the counts over all of the rank's tokens to `all_counts[source]`, and the counts over
+        tokens of lower blocks to `next_rows_from[source]`.
+        """
         fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices
         all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from
@@ -372,7 +428,10 @@ class _Dispatch:
         fabric.barrier()
 
     def _rows_from(self, source: jax.Array, rows: Any, scratch: _Scratch) -> None:
-        """Computes the rows on this rank of the block's tokens of rank `source`."""
+        """Computes the rows that the block's tokens of rank `source` get in the receive buffer.
+
+        Writes them to scratch.token_rows[source] and to the result `rows` [N, T·K].
+        """
         fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)

@@ -1,11 +1,11 @@
-"""Plans how the exchange's kernels use blocks and shared memory, and what they allocate.
+"""Plans the thread blocks, shared memory and workspace of the dispatch and combine kernels.
 
-A function `for_<kernel>` returns the plan of that kernel. A function whose name ends in
-`_workspace` returns the buffers that a call of the kernel allocates besides the results that its
-caller keeps: a dict from name to bytes per rank. The kernels take the shapes of these buffers from
-here.
+A function `for_<kernel>` returns the static choices of that kernel, such as its number of thread
+blocks. A function `<kernel>_workspace` returns the global memory that a call of that kernel
+allocates in addition to its results, as a dict from the buffer's name to its bytes per rank. The
+kernels take the shapes of these buffers from this module.
 
-Nothing here imports Pallas or Mosaic, so sizes are known where kernels do not run.
+This module imports neither Pallas nor Mosaic, so that machines without a GPU can compute sizes.
 """
 
 from __future__ import annotations
@@ -28,39 +28,51 @@ from pallas_kernels.formats import PLAIN, RowFormat
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
-ROW_BYTES = 128  # a row must be a multiple of this
-# A quantized row has a multiple of these columns: 16 bytes of scales, and a block for each warp.
+# The size of a row that is sent must be a multiple of this many bytes.
+ROW_BYTES = 128
+# The columns of a quantized row must be a multiple of this number: each of a warpgroup's 4 warps
+# then quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte vectors.
 ROW_MULTIPLE = 512
-_PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
+# This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
+_PADDING_BYTES = 16 * 1024
 _WINDOW_TOKENS = 16
-_RING_STAGES = 16  # the most rows that a ring in shared memory holds
+# A ring buffer in shared memory holds at most this many rows.
+_RING_STAGES = 16
 
-# Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
+# Latency bounds a call with at most this many tokens per rank; link bandwidth bounds a larger call.
 FEW_TOKENS = 256
-_NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
+# This number of thread blocks was the fastest on 2, 4 and 8 H200s.
+_NUM_BLOCKS = 128
 
-# The constants of a combine, measured on 2 H200s.
-ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
-_STEP_BYTES = 16 * 1024  # the most bytes of a step's sums for one owner, if they are several
+# The following constants tune the combine kernel. They were measured on 2 H200s.
+# A worker warpgroup loads this many of the rows that it sums at a time.
+ROWS_OF_SUM = 4
+# The sums that a rank sends to one other rank between two signals take at most this many bytes,
+# unless a single sum is larger.
+_STEP_BYTES = 16 * 1024
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-_TILE_VECTORS = 2  # a thread holds this many 16-byte vectors of a row
+# Each thread holds this many 16-byte vectors of a row in registers.
+_TILE_VECTORS = 2
 
-# The constants of a combine's gradient.
-ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
+# The following constants tune the kernel of combine's gradient.
+# A worker warpgroup multiplies a token's cotangent with this many rows at a time.
+ROWS_OF_COTANGENT = 2
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # each worker has this many cotangents in the ring
+# The ring in shared memory holds this many cotangents for each worker warpgroup.
+_GRAD_DEPTH = 3
 
-# The constant of a dispatch of more than FEW_TOKENS tokens.
-_DISPATCH_BYTES = 32 * 1024  # the rows of a step have about these bytes
+# The following constants tune a dispatch of more than FEW_TOKENS tokens.
+# The rows that a block sends between two signals take about this many bytes.
+_DISPATCH_BYTES = 32 * 1024
 _COPY_STAGES = 16
 
 
 def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PLAIN) -> int:
-    """Returns H rounded up to what the kernels need, in columns.
+    """Returns the hidden size rounded up to the number of columns that the kernels need.
 
-    A row must be whole lines of 128 bytes; a row that is quantized must be a multiple of
-    ROW_MULTIPLE columns.
+    A plain row is padded to a multiple of ROW_BYTES bytes, and a row that is quantized to a
+    multiple of ROW_MULTIPLE columns.
     """
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
     return align_up(hidden, ROW_MULTIPLE if wire.quantized else columns)
@@ -68,18 +80,24 @@ def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PL
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call of an exchange kernel.
+    """The static choices of one call of a dispatch or combine kernel.
+
+    A block sends its tokens in steps: after each step of `step_tokens` tokens it signals its peers.
 
     Attributes:
-      num_blocks: thread blocks per rank.
-      num_stages: rows that the ring in shared memory holds, if there is one.
-      store_lag: the number of latest groups of outgoing copies that may still read their stages
-        when the next stage is filled; less than `num_stages`.
-      window_tokens: tokens whose routes a block holds in shared memory at a time.
-      step_tokens: tokens between two signals.
-      num_copy_stages: rows that the receiver of a dispatch holds while it copies them.
-      receive_steps: steps that a combine's receive buffer holds.
-      num_workers: warpgroups of a block that share its sums, or cotangents.
+      num_blocks: the number of thread blocks per rank.
+      num_stages: the number of rows in a sender's ring buffer in shared memory, or of cotangents
+        in the ring of combine's gradient. Combine has no ring.
+      store_lag: how many of the latest asynchronous copies out of the ring may still be reading
+        their rows when the sender refills a stage of the ring; less than `num_stages`.
+      window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
+        of their top-k choices) a block holds in shared memory at a time.
+      step_tokens: the number of tokens that a block sends between two signals.
+      num_copy_stages: the number of rows in the ring that a dispatch's receiver uses to copy a
+        received row to further rows of this rank.
+      receive_steps: the number of steps whose sums a combine's receive buffer holds.
+      num_workers: the number of warpgroups in a block that share the sums of a combine, or the
+        cotangents of its gradient.
     """
 
     num_blocks: int
@@ -94,7 +112,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_stages:
             raise ValueError(f"store_lag must be less than num_stages, but the plan is {self}.")
-        # While a step is summed, the previous step is read, and the next step is listed.
+        # A combine uses three steps at once: it reads the sums received for one step, sends the
+        # sums of the next step, and lists the rows of the step after that.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
 
@@ -105,7 +124,10 @@ class Plan:
         return -(-self.tokens_per_block(num_tokens) // self.step_tokens)
 
     def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-        """Returns a block's first token and the number of its tokens, the same on every rank."""
+        """Returns the first token of a block and its number of tokens, two int32 scalars.
+
+        Every rank gives the same range of its T tokens to the block of the same index.
+        """
         per_block = self.tokens_per_block(num_tokens)
         first = block * per_block
         return first, jnp.clip(num_tokens - first, 0, per_block)
@@ -113,11 +135,18 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The part of a flat array of routes, [T·K], that a block holds in shared memory at a time."""
+    """The slice of a flat [T·K] routing array that a block holds in shared memory at a time.
 
-    tokens: int  # tokens of a window
-    width: int  # entries that are loaded: tokens · K, rounded up to whole vectors
-    total: int  # entries of the flat array, with its padding
+    Such an array has an entry for each of the K choices of each token, for example the choice's
+    receive-buffer row. A block loads the slice of its next tokens when it has used up the last one.
+    """
+
+    # The slice has the entries of this many tokens.
+    tokens: int
+    # A load reads this many entries: tokens · K, rounded up to a multiple of LANES.
+    width: int
+    # The flat array has this many entries, including its padding.
+    total: int
 
     @classmethod
     def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
@@ -126,7 +155,10 @@ class Window:
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
-        """Returns the first entry to load so that the window holds `entry` and is in bounds."""
+        """Returns the index of the first entry to load for a window that contains `entry`.
+
+        The index is `entry` itself, or less where the window would pass the end of the array.
+        """
         return jnp.minimum(entry, self.total - self.width)
 
     def pad(self, flat: jax.Array, value: int) -> jax.Array:
@@ -141,12 +173,12 @@ def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The size of a row of a kernel's input, and of the form in which it is sent.
+    """The size of an input row of a kernel, and the size of that row in the format it is sent in.
 
     Attributes:
-      hidden: H, padded as `padded_hidden` says.
-      dtype: the input's dtype.
-      wire: the format that rows are sent in.
+      hidden: H, the hidden size in columns, padded by `padded_hidden`.
+      dtype: the dtype of the input row.
+      wire: the format in which rows are sent, plain or quantized.
     """
 
     hidden: int
@@ -155,7 +187,10 @@ class Row:
 
     @property
     def parts(self) -> Parts:
-        """Columns and dtype of each array that a sent row consists of: values, then scales."""
+        """Columns and dtype of each part of a sent row: its values and, if quantized, its scales.
+
+        The values and the scales are stored in separate arrays.
+        """
         return self.wire.row_parts(self.hidden, self.dtype)
 
     @property
@@ -164,15 +199,18 @@ class Row:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of shared memory of a stage of a sender's ring.
+        """The bytes of one stage of a sender's ring buffer in shared memory.
 
-        If rows are quantized, a stage holds the input row and the quantized row.
+        A stage holds the input row and, if rows are quantized, the quantized row too.
         """
         wide = self.hidden * jnp.dtype(self.dtype).itemsize
         return wide + self.sent_bytes if self.wire.quantized else wide
 
     def room(self, words: int) -> int:
-        """Returns the bytes of shared memory next to `words` 32-bit words and a row of zeros."""
+        """Returns the bytes of shared memory that a kernel has left for the stages of rings.
+
+        The kernel also keeps `words` 32-bit words and one row of zeros in shared memory.
+        """
         zeros = sum(
             padded_columns(columns, dtype) * jnp.dtype(dtype).itemsize
             for columns, dtype in self.parts
@@ -182,13 +220,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a call of the exchange.
+    """The sizes of one call of a dispatch or combine kernel, besides those of a row.
 
     Attributes:
-      num_tokens: T.
-      num_ranks: N.
-      top_k: K.
-      num_experts: E.
+      num_tokens: T, the number of tokens of each rank.
+      num_ranks: N, the number of ranks.
+      top_k: K, the number of experts chosen for each token.
+      num_experts: E, the number of experts on all ranks together.
     """
 
     num_tokens: int
@@ -198,9 +236,10 @@ class Sizes:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    """Returns whether all kernels of the exchange can run at these sizes.
+    """Returns whether dispatch, combine and combine's gradient fit in shared memory.
 
-    Shared memory must hold the stages that each needs.
+    Shared memory must hold at least 3 rows of a dispatch's ring, a step of one token of a combine,
+    and one cotangent of its gradient.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return (
@@ -211,7 +250,13 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
 
 
 def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
-    """Returns the plan; raises ValueError unless a signal can count the steps of a block."""
+    """Returns the plan unchanged if its blocks have few enough steps to count in a signal.
+
+    A signal counts a block's steps, groups of `step_tokens` tokens, in COUNT_BITS bits.
+
+    Raises:
+      ValueError: a block of the plan has more steps than that count can hold.
+    """
     most = 2**memory_map.COUNT_BITS - 1
     if plan.steps_per_block(num_tokens) > most:
         least = -(-num_tokens // (most * plan.step_tokens))
@@ -228,20 +273,24 @@ def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowLatencyPlan(Sizes):
-    """How rows are spread over the workers of the low-latency protocol, for few tokens.
+    """The static choices of a dispatch or combine kernel over the low-latency protocol.
+
+    The protocol is for few tokens. It cuts rows into tiles, which the warpgroups of all thread
+    blocks send and receive. The inherited attributes are the call's sizes.
 
     Attributes:
-      hidden: H, padded as `padded_hidden` says.
+      hidden: H, the hidden size in columns, padded by `padded_hidden`.
       dtype: the dtype of rows and of sums of rows.
-      num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
-      max_blocks: the most thread blocks.
-      max_stages: the most rows that a kernel holds in shared memory.
+      num_gpus: the number of GPUs of the ranks' host that share symmetric memory; at least N.
+      max_blocks: the largest number of thread blocks to use.
+      max_stages: the largest number of rows that a kernel holds in shared memory.
     """
 
     hidden: int
     dtype: jax.typing.DTypeLike
     num_gpus: int
-    warpgroups = 4  # this many warpgroups of a block send and receive
+    # This many warpgroups of each block send and receive tiles.
+    warpgroups = 4
     max_blocks: int = memory_map.MAX_WORKERS // warpgroups
     max_stages: int = 2 * _RING_STAGES
 
@@ -251,7 +300,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """Columns of a tile, which fills a tile buffer of the protocol."""
+        """The columns of a tile, the unit of 2 KiB in which the protocol sends a row."""
         return LANES * self.vector
 
     @property
@@ -272,23 +321,29 @@ class LowLatencyPlan(Sizes):
 
     @property
     def num_stages(self) -> int:
-        """The rows that shared memory holds next to the most 32-bit words that a kernel needs."""
+        """The number of rows that fit in shared memory, for the kernel with the least room left."""
+        # A dispatch holds the top-k choices of all ranks' tokens.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
-        # A gradient needs, for each pair and choice, 16 sums and the words of the rows' list.
+        # Combine's gradient needs up to 24 words for each choice of each (token, rank): 16 partial
+        # sums, and the entries of the list of rows.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
-        # Words for the ends of the experts' groups and for the next rows from each rank. Some words
-        # are spare.
+        # A dispatch counts each expert's choices and finds where the expert's rows start and end,
+        # in arrays of one word per expert. The number of arrays is rounded up.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
 
     def dispatch_workspace(self) -> dict[str, int]:
-        """Maps the one buffer that `low_latency_dispatch.dispatch` allocates to its bytes."""
+        """Returns the bytes per rank that `low_latency_dispatch.dispatch` allocates, by buffer.
+
+        Its one buffer, "routes", has the row of each choice and each expert's number of choices,
+        for every source rank.
+        """
         words = self.num_tokens * self.top_k + count_width(self.num_experts)
         return {"routes": WORD_BYTES * self.num_ranks * words}
 
     def fits(self) -> bool:
-        """Returns whether the protocol and shared memory have room for these sizes."""
+        """Returns whether the low-latency protocol and shared memory have room for these sizes."""
         return (
             1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
@@ -305,9 +360,10 @@ def for_low_latency(
 ) -> LowLatencyPlan | None:
     """Returns the plan of the kernels over the low-latency protocol, or None if they cannot run.
 
-    They cannot run for quantized rows, and for sizes for which `LowLatencyPlan.fits` is false.
-    `num_gpus` counts the GPUs of the ranks' host that share symmetric memory.
-    `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
+    The kernels cannot run with quantized rows, or with sizes for which `LowLatencyPlan.fits` is
+    false. `num_gpus` is the number of GPUs of the ranks' host that share symmetric memory.
+    `num_blocks` is the largest number of thread blocks to use; with None, the protocol's limit on
+    warpgroups decides.
     """
     plan = LowLatencyPlan(
         **dataclasses.asdict(sizes), hidden=row.hidden, dtype=row.dtype, num_gpus=num_gpus
@@ -321,10 +377,12 @@ def for_low_latency(
 
 
 def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window]:
-    """Returns the windows of lists in shared memory: the sender's, and the receiver's of one step.
+    """Returns two windows, slices of the routing data that a dispatch loads into shared memory.
 
-    A token has `num_words` words. Both windows are of flat arrays [T * num_words], which are padded
-    for the wider of the two.
+    The first window is the sender's and holds `plan.window_tokens` tokens. The second is the
+    receiver's and holds the tokens of one step. The routing data is flat, [T * num_words] int32,
+    with `num_words` words for each token. Both windows have the same `total`, the array's length
+    with enough padding for the wider window.
     """
     both = [
         Window.of(tokens, plan, num_tokens, num_words)
@@ -336,17 +394,24 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
 
 
 def count_width(num_experts: int) -> int:
-    """Returns the entries of an array of counts: E, padded to whole vectors of a warpgroup."""
+    """Returns the length of an array with a count for each expert: E, padded to whole LANES."""
     return align_up(num_experts, LANES)
 
 
 def _group_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words of `ExpertScratch`: all counts, the scan, and the groups' ends."""
+    """Returns the int32 words that `ExpertScratch` takes, besides its row of zeros.
+
+    They are the counts of each expert by rank, the workspace of a prefix sum over experts, and the
+    ends of each expert's rows.
+    """
     return (num_ranks + 2 + 2) * count_width(num_experts)
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
-    """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
+    """Returns the int32 words that a dispatch has in shared memory, besides rows.
+
+    They are the choices of experts, the lists of receive-buffer rows and the counts of each expert.
+    """
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
@@ -357,19 +422,22 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
-    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
+    fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    if not few:  # as many tokens as the window of lists has room for
+    # In a larger call, a step's rows take about _DISPATCH_BYTES, and the lists of its tokens' rows,
+    # K words each, fit in LANES words.
+    if not few:
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
     def room_for_rows(step_tokens: int) -> int:
         words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
         return row.room(words)
 
-    # The lists of longer steps leave less shared memory for rows, and at least two rows are needed,
-    # since one is sent while another is copied. Steps of 2 tokens leave room for 3 rows, or
-    # `fits_shared_memory` is false.
+    # A longer step needs longer lists, which leave less shared memory for rows. At least two rows
+    # must fit, since one is sent while another is copied. With steps of 2 tokens, 3 rows fit:
+    # `fits_shared_memory` requires it.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -388,7 +456,11 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 
 
 def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes that `dispatch.dispatch` allocates, by name of the buffer."""
+    """Returns the bytes per rank that `dispatch.dispatch` allocates, by buffer.
+
+    Its one buffer, "routes", has the row of each choice and each expert's number of choices, for
+    every source rank.
+    """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
 
@@ -398,8 +470,8 @@ def for_rank_dispatch(
 ) -> Plan:
     """Returns the plan of `rank_dispatch.rank_dispatch`.
 
-    `weighted` is whether weights are sent with the choices. `num_blocks` is the most thread blocks
-    to use; None is the number measured to be fastest.
+    `weighted` is whether routing weights are sent with the choices of experts. `num_blocks` is the
+    largest number of thread blocks to use; None means the number measured to be fastest.
     """
     list_words = sizes.top_k * (2 if weighted else 1)
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
@@ -417,7 +489,10 @@ def for_rank_dispatch(
 
 
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Maps the one buffer that `rank_dispatch.rank_dispatch` allocates to its bytes."""
+    """Returns the bytes per rank that `rank_dispatch.rank_dispatch` allocates, by buffer.
+
+    Its one buffer, "routes", has each token's local expert ids and weights, for every source rank.
+    """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * entries}
 
@@ -426,13 +501,20 @@ def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
-    """Returns the 32-bit words of routes and lists that a combine has in shared memory."""
+    """Returns the 32-bit words that a combine has in shared memory.
+
+    For each rank, they are the receive-buffer rows and the weights of a step's tokens, and for each
+    sum the list of its rows and weights.
+    """
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
-    """Returns the most tokens of a combine's step that fit; 0 if shared memory is too small."""
+    """Returns how many tokens a combine sends between two signals: as many as shared memory allows.
+
+    Returns 0 if the lists of a single token do not fit.
+    """
     room = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
     row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
     most = max(1, min(_STEP_BYTES // row_bytes, _WINDOW_TOKENS))
@@ -443,7 +525,8 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
 def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine.combine`.
 
-    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
+    fastest.
     """
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
@@ -455,12 +538,13 @@ def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 
 
 def combine_tile(row: Row) -> int:
-    """Returns the columns of a row that a warpgroup of a combine sums at a time."""
+    """Returns how many columns of a row a warpgroup of a combine sums at a time."""
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles have the same length, so their number divides the row. If only a number much larger
-    # than needed does, tiles are longer instead.
+    # All tiles of a row have the same length, so the number of tiles must divide the row. `numbers`
+    # begins with the least number for which a thread holds _TILE_VECTORS vectors of a tile. If no
+    # number up to 4 times as large divides the row, a smaller number is used, with longer tiles.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 
@@ -468,9 +552,10 @@ def combine_tile(row: Row) -> int:
 def combine_receive_buffer(
     plan: Plan, row: Row, num_tokens: int, num_ranks: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of the arrays that peers put their sums into.
+    """Returns the types of the arrays that other ranks write a combine's sums into.
 
-    There is one array for each part of a row, [blocks, steps, N, tokens of a step, columns].
+    Each part of a sent row (values, then scales) has an array of shape [blocks, steps, N, tokens of
+    a step, columns], where N is the number of source ranks.
     """
     steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
     tokens = min(plan.step_tokens, plan.tokens_per_block(num_tokens))
@@ -479,7 +564,10 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
-    """Maps the one buffer that `combine.combine` allocates to its bytes."""
+    """Returns the bytes per rank that `combine.combine` allocates, by buffer.
+
+    Its one buffer, "receive buffer", holds the sums that arrive from all ranks.
+    """
     parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 
@@ -488,14 +576,15 @@ def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
 
 
 def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Returns how many cotangents the gradient of a combine has room for in shared memory.
+    """Returns how many cotangents the kernel of combine's gradient can hold in shared memory.
 
-    Each has a list of its rows next to it.
+    Each cotangent is a row of H columns, and is stored with a list of the rows to multiply with it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _group_words(num_ranks, num_experts)
     list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
-    sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
+    # This kernel sends plain rows, whatever the format of `row`.
+    sent = Row(row.hidden, row.dtype)
     row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
@@ -503,7 +592,8 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
 def for_combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad.combine_grad`.
 
-    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
+    fastest.
     """
     stages = _combine_grad_stages(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
     num_workers = min(_GRAD_WORKERS, stages)

@@ -1,7 +1,7 @@
-"""Quantizes rows to float8 and back within a kernel, by a whole warpgroup.
+"""Quantizes rows to float8 and dequantizes them within a kernel, by a whole warpgroup.
 
-The steps are those of `pallas_kernels.formats.Float8`, for rows with a float32 scale for every 128
-values, and give the same bits.
+A row has a float32 scale for every 128 values. The results have the same bits as those of
+`pallas_kernels.formats.Float8`, which encodes rows outside kernels.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}  # the supported formats
-_VALUES = BLOCK // WARP  # the values of a block that each thread holds
-_AT_ONCE = 7  # a warp quantizes this many blocks of values at a time, so that they overlap
+# PTX's names of the float8 types of the supported formats.
+_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}
+# Each thread of a warp holds this many of a block's 128 values.
+_VALUES = BLOCK // WARP
+# A warp quantizes this many blocks of values at a time, so that their loads overlap.
+_AT_ONCE = 7
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
-    """Quantizes one row in shared memory, [H] floating of up to 4 bytes, by a whole warpgroup.
+    """Quantizes one row in shared memory to another place in shared memory, by a whole warpgroup.
 
-    Writes `values` [H] and `scales` [H / 128] of the format `wire`, in shared memory too. H is a
-    multiple of `ROW_MULTIPLE`. A warp handles a block of 128 values at a time, a thread 4 of them.
-    The caller needs a barrier before it reads `values` and `scales`, or writes to `source`.
+    `source` is [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales` [H / 128]
+    in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp handles a block of 128 values at
+    a time, and each of its threads 4 of them. The caller needs a barrier before it reads `values`
+    and `scales`, or writes to `source`.
     """
     if fabric.interpret:
         values[...], scales[...] = wire.encode(source[...])
@@ -72,15 +76,15 @@ def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, s
 def put_row(
     fabric: fb.Fabric, wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
 ) -> None:
-    """Quantizes a row in registers, and stores it in any rank's global memory.
+    """Quantizes a float32 row in a warpgroup's registers, and stores it in any rank's memory.
 
     Args:
       fabric: how ranks reach each other.
-      wire: the format of the row.
-      row: float32, in the layout of `vectors.load_each`.
-      parts: where to store the values [H] and the scales [H / 128]. H is a multiple of
-        `ROW_MULTIPLE`.
-      elements: how many neighbouring values a thread holds; a divisor of 128.
+      wire: the format to quantize to.
+      row: [H or more] float32, in the register layout of `vectors.load_each`.
+      parts: two references in global memory, to which the values [H] and the scales [H / 128] are
+        stored. H is a multiple of `ROW_MULTIPLE`.
+      elements: the number of neighbouring values that a thread holds; a divisor of 128.
     """
     values, scales = parts
     if fabric.interpret:
@@ -113,9 +117,11 @@ def put_row(
 def _quantize_vector(
     wire: RowFormat, register: Value, elements: int, threads: int
 ) -> tuple[list[Value], Value]:
-    """Quantizes a thread's float32 values; `threads` neighbouring threads hold a block of 128.
+    """Quantizes the vector of float32 values that a thread holds in a register.
 
-    Returns the float8 values, packed 4 to an int32, and the scale of the block.
+    `elements` is the vector's length. A block of 128 values, which share a scale, is spread over
+    `threads` neighbouring threads. Returns the thread's float8 values, packed 4 to an int32, and
+    the block's scale.
     """
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
@@ -129,9 +135,9 @@ def _quantize_vector(
 
 
 def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes a thread's 4 elements; the threads of its warp hold a block of 128.
+    """Quantizes 4 elements of each thread; the 32 threads of a warp hold a block of 128 elements.
 
-    Returns the 4 float8, packed in an int32, and the float32 scale of the block.
+    Returns the thread's 4 float8 values, packed in an int32, and the block's float32 scale.
     """
     f32 = mosaic.float_type()
 
@@ -148,7 +154,11 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
-    """Returns the values, whether each is finite, and the bits of the largest finite magnitude."""
+    """Finds the largest finite magnitude among a thread's float32 values.
+
+    Returns the values as a list, a flag for each value that says whether it is finite, and the
+    bits of the largest finite magnitude, an int32.
+    """
     wide, finite, largest = [], [], mosaic.i32(0)
     for value in values:
         is_finite, size = float8.magnitude(value)
@@ -161,9 +171,10 @@ def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
 def _scaled(
     wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
 ) -> tuple[Value, list[Value]]:
-    """Returns a block's scale, and this thread's values of the block divided by the scale.
+    """Returns a block's scale, and this thread's values divided by the scale.
 
-    `finite` says which values are finite. `largest` holds the bits of the block's largest finite
+    A block is 128 values that share a scale. `values` are those of them that the thread holds, and
+    `finite` says which of `values` are finite. `largest` has the bits of the block's largest finite
     magnitude.
     """
     assert isinstance(wire, Float8)
@@ -179,12 +190,12 @@ def add_rows(
     sent: Sequence[jax.Array],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Dequantizes rows in this rank's global memory and sums them in order.
+    """Dequantizes rows in this rank's global memory, and sums them in the order given.
 
-    `parts` has the values [H] of each row, then the scales [H / 128] of each, in the format `wire`.
-    H is a multiple of `ROW_MULTIPLE`. Row i counts as zeros, whatever its memory holds, unless the
-    scalar bool sent[i] is true. Returns [H] of `dtype` in registers. The sum is float32, is rounded
-    once, and is never -0.0.
+    `parts` is (values, scales): a reference to the values [H] of each row, and one to the scales
+    [H / 128] of each row, in the format `wire`. H is a multiple of `ROW_MULTIPLE`. Row i is added
+    if the scalar bool sent[i] is true, and ignored otherwise. Returns the sum, [H] of `dtype` in
+    registers. It is computed in float32, rounded once, and never -0.0.
     """
     values, scales = parts
     (hidden,) = values[0].shape
@@ -215,7 +226,8 @@ def add_rows(
             ]
 
         totals, ahead = [], load(0)
-        for i in range(num_vectors):  # the next vectors are loaded while these are added
+        for i in range(num_vectors):
+            # The next vectors are loaded before the loaded ones are added, so that both overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
             totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
@@ -227,14 +239,21 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbouring values of a sum [H] of `add_rows` a thread holds."""
+    """Returns how many neighbouring values a thread holds of the sum that `add_rows` returns.
+
+    `hidden` is the sum's length.
+    """
     return next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
 
 
 def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
-    """Loads a thread's vector of float8, as words of 4, and its scale; zeros unless `taken`."""
+    """Loads `elements` float8 values of a row for this thread, and the scale of their block.
+
+    `values` and `scales` are the row in global memory, and `column` is the thread's first column.
+    Returns the values, packed 4 to an int32, and the float32 scale; all are 0 unless `taken`.
+    """
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
     pointer = llvm.PointerType.get(vectors.GLOBAL_MEMORY)
@@ -254,7 +273,11 @@ def _load_quantized(
 def _add_vectors(
     wire: RowFormat, loaded: Sequence[tuple[list[Value], Value]], elements: int
 ) -> Value:
-    """Sums vectors of float8, each multiplied by its scale, in order and starting from 0."""
+    """Dequantizes a thread's vector of each row, and sums the vectors in order, in float32.
+
+    `loaded` has, for each row, `elements` float8 values packed 4 to an int32, and their scale. The
+    sum starts from 0.0.
+    """
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:
@@ -264,6 +287,6 @@ def _add_vectors(
 
 
 def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
-    """Rounds a vector of float32 to a floating dtype of 32 bits or fewer."""
+    """Rounds a thread's vector of float32 to a floating `dtype` of 32 bits or fewer."""
     kind = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
     return register if register.type == kind else arith.truncf(kind, register)

@@ -1,8 +1,8 @@
 """Dispatch into the rank-major layout: token t of source rank r lies in row r · T + t.
 
-The row of a token at a peer follows from the source rank and the token alone, and a token has one
-row there however many of its experts are there. So nothing is exchanged before rows are sent, and
-nothing is copied after they have arrived:
+T is the number of tokens of each rank. The row of a token at a peer follows from the source rank
+and the token alone, and a token has one row at a peer however many of its experts the peer has. So
+ranks exchange nothing before they send rows, and copy no row after it has arrived:
 
     rank s, sender                              rank d
     x[t] --> ring -------------- link --------> tokens[s·T + t]
@@ -12,8 +12,9 @@ nothing is copied after they have arrived:
 
 Block b of every rank handles the same tokens, with two warpgroups:
 
-  sender    puts rows and lists to the peers (`sender` describes it); a list holds a token's local
-            expert ids at the peer, -1 for choices of other ranks, and, if asked for, weights;
+  sender    writes rows and lists to the peers' memory (`sender` describes it); a list holds a
+            token's local expert ids at the peer, with -1 for choices of other ranks' experts, and
+            optionally the routing weights;
   receiver  reads the lists as they arrive, and writes zeros to the row of a token that has no
             expert on this rank.
 """
@@ -48,25 +49,30 @@ def rank_dispatch(
     plan: Plan,
     wire: RowFormat = PLAIN,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
-    """Sends rows, and lists of their experts and weights, to the rank-major layout of each rank.
+    """Sends each token, with its local expert ids and weights, to the ranks of its experts.
 
-    With stacked ranks, every array has a leading axis of N.
+    Each rank receives tokens in the rank-major layout: token t of source rank r in row r · T + t.
+    T is the number of tokens of each rank, H the hidden size, K the number of choices of a token,
+    and N the number of ranks. If all ranks are simulated on one device (`fabric.stacked`), every
+    array has a leading axis of N.
 
     Args:
-      x: [T, H]; H · itemsize a multiple of 128 bytes.
-      topk_idx: [T, K] int32.
-      topk_weights: [T, K] float32, or None.
-      num_experts: E.
+      x: [T, H], the rows of this rank's tokens; H · itemsize is a multiple of 128 bytes.
+      topk_idx: [T, K] int32, the experts that each token chooses.
+      topk_weights: [T, K] float32, the routing weights to send, or None.
+      num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: number of blocks, tokens of a step, and depth of the ring.
-      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
-        quantized.
+      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
+        512.
 
     Returns:
-      tokens ([N · T, H],), or with a quantized wire ([N · T, H], scales [N · T, H / 128]);
-      local_topk_idx [N, T, K] int32, -1 where the choice is of another rank's expert;
-      topk_weights [N, T, K] float32, 0 where the choice is of another rank's expert, or None if
-      none were given.
+      tokens: the receive buffer ([N · T, H],), or with a quantized wire ([N · T, H], scales
+        [N · T, H / 128]). The row of a token without an expert on this rank is zero.
+      local_topk_idx: [N, T, K] int32, the expert of each choice among this rank's experts, or -1
+        where the choice is of another rank's expert.
+      topk_weights: [N, T, K] float32, 0 where the choice is of another rank's expert; None if no
+        weights were given.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -88,11 +94,13 @@ def rank_dispatch(
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernel."""
+    """The shared memory of the kernel of `rank_dispatch`."""
 
     sender: SenderScratch
-    step_lists: Any  # [N, window] int32: the lists of a step, by source rank
-    zeros: Sequence[Any]  # for each part of a row, a row of zeros
+    # [N, window] int32, the lists that arrived with a step's tokens, by source rank.
+    step_lists: Any
+    # One row of zeros for each part of a row (values, then scales).
+    zeros: Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +108,10 @@ class _RankDispatch:
     """The kernel of `rank_dispatch`.
 
     Attributes:
-      num_experts: E.
-      top_k: K.
-      sender: sends rows and lists; a list holds K experts, then K weights if there are weights.
+      num_experts: E, the number of experts on all ranks together.
+      top_k: K, the number of experts chosen for each token.
+      sender: sends rows and lists. A list holds K local expert ids and then, if weights are sent,
+        the bits of K float32 weights.
     """
 
     num_experts: int
@@ -131,7 +140,7 @@ class _RankDispatch:
         )(*operands)
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the scratch."""
+        """Returns the types of the kernel's shared memory."""
         sender = self.sender
         return _Scratch(
             sender=sender.scratch(),
@@ -158,11 +167,18 @@ class _RankDispatch:
             self._receive(lists, tokens, scratch)
 
     def has_expert(self, words: List) -> jax.Array:
-        """Returns whether a token's list for a rank has an expert of that rank."""
+        """Returns whether a token's list for a rank has an expert of that rank, a scalar bool.
+
+        The first K words of the list are local expert ids, -1 for experts of other ranks.
+        """
         return fb.any_row(words[: self.top_k])
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Waits for all rows, and writes zeros to the rows of tokens without an expert here."""
+        """Runs the receiver warpgroup: waits for all tokens, and zeroes rows that receive none.
+
+        A row of the receive buffer `tokens` receives none if its token has no expert on this rank,
+        as the token's list in `lists` [N, T·num_words] says.
+        """
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
         num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
         first_token, num_tokens = sender.range()
@@ -196,7 +212,8 @@ class _RankDispatch:
         lax.fori_loop(0, num_steps, receive_step, None)
 
         @pl.when(num_steps == 0)
-        def wait_for_peers() -> None:  # this rank must not end before its peers have signalled
+        def wait_for_peers() -> None:
+            # A block without tokens must not end before its peers have signalled.
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -204,12 +221,13 @@ class _RankDispatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Implements `sender.Routes` for rows that are known beforehand.
+    """Implements `sender.Routes` for the rank-major layout, where rows are known beforehand.
 
     Attributes:
-      kernel: the kernel.
-      words: [T·num_words] int32, each token's choices, and then the bits of its weights or none.
-      scratch: of the kernel.
+      kernel: the kernel of `rank_dispatch`.
+      words: [T·num_words] int32 in global memory. Each token has K expert ids and then, if weights
+        are sent, the bits of K float32 weights.
+      scratch: the kernel's shared memory.
     """
 
     kernel: _RankDispatch
@@ -217,11 +235,15 @@ class _Routes:
     scratch: _Scratch
 
     def sources(self) -> list[Any]:
-        """Returns this rank's choices and weights."""
+        """Returns one reference, to the expert ids and weights of this rank's tokens."""
         return [self.kernel.fabric.mine(self.words)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Returns each rank's local experts of a token and their weights; -1 and 0 for others."""
+        """Returns one token's list for each of `ranks`: K local expert ids, then any weights.
+
+        Choices of another rank's expert have the id -1 and the weight 0. `entry` is the index in
+        the loaded slice of the token's first word.
+        """
         kernel = self.kernel
         words = [self.scratch.sender.words[0, entry + i] for i in range(kernel.sender.num_words)]
         experts, weights = words[: kernel.top_k], words[kernel.top_k :]
@@ -239,7 +261,10 @@ class _Routes:
         return lists
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the row of the block's i-th token of this rank, NOWHERE without an expert."""
+        """Returns the row of this block's i-th token at a rank, or NOWHERE if it is not sent there.
+
+        `words` is the token's list for that rank; the token is sent if the list has an expert.
+        """
         sender = self.kernel.sender
         first_token, _ = sender.range()
         row = sender.fabric.rank() * sender.num_tokens + first_token + i

@@ -1,15 +1,18 @@
-"""Implements the sender of both dispatches: the warpgroup that sends a block's tokens to peers.
+"""Implements the warpgroup of a dispatch kernel that sends a block's tokens to other ranks.
 
-It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
-quantizes it if the wire's format says so, and puts it into its row at every rank that gets it:
+The expert-major dispatches (`dispatch`) and the rank-major dispatch (`rank_dispatch`) use it. The
+sender takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
+quantizes the row if the wire format is quantized, and writes it to the receive buffer of every rank
+that gets the token:
 
     x[t] --copy--> stage of the ring --quantize--> stage ==== link ====> tokens[row] of each peer
                                    words of routes ----------- link ---> lists[rank, t] of each peer
                                          signal: a step has arrived ---> block b of each peer
 
-If peers receive lists, each gets a list of words with a token: the token's rows there, or the
-peer's experts that get it. A step of tokens is signalled while the next one is being sent. The
-kernel that uses the sender decides what the lists say, and which row a token gets (`Routes`).
+With a token, the kernel may send each peer a list of int32 words: the token's rows at the peer, or
+the ids of the peer's experts that get the token. A step is a few tokens that are signalled
+together; the signal of a step is sent while the next step's tokens are being sent. The kernel that
+uses the sender implements `Routes`, which gives the words of the lists and the row of each token.
 """
 
 from __future__ import annotations
@@ -30,58 +33,83 @@ from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 
-PUT = 0  # the kind of signal: a block sends it after each step, or once if it has no step
+# The kind of signal by which a block tells its peers that the tokens of a step have been written. A
+# block without tokens sends it once.
+PUT = 0
 
-List = Sequence[jax.Array]  # the words of a token that a peer receives
+# The type of the int32 scalars that a peer receives with a token.
+List = Sequence[jax.Array]
 
 
 class SenderRefs(NamedTuple):
     """The arrays in global memory that a sender reads and writes."""
 
-    x: Any  # [T, H]
-    tokens: Sequence[Any]  # the parts of received rows, [R, columns] each
-    lists: Any  # [N, T·num_words] int32, by source rank; None where no lists are sent
+    # [T, H], the rows of this rank's tokens.
+    x: Any
+    # The receive buffer: an array [R, columns] of values and, if quantized, one of scales.
+    tokens: Sequence[Any]
+    # [N, T·num_words] int32, the lists received from each source rank; None if none are sent.
+    lists: Any
 
 
 class SenderScratch(NamedTuple):
-    """The shared memory of a sender with a ring of S stages."""
+    """The shared memory of a sender with a ring of S stages, one row in each."""
 
-    words: Any  # [sources, window.width] int32: a window of the words of routes
-    stages: Sequence[Any]  # for each part of a row, [S, columns], as it is sent
-    wide_stages: Any  # [S, H], rows that are quantized next; None with a plain wire
-    lists: Any  # [S, N, num_words] int32: the lists of a stage's token, by peer
-    full: Any  # [S] barriers: a row has arrived in its stage
+    # [sources, window.width] int32, a slice of the routing data that `Routes.sources` returns.
+    words: Any
+    # [S, columns] for each part of a row (values, then scales), in the format it is sent in.
+    stages: Sequence[Any]
+    # [S, H], the input rows before they are quantized; None if rows are sent as they are.
+    wide_stages: Any
+    # [S, N, num_words] int32, the list that each peer gets with the stage's token.
+    lists: Any
+    # [S] barriers; one completes when an input row has arrived in its stage.
+    full: Any
 
 
 class Routes(Protocol):
-    """The decisions that a kernel makes about the tokens that its sender sends."""
+    """The interface by which a dispatch kernel gives its sender the destinations of each token."""
 
     def sources(self) -> Sequence[Any]:
-        """Returns the arrays, [T·num_words] each, that a window of words is loaded from."""
+        """Returns the global-memory arrays of routing data, [T·num_words] int32 each.
+
+        The sender loads slices of them into `SenderScratch.words`.
+        """
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> Sequence[List]:
-        """Returns a list for each of `ranks`, of the token whose words begin at `entry`."""
+        """Returns the list of words of one token for each of `ranks`.
+
+        `entry` is the index in `SenderScratch.words` of the token's first word.
+        """
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the row of the block's i-th token at a rank, by its list; NOWHERE for none."""
+        """Returns the row that the block's i-th token gets in a rank's receive buffer.
+
+        `words` is the token's list for that rank. Returns NOWHERE if the rank does not get the
+        token.
+        """
 
     def further_rows(self, words: List) -> Sequence[jax.Array]:
-        """Returns the token's further rows on this rank, by this rank's list; NOWHERE for none."""
+        """Returns the token's rows in this rank's own receive buffer, after the one of `row`.
+
+        `words` is the token's list for this rank. An entry that stands for no row is NOWHERE.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """Sends a block's tokens to peers; its methods are steps of a kernel.
+    """Sends a block's tokens to all ranks that get them, by one warpgroup of a kernel.
 
-    The kernel allocates `scratch`, and passes it to the methods.
+    The kernel calls the methods from its body. It allocates the shared memory that `scratch`
+    describes, and passes it to the methods.
 
     Attributes:
       fabric: how ranks reach each other.
-      plan: number of blocks, tokens of a step, and depth of the ring.
-      num_tokens: T.
-      row: the size of an input row, and of the form in which it is sent.
-      num_words: int32 words of routes for each token, and words of a list.
-      num_sources: how many arrays hold routes of this rank's tokens.
+      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      num_tokens: T, the number of this rank's tokens.
+      row: the size of an input row, and of the row in the format it is sent in.
+      num_words: the int32 words of routing data for each token, which is also the length of a list.
+      num_sources: the number of arrays that `Routes.sources` returns.
     """
 
     fabric: fb.Fabric
@@ -97,16 +125,19 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The window of routes that the sender holds in shared memory at a time."""
+        """The slice of each of `Routes.sources` that the sender loads at a time."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
-        """The window of lists that holds the words of one step."""
+        """The slice of the received lists that has the words of one step's tokens.
+
+        A step is the tokens between two signals.
+        """
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
     def scratch(self) -> SenderScratch:
-        """Returns the types of the sender's scratch."""
+        """Returns the types of the shared memory that the kernel must allocate for the sender."""
         stages, row = self.plan.num_stages, self.row
         wide = plgpu.SMEM((stages, row.hidden), row.dtype) if row.wire.quantized else None
         return SenderScratch(
@@ -118,7 +149,7 @@ class Sender:
         )
 
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """Returns this block's first token, and the number of its tokens."""
+        """Returns this block's first token and its number of tokens, two int32 scalars."""
         return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
@@ -126,13 +157,19 @@ class Sender:
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def peers(self) -> list[jax.Array]:
-        """Returns all ranks, in the order in which this block sends to them."""
+        """Returns the numbers of all N ranks, in the order in which this block sends to them.
+
+        This rank is among them.
+        """
         num_ranks = self.fabric.num_ranks
         offset = fb.first_peer(self.fabric)
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
     def fetch_first(self, x: Any, scratch: SenderScratch) -> None:
-        """Starts to fetch the rows of this block's first tokens, as many as the ring has stages."""
+        """Starts to copy the rows of this block's first tokens into the ring, one to each stage.
+
+        `x` is [T, H] in global memory.
+        """
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
@@ -141,16 +178,21 @@ class Sender:
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
     def make_ready(self, x: Any, i: Any, scratch: SenderScratch) -> None:
-        """Waits until the i-th token's row is in its stage; quantizes it if the wire does."""
+        """Waits until the row of the block's i-th token is in the ring, ready to be sent.
+
+        Quantizes the row if the wire format is quantized. Does nothing past the last token.
+        """
         first_token, num_tokens = self.range()
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
         def quantize() -> None:
-            """Quantizes the row, and starts to fetch the next one for the row's wide stage."""
+            """Quantizes the input row, and starts to fetch another one into its stage."""
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
             quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
-            plgpu.commit_smem()  # all threads have read the input; puts see the quantized row
+            # After this fence, every thread has read the input row, and the copies that send the
+            # quantized row see it.
+            plgpu.commit_smem()
             ahead = i + self.plan.num_stages
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
 
@@ -161,16 +203,20 @@ class Sender:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
-        """Loads the words of this block's tokens from the i-th on, from each source."""
+        """Loads the words of `routes.sources()` from the block's i-th token on to `scratch.words`.
+
+        As many tokens are loaded as `window` holds.
+        """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
         open_window(self.fabric, self.window, entry, (scratch.words, enumerate(refs)))
 
     def send(self, refs: SenderRefs, routes: Routes, scratch: SenderScratch) -> None:
-        """Sends all tokens of this block.
+        """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
-        The caller has opened the first window (`open_window`) and waited for the first row
-        (`make_ready`).
+        A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived.
+        The caller must have loaded the first routing data (`open_window`) and waited for the first
+        row (`make_ready`).
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -178,7 +224,10 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            """Puts a stage's row to `row` of the arrays that `locate` makes of `refs.tokens`."""
+            """Writes a stage's row to the row numbered `row` of a receive buffer, if `row` >= 0.
+
+            `locate` maps this rank's reference to an array to that of the destination rank.
+            """
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
                 fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
 
@@ -187,8 +236,9 @@ class Sender:
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
-            # This rank's list is read twice. Each block begins its `peers` at another rank, so that
-            # finding this rank's list among theirs would cost a select for each word.
+            # `peers` has this rank too, but at a position that differs between blocks. To pick this
+            # rank's list from `lists_of_peers` would cost a select for each word, so the list is
+            # computed a second time, as the last one.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
@@ -200,7 +250,7 @@ class Sender:
                 self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
             plgpu.commit_smem_to_gmem_group()
 
-            # A stage takes another token once its puts have read it.
+            # A stage may be refilled once the copies that send its row have read it.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if not self.row.wire.quantized:
                 ahead = i - lag + num_stages
@@ -221,9 +271,10 @@ class Sender:
         fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
 
     def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
-        """Signals the steps before `step`, of which `num_sent` tokens have been sent.
+        """Signals to all peers that the tokens of all steps before `step` have been written.
 
-        These steps' puts have arrived once only the puts of `step` are under way.
+        The caller has begun to send `step`, which has `num_sent` tokens. The writes of earlier
+        steps have arrived once only the writes of `step` are still under way.
         """
         lax.cond(
             num_sent == self.step_tokens,
@@ -242,13 +293,15 @@ class Sender:
         lists_of_peers: Sequence[List],
         scratch: SenderScratch,
     ) -> None:
-        """Puts a token's list for each peer to lists_ref[rank, entry:] of that peer.
+        """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory.
 
-        The lists pass through `scratch.lists` if bulk copies can take them.
+        The lists are written by bulk copies from `scratch.lists` if their size is a multiple of 16
+        bytes, and word by word otherwise.
         """
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
-        if num_words % 4:  # bulk copies need multiples of 16 bytes
+        # Bulk copies need multiples of 16 bytes.
+        if num_words % 4:
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 for i, word in enumerate(words):
                     fabric.peer(lists_ref, peer)[rank, entry + i] = word
@@ -265,7 +318,7 @@ class Sender:
             )
 
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: SenderScratch) -> None:
-        """Starts to copy a row of x, the block's i-th, to its stage."""
+        """Starts to copy row `token` of x, that of the block's i-th token, to its ring stage."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
         plgpu.copy_gmem_to_smem(

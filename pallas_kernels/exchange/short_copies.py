@@ -1,8 +1,8 @@
-"""Copies of short rows from global to shared memory, of any multiple of 16 bytes.
+"""Copies rows of any multiple of 16 bytes from global to shared memory, by `cp.async`.
 
-Pallas' own copies must be multiples of 128 bytes, since each of the 128 threads announces an equal
-share. Here each thread copies 16 bytes at a time with `cp.async`, and waits for its own copies by
-groups.
+Pallas' own asynchronous copies must be multiples of 128 bytes, since each of a warpgroup's 128
+threads announces an equal share of the bytes to the barrier. With `cp.async` each thread copies 16
+bytes at a time, commits its copies in groups, and waits for its own groups.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from pallas_kernels.fabric.mosaic import Value, arith
 
 
 def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
-    """Starts a copy of a contiguous 1D part of this rank's global memory to shared memory.
+    """Starts an asynchronous copy from this rank's global memory to shared memory.
 
-    The copy joins the open group, which `commit_group` closes.
+    `source` and `destination` are contiguous 1D references of the same size, a multiple of 16
+    bytes. The copy joins the current group of copies, which `commit_group` closes.
+
+    Raises:
+      ValueError: the size is no multiple of 16 bytes.
     """
     if fabric.interpret:
         destination[...] = source[...]
@@ -50,14 +54,18 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
 
 
 def commit_group(fabric: fb.Fabric) -> None:
-    """Closes the open group of copies, which may be empty."""
+    """Closes the current group of asynchronous copies, so that `wait` can wait for it.
+
+    The group has the copies begun since the last call, or none.
+    """
     _all_threads(fabric, "cp.async.commit_group;")
 
 
 def wait(fabric: fb.Fabric, allowed: int) -> None:
-    """Waits for all groups of copies but the last `allowed`, and shows their data to bulk copies.
+    """Waits for all groups of copies but the last `allowed`, which may still be under way.
 
-    Every thread waits for its own part of each group, and then for the warpgroup's other threads.
+    Every thread waits for its own copies, and then for the warpgroup's other threads. The copied
+    data may then be the source of bulk (TMA) copies out of shared memory.
     """
     _all_threads(fabric, f"cp.async.wait_group {allowed};")
     plgpu.commit_smem()

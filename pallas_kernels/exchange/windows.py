@@ -1,6 +1,7 @@
-"""Loads windows of routes, and sorts their entries into lists.
+"""Loads routing data into shared memory, a slice at a time, and compacts lists of rows.
 
-A window is the part of a flat array of words that a block holds in shared memory at a time.
+Routing data is a flat array with an entry for each of a token's top-k choices, such as the row of
+the choice. A window is the slice of it that a thread block holds in shared memory at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ def open_window(
     entry: jax.Array,
     *held: tuple[Any, Iterable[tuple[Any, ...]]],
 ) -> jax.Array:
-    """Loads a window of words into shared memory, by one warpgroup.
+    """Loads the same slice of several arrays into shared memory, by the calling warpgroup.
 
     Args:
       fabric: how ranks reach each other.
-      window: how many entries the window has.
-      entry: the first entry that the warpgroup needs.
-      *held: pairs of a buffer [n, window.width] in shared memory and its n sources. A source is a
-        tuple: the buffer's row, the array [..., window.total] of any rank that is loaded into it,
-        and the indices of that array's leading dimensions.
+      window: the length of the slice and of the arrays.
+      entry: the index of the first entry that the caller needs.
+      *held: pairs (buffer, sources). The buffer is [n, window.width] in shared memory and has n
+        sources. A source is a tuple of the index of a row of the buffer, the array [...,
+        window.total] in any rank's global memory to load the row from, and the indices of this
+        array's leading dimensions.
 
     Returns:
-      The index, in the arrays, of the window's first entry.
+      The index in the arrays of the slice's first entry, `entry` or less, a scalar int32.
     """
     start = window.start(entry)
     entries = pl.ds(start, window.width)
@@ -41,7 +43,8 @@ def open_window(
         [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
         for _, sources in held
     ]
-    fabric.barrier()  # threads may still read the previous window
+    # Other threads of the warpgroup may still read the previous window, which is overwritten next.
+    fabric.barrier()
     for of_buffers in zip(*loaded, strict=True):
         for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):
             buffer[row] = value
@@ -50,13 +53,14 @@ def open_window(
 
 
 def places_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the places of entries in a list that begins with the kept entries, in order.
+    """Computes the positions of a stable partition that moves the kept entries to the front.
 
     Args:
-      kept: whether each entry is kept, scalar bools.
+      kept: a scalar bool for each entry, true if the entry is kept.
 
     Returns:
-      How many entries are kept, and the place of each entry; all others come after the kept ones.
+      The number of kept entries, a scalar int32, and the new position of each entry, a list of
+      scalar int32. Entries that are not kept follow the kept ones.
     """
     numbers = [one.astype(jnp.int32) for one in kept]
     count = sum(numbers, jnp.int32(0))
