@@ -40,7 +40,7 @@ FIELDS = {
     "recorded_in": r'"[0-9a-f]{7,}"',  # the commit that first wrote the figure down
     "shapes": r"\{.+\}",
     "dtypes": r"\{.+\}",
-    "unit": r'"(µs|s|%|ratio)"',
+    "unit": r'"(µs|ms|s|%|ratio)"',
     "statistic": r'".+"',
     "commands": r"\[.*\]",
     "source": r'\{"file": ".+", "section": ".+"\}',
@@ -157,7 +157,7 @@ def test_the_readme_shows_a_plot_and_a_table_of_figures_before_installing():
     assert len(rows) >= 3
     for row in rows:
         _, *cells, machine = (cell.strip() for cell in row.split("|"))
-        found = re.findall(r"([\d.]+) (µs|%)", " ".join(cells))
+        found = re.findall(r"([\d.]+) (µs|ms|%)", " ".join(cells))
         assert len(found) == len(cells), row
         for value, unit in found:
             assert (machine.split()[-1], unit, float(value)) in known, row
