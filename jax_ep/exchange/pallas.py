@@ -223,8 +223,7 @@ def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan
 
 
 def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
-    """Converts `sizes` (N, T, K), and E from `config`, to the `Sizes` that kernels are planned by.
-    """
+    """Converts `sizes` (N, T, K), and E from `config`, to the `Sizes` that plans are made from."""
     num_ranks, num_tokens, top_k = sizes
     return plans.Sizes(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts

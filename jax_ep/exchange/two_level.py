@@ -354,7 +354,9 @@ def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers in [-1, most] to uint16, if all fit, to halve the bytes; -1 becomes 65535.
+    """Converts integers in [-1, most] to uint16 if all fit, to halve the bytes. -1 becomes 65535.
+
+    If they do not fit, returns `numbers` unchanged.
     """
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 

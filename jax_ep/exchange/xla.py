@@ -348,8 +348,7 @@ def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
 
 
 def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which XLA computes the gradients of y and the weights: name -> bytes.
-    """
+    """Returns the buffers of XLA's computation of the gradients of y and weights: name -> bytes."""
     numbers = WORD * sizes.pairs * sizes.top_k
     return {
         "g in the rows": sizes.rows(sizes.capacity),
