@@ -43,7 +43,7 @@ _MAX_WARPGROUPS = 4
 _MAX_ROW_BLOCKS = 1056
 # A block gets one warpgroup per 64 tiles, so that small arrays are spread over many blocks.
 _FEW_TILES = 64
-# A warpgroup that would process more tiles than this one after the other processes two at a time.
+# A warpgroup processes two tiles at a time if it has more than _MANY_ROUNDS tiles to process.
 _MANY_ROUNDS = 2
 # A thread of all_reduce_rms_norm holds at most 32 elements of a row.
 _MAX_HIDDEN = 16384

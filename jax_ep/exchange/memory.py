@@ -38,7 +38,7 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# Each key allocates the same buffers as the operation it maps to does with a single rank.
+# Maps an operation of LOCAL to the exchange operation that needs the same buffers on one rank.
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 

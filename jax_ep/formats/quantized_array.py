@@ -68,7 +68,7 @@ class QuantizedArray:
         return len(self.values.shape)
 
     def specs(self, spec: PartitionSpec) -> QuantizedArray:
-        """Returns a pytree with the PartitionSpecs of values and scales.
+        """Returns a `QuantizedArray` whose leaves are the PartitionSpecs of values and scales.
 
         `spec` is the PartitionSpec of an array of the numbers' shape.
         """

@@ -31,7 +31,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    assert parts is not None, (axis_name, ranks_per_host)  # `availability` has checked this
+    # `runtime.availability` refuses kernels if the ranks of a host do not form a block.
+    assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
@@ -45,7 +46,8 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     devices, which are listed in row-major order.
     """
     domain = domain_of(num_places)
-    assert not isinstance(domain, str), domain  # `runtime.availability` has checked this
+    # `runtime.availability` refuses kernels if the GPUs do not share memory.
+    assert not isinstance(domain, str), domain
     if domain is None:
         return memory_map.BASE, tuple(range(num_places))
     program = jax_compat.current_program()

@@ -174,7 +174,8 @@ class Program:
     """A program in which a primitive is being lowered; it tells platforms, mesh and devices."""
 
     def __init__(self, context: Any) -> None:
-        self._context = context  # jax.interpreters.mlir.LoweringRuleContext
+        # The context is a jax.interpreters.mlir.LoweringRuleContext.
+        self._context = context
 
     @property
     def operand_types(self) -> Sequence[Any]:

@@ -360,7 +360,10 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def raise_failure(messages: Mapping[int, Message]) -> None:
-    """Raises `Refused` with the "failure" of the first process whose message has one."""
+    """Raises `Refused` if a message has a key "failure", whose value is the reason.
+
+    If several messages have one, the reason is that of the lowest process number.
+    """
     for _, message in sorted(messages.items()):
         if failure := message.get("failure"):
             raise Refused(failure)
