@@ -311,8 +311,8 @@ def define_primitive(
         collective in a branch.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result
         whether it is used, and params, to three values: reduced params, the indices of the kept
-        results, and the indices of the kept operands (None: all). Without a rule, all results are
-        computed if one is used; likewise in a JAX without such rules.
+        results, and the indices of the kept operands (None: all). Without a rule, or in a JAX that
+        has no such rules, all results are computed if one is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
