@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a mesh axis, by the fastest algorithm; start at `api`."""
+"""Collectives between the ranks of mesh axes, each by the fastest algorithm; start at `api`."""
 
 from jax_ep.collectives.api import (
     all_gather,

@@ -1,4 +1,4 @@
-"""Lists the algorithms of the collectives in tables, with what each does not support.
+"""Lists the algorithms of each collective, and says which problems each does not support.
 
 `jax_ep.collectives.api` describes the algorithms. A program for CPUs that names no kernel loads no
 kernels and allocates no symmetric memory.
@@ -12,7 +12,8 @@ from jax_ep.collectives.problem import FUSED, Problem
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
-Algorithm = str | None  # None selects the fastest algorithm that can run
+# None selects the fastest algorithm that can run.
+Algorithm = str | None
 
 
 def _kernel(name: str) -> Implementation:
@@ -20,7 +21,8 @@ def _kernel(name: str) -> Implementation:
         reason = problem.kernels_unavailable_reason or availability.mosaic_unavailable_reason()
         if reason:
             return reason
-        from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
+        # This import loads Mosaic, which only programs for GPUs need.
+        from jax_ep.collectives import pallas
 
         return pallas.unavailable_reason(name, problem)
 
@@ -33,7 +35,8 @@ def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementation
 
 
 _ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")
-# Each operation's algorithms; `jax_ep.collectives.table` has the times by which None selects one.
+# Maps each collective to its algorithms. algorithm=None selects among them by the measured times in
+# `jax_ep.collectives.table`.
 ALGORITHMS: dict[str, Implementations[Implementation]] = {
     "all_reduce": _algorithms("all_reduce", _ALL_REDUCE),
     "all_gather": _algorithms("all_gather", ("ll", "direct")),

@@ -6,8 +6,9 @@ functions are differentiable in forward and reverse mode, with the gradients of 
 `jax.lax` that they replace.
 
 Algorithms. `algorithm=None` picks the fastest algorithm that was measured for the operation, the
-number of ranks, the bytes and the GPU generation (`jax_ep.collectives.table`). On any other
-machine it picks "xla". A named algorithm that cannot run is an error that says why.
+number of ranks, the bytes and the GPU generation (`jax_ep.collectives.table`). On GPUs of other
+generations and on other devices it picks "xla". A named algorithm that cannot run raises an error
+that says why.
 
   "xla"       the function of `jax.lax`; any platform, any number of hosts.
   "one_shot"  all_reduce: every rank reads all ranks' inputs and sums them.
@@ -92,7 +93,9 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
-    """Sums x over the ranks, each keeping one part: `jax.lax.psum_scatter(..., tiled=True)`.
+    """Sums x over the ranks and leaves part r of the sum on rank r.
+
+    It computes `jax.lax.psum_scatter(x, axis_name, tiled=True)`.
 
     Args:
       x: [N * n, ...] floating.
@@ -150,16 +153,16 @@ def all_reduce_rms_norm(
         new_residual = all_reduce(x) + residual
         normalized = new_residual / sqrt(mean(new_residual ** 2) + eps) * scale
 
-    The mean is over the last axis. Arithmetic is float32. The sum over ranks is rounded to x's
-    dtype and new_residual to residual's before they are used, as in separate steps. The fusion is
-    TokenWeave's (Gond et al., 2025, arXiv:2505.11329).
+    The mean is over the last axis. Arithmetic is float32. As in separate steps, the sum over ranks
+    is rounded to x's dtype before the residual is added, and new_residual is rounded to residual's
+    dtype before it is normalized. The fusion is TokenWeave's (Gond et al., 2025, arXiv:2505.11329).
 
     Args:
-      x: [..., H] floating: this rank's part of the sum.
+      x: [..., H] floating: this rank's term of the sum over ranks.
       residual: [..., H] floating, x's shape; usually the same on all ranks.
-      scale: [H] floating.
+      scale: [H] floating: the weights of the norm, by which columns are multiplied.
       axis_name: the mesh axis, or tuple of axes, to sum over.
-      eps: added to the mean square.
+      eps: a number >= 0 that is added to the mean square.
       algorithm: "fused" (one kernel, for H <= 16384 and operands of bfloat16, float16 or float32:
         "fused_one_shot" or "fused_two_shot", whichever is faster for the size),
         "fused_one_shot_ll" or "fused_two_shot_ll" (one kernel over the low-latency protocol),
@@ -187,7 +190,8 @@ def all_reduce_rms_norm(
     if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
-    # The results vary over the axes that an operand varies over, without the axes of the sum.
+    # The results vary (vma) over the mesh axes of residual and scale, and over the axes of x other
+    # than the axes of the sum.
     of_x = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
@@ -213,7 +217,10 @@ def _fused(
 
 @_fused.defjvp
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
-    """Differentiates all_reduce_rms_norm step by step: a linear sum, then a norm."""
+    """Computes the tangents of all_reduce_rms_norm in two steps.
+
+    The tangent of x is summed by `all_reduce`, which is linear; `jax.jvp` differentiates the norm.
+    """
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
     normalized, new_residual = _fused(axes, num_ranks, eps, algorithm, *primals)
@@ -263,13 +270,15 @@ def _runs_on_xla(
     num_ranks: int,
     axes: tuple[str, ...],
 ) -> bool:
-    """Returns whether it is already certain, while x is traced, that XLA runs the collective.
+    """Returns whether XLA certainly runs the collective, as far as is known during tracing.
 
-    Raises ValueError if it is already certain that the named algorithm cannot run.
+    If the result is false, the algorithm is selected when the program is lowered. Raises ValueError
+    if the named algorithm certainly cannot run.
     """
     problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
     ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
-        table.current()  # reports an unusable JAX_EP_COLLECTIVES_TABLE on any machine
+        # This call raises an error for an unusable JAX_EP_COLLECTIVES_TABLE, also on CPUs.
+        table.current()
         return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
     return num_ranks == 1 or algorithm == "xla"

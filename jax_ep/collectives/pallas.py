@@ -1,4 +1,4 @@
-"""Runs the collectives as Pallas kernels: pads payloads and spreads them over thread blocks.
+"""Runs the collectives as Pallas kernels: pads operands and spreads them over thread blocks.
 
 The kernels are in `pallas_kernels.collectives`. Importing this module loads Mosaic. Its collectives
 run inside `shard_map`, on two ranks or more.
@@ -35,22 +35,31 @@ from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_chan
 
 Kernel = Callable[..., jax.Array]
 
-_MAX_BLOCKS = 132  # the number of multiprocessors of a Hopper GPU
+# A Hopper GPU has 132 multiprocessors.
+_MAX_BLOCKS = 132
 _MAX_WARPGROUPS = 4
-_MAX_ROW_BLOCKS = 1056  # all_reduce_rms_norm runs in waves of blocks: sums and norms overlap
-_FEW_TILES = 64  # a block gets one warpgroup per 64 tiles, so small payloads use many blocks
-_MANY_ROUNDS = 2  # a warpgroup with more tiles than this handles two at a time
-_MAX_HIDDEN = 16384  # a thread of all_reduce_rms_norm holds at most 32 elements of a row
+# all_reduce_rms_norm uses several waves of thread blocks, so that the sums of one block overlap
+# with the norms of another.
+_MAX_ROW_BLOCKS = 1056
+# A block gets one warpgroup per 64 tiles, so that small arrays are spread over many blocks.
+_FEW_TILES = 64
+# A warpgroup processes two tiles at a time if it has more than _MANY_ROUNDS tiles to process.
+_MANY_ROUNDS = 2
+# A thread of all_reduce_rms_norm holds at most 32 elements of a row.
+_MAX_HIDDEN = 16384
 
 _forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
 
-# A second trip over the link takes as long as sending this many bytes: 1.5 us of NVLink.
+# A second exchange over NVLink costs 1.5 us of latency, in which the link sends this many bytes.
 _BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager
 def forced_plan(plan: TilePlan | None) -> Iterator[None]:
-    """Opens a context in which programs are lowered with a given plan, for benchmarks and tests."""
+    """Sets the `TilePlan` of kernels that are lowered in this context, for benchmarks and tests.
+
+    None restores the default plans.
+    """
     token = _forced_plan.set(plan)
     try:
         yield
@@ -61,7 +70,7 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
 def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    Call it only where kernels can run.
+    It checks only the operands and the algorithm's own needs. Call it only where kernels can run.
     """
     op, x = problem.op, problem.operands[0]
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
@@ -98,15 +107,16 @@ def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
 def no_room_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
 ) -> str | None:
-    """Returns why x is too large for a low-latency algorithm, or None if x fits.
+    """Returns why x does not fit in the buffers of the low-latency protocol, or None if it fits.
 
     Args:
       op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
       algorithm: one of the operation's low-latency algorithms.
       shape: the shape of a rank's x.
       dtype: the dtype of x.
-      num_ranks: N.
-      num_gpus: how many GPUs of the host share symmetric memory, which limits the room for each.
+      num_ranks: N, the number of ranks.
+      num_gpus: the GPUs of the host that share symmetric memory; the more there are, the smaller is
+        the buffer for each pair of GPUs.
     """
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
     most = tiles_of_channel(num_gpus)
@@ -122,9 +132,10 @@ def no_room_reason(
 def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns how many workers a low-latency call has, and how many tiles each sends to a peer.
+    """Returns the size of a low-latency call: its workers, and the tiles each sends to a peer.
 
-    A worker is a warpgroup. It receives as many tiles from each peer.
+    A worker is a warpgroup. It receives from each peer as many tiles as it sends to that peer. The
+    arguments are those of `no_room_reason`.
     """
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":
@@ -141,10 +152,10 @@ def _workers_and_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class PallasCollectives:
-    """Runs kernels: implements `jax_ep.collectives.primitives.Collectives`.
+    """Implements `jax_ep.collectives.primitives.Collectives` with Pallas kernels.
 
     Attributes:
-      algorithm: the name of the algorithm to run; every method has algorithms of its own.
+      algorithm: the name of the algorithm to run, one of those of the method that is called.
       axis_name: the mesh axes of the ranks.
     """
 
@@ -225,10 +236,11 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs a kernel on x [..., S]: `low_latency_kernel` if the algorithm is a low-latency one.
+        """Runs the kernel of the algorithm on x [..., S]; returns the kernel's result.
 
-        The plan of `kernel` is made for `num_elements`, the number of elements that the blocks of a
-        rank process; the plan of `low_latency_kernel` is made for S.
+        `low_latency_kernel` runs if the algorithm is a low-latency one; its plan spreads S elements
+        over thread blocks. Otherwise `kernel` runs; its plan spreads `num_elements`, the elements
+        that a rank's blocks process.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
@@ -239,7 +251,7 @@ class PallasCollectives:
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns the bits of x as unsigned integers, for kernels that only move elements.
 
-        Returns x itself for the low-latency kernels, which move any dtype.
+        The low-latency kernels move any dtype, so for them x is returned unchanged.
         """
         if is_low_latency(self.algorithm):
             return x
@@ -248,7 +260,7 @@ class PallasCollectives:
 
 @dataclasses.dataclass(frozen=True)
 class _RowGrid:
-    """Spreads the rows of all_reduce_rms_norm over thread blocks."""
+    """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups."""
 
     rows_per_block: int
     num_blocks: int
@@ -267,7 +279,11 @@ class _RowGrid:
 
 
 def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """Sums x over ranks by JAX's own kernels: the NVLink switch sums float32 and broadcasts it."""
+    """Sums x over ranks by JAX's kernels for the NVLink switch.
+
+    A reduce_scatter sums in float32 inside the switch; the sums are rounded to x's dtype, and an
+    all_gather sends them to all ranks.
+    """
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
     multiple = num_ranks * 128 * 8
@@ -278,19 +294,20 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 
 
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    """Returns "fused_two_shot" where one shot's longer reads take more time than a second trip.
+    """Returns the faster algorithm for "fused": "fused_one_shot" or "fused_two_shot".
 
-    Elsewhere returns "fused_one_shot". `num_bytes` is the size of x.
+    One shot reads x from all ranks. Two shots send fewer bytes, but over the link twice; they are
+    faster if the saved bytes take longer than the second trip. `num_bytes` is the size of x.
     """
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
-    """Returns a plan that spreads a rank's elements evenly over blocks and warpgroups.
+    """Returns a plan that spreads a rank's elements evenly over thread blocks and warpgroups.
 
-    For the low-latency protocol, a warpgroup takes one tile at a time, and there are at most as
-    many warpgroups as the protocol has workers.
+    For the low-latency protocol, a warpgroup processes one tile at a time, and there are at most as
+    many warpgroups as the protocol has workers (MAX_WORKERS).
     """
     if forced := _forced_plan.get():
         return forced
@@ -308,16 +325,19 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Rounds a number of elements up to whole vectors of 16 bytes and to at least one tile."""
+    """Returns the elements to which kernels need an axis of `size` elements padded.
+
+    This is `size` rounded up to whole vectors of 16 bytes, and at least one tile.
+    """
     forced = _forced_plan.get()
     num_vectors = forced.num_vectors if forced else 1
     return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Pads the last axis of x with zeros to the size that kernels need.
+    """Pads the last axis of x with zeros to the length that kernels need.
 
-    The size is computed for elements of `dtype`; None: x's dtype.
+    The length is computed for elements of `dtype`; None: x's dtype.
     """
     padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

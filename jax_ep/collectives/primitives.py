@@ -1,6 +1,7 @@
 """Defines the JAX primitives of the collectives: result types, transposes and lowering.
 
-There are five primitives without effects, called inside `shard_map` over `axis_name`, N ranks:
+There are five primitives without effects. Bind them inside `shard_map` over `axis_name`, which has
+N ranks:
 
   ep_all_reduce           x [...]                               -> [...]
   ep_all_gather           x [n, ...]                            -> [N * n, ...]
@@ -30,10 +31,10 @@ from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varyin
 
 
 class Collectives(Protocol):
-    """The interface of a collective's implementation, for the ranks along some mesh axes.
+    """The functions that each implementation of the collectives provides, for ranks of mesh axes.
 
-    Each method runs inside `shard_map`. The module's docstring gives the shapes of the operands and
-    results, for the primitive of the same name.
+    Each method runs inside `shard_map`. The shapes of its operands and results are those of the
+    primitive ep_<name>, in the docstring of this module.
     """
 
     def all_reduce(self, x: jax.Array) -> jax.Array: ...
@@ -50,9 +51,9 @@ class Collectives(Protocol):
 
 
 def _primitive(op: str, **rules: Any) -> Primitive:
-    """Returns the primitive that computes the method `op` of the chosen `Collectives`.
+    """Returns the primitive that lowers to the method `op` of the selected `Collectives`.
 
-    `rules` are passed on to `jax_compat.define_primitive`.
+    `rules` are further arguments of `jax_compat.define_primitive`.
     """
 
     def lower(
@@ -90,7 +91,8 @@ def _function(
 ) -> Callable[..., list[jax.Array]]:
     collectives: Collectives = XlaCollectives(axis_name)
     if algorithm != "xla":
-        from jax_ep.collectives.pallas import PallasCollectives  # loads Mosaic
+        # This import loads Mosaic.
+        from jax_ep.collectives.pallas import PallasCollectives
 
         collectives = PallasCollectives(algorithm, axis_name)
     method = getattr(collectives, op)
@@ -103,9 +105,9 @@ def _linear(
     """Returns the primitive of a linear collective.
 
     Args:
-      op: the collective's name.
-      result: maps x's type, N and the axes to the result's type.
-      transposed: the name of the collective that is its transpose.
+      op: the collective's name, such as "all_gather".
+      result: maps x's type, the number of ranks N and the mesh axes to the result's type.
+      transposed: the name of the collective that is the transpose of `op`.
     """
 
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
@@ -113,14 +115,15 @@ def _linear(
 
     def transpose(cotangents, x, **params):
         (g,) = cotangents
-        # Follows JAX's transpose of lax.psum. Where varying axes are tracked, all ranks have the
-        # same cotangent, which becomes the cotangent of each rank's x. Otherwise they are summed.
+        # This follows JAX's transpose of lax.psum. Where varying axes are tracked, all ranks have
+        # equal cotangents g, so g is the cotangent of each rank's x. Otherwise the ranks'
+        # cotangents are summed.
         if op == "all_reduce" and (varying := varying_axes(x)):
             return [to_varying(g, varying - varying_axes(g))]
         return LINEAR[transposed].bind(g, **params)
 
     def batch(operands, axes, **params):
-        # The collective works along the leading axis, so the batch axis goes last.
+        # The collective works along the leading axis, so the batch axis is moved to the end.
         (x,), (axis,) = operands, axes
         return LINEAR[op].bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 

@@ -1,4 +1,4 @@
-"""A collective as far as the choice of its algorithm depends on it."""
+"""Describes a collective by the properties from which its algorithm is selected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_ep.runtime import availability
 
-# The names of all_reduce_rms_norm's algorithms that sum and normalize in one kernel.
+# These algorithms of all_reduce_rms_norm sum and normalize in one kernel.
 FUSED = (
     "fused",
     "fused_one_shot_ll",
@@ -24,12 +24,12 @@ class Problem:
     """The properties of a collective by which its algorithm is selected.
 
     Attributes:
-      op: a key of `ALGORITHMS`.
+      op: the collective, a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
       operands: a rank's operands, or their shapes and dtypes: x, and for all_reduce_rms_norm also
         the residual and the scale.
-      num_ranks: N.
+      num_ranks: N, the number of ranks.
       axis_name: the mesh axes of the ranks.
-      place: where the collective runs.
+      place: the program or the machine on which the collective is to run.
     """
 
     op: str
@@ -40,10 +40,10 @@ class Problem:
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """The reason why no kernel can run at `place`; None if kernels can run there."""
+        """The reason why `place` cannot run any kernel between the ranks; None if it can."""
         return self.place.unavailable_reason(self.axis_name)
 
 
 def is_low_latency(algorithm: str) -> bool:
-    """Returns whether the algorithm uses the low-latency protocol; its name ends in "ll"."""
+    """Returns whether an algorithm uses the low-latency protocol, as names that end in "ll" say."""
     return algorithm.endswith("ll")

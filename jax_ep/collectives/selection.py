@@ -10,15 +10,17 @@ from jax_ep.collectives.problem import Problem
 
 
 def select(algorithm: Algorithm, problem: Problem) -> str:
-    """Returns the algorithm to run: the named one, or the fastest of those that can run.
+    """Returns the name of the algorithm to run.
 
-    Raises ValueError, with the reason, if the named one cannot run.
+    This is `algorithm`, or for None the fastest algorithm that can run, by the table of measured
+    times. Raises ValueError, with the reason, if the named algorithm cannot run.
     """
     algorithms = ALGORITHMS[problem.op]
     if algorithm is not None:
         return algorithms.select(algorithm, problem).name
     if jax.default_backend() != "gpu" or problem.kernels_unavailable_reason is not None:
-        return "xla"  # the table has no times of CPUs, and sizes may be symbolic
+        # Where no kernel can run, sizes may be symbolic, and the table has no times of CPUs.
+        return "xla"
     x = problem.operands[0]
     return table.lookup(
         problem.op,

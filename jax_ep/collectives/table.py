@@ -13,8 +13,7 @@ JAX_EP_COLLECTIVES_TABLE names another file:
            "us": {"65536": {"one_shot": 9.5, "xla": 20.1}},     microseconds by bytes; optional
            "machine": ..., "date": ..., "jax": ...}}}}          how it was measured; optional
 
-Bytes are those of the whole array: x of all_reduce, reduce_scatter, all_to_all and
-all_reduce_rms_norm, and the result of all_gather.
+The bytes are the size of x, or for all_gather the size of the result, on one rank.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
 Choices = list[tuple[int | None, str]]
 
 
-# An algorithm is preferred to XLA's if it takes less than this share of XLA's time. A smaller
-# difference may be measurement noise.
+# A kernel is preferred to XLA if it takes less than this share of XLA's time. A smaller difference
+# may be measurement noise.
 _CLEARLY_FASTER = 0.97
 
 
 def current() -> dict[str, Any]:
-    """Returns the table of the file that JAX_EP_COLLECTIVES_TABLE names, or the shipped one.
+    """Returns the table that JAX_EP_COLLECTIVES_TABLE names, or the table in this package.
 
     Raises:
       ValueError: the file that JAX_EP_COLLECTIVES_TABLE names cannot be read or holds no table.
@@ -64,7 +63,8 @@ def _read(path: str) -> dict[str, Any]:
         _check(table)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # raised by _check, by json, or for undecodable text
+    except ValueError as error:
+        # The text cannot be decoded, is not JSON, or does not pass `_check`.
         problem = f"holds no table of collectives: {error}"
     else:
         return table
@@ -75,9 +75,9 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError unless a JSON value has the form that the module's docstring gives.
+    """Raises ValueError unless a JSON value is a table as the module docstring describes it.
 
-    The message names the place in the value that does not fit.
+    The message names the part of the value that does not have this form.
     """
     for capability, operations in _items(table, "the file"):
         for op, by_ranks in _items(operations, capability):
@@ -139,16 +139,17 @@ def lookup(
 ) -> str:
     """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
 
-    A number of ranks that was not measured uses the times of the next larger measured number, or of
-    the largest. Where the fastest algorithm cannot run, the measured times rank the others.
+    If this number of ranks was not measured, the times of the next larger measured number apply, or
+    else those of the largest. If the fastest algorithm cannot run, the fastest of the other
+    algorithms is found by the measured times.
 
     Args:
       op: the operation, such as "all_reduce".
-      num_ranks: N.
-      num_bytes: bytes of the whole array.
+      num_ranks: N, the number of ranks.
+      num_bytes: the bytes of x, or for all_gather of the result.
       compute_capability: the GPUs' compute capability, as "9.0"; None for other devices.
-      table: a table of the form that `current` returns; None: that table.
-      can_run: returns whether an algorithm can run.
+      table: a table of the form that `current` returns; None: the result of `current`.
+      can_run: returns whether an algorithm, given by name, can run.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -180,10 +181,11 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
       times: for each size, the microseconds of every algorithm; "xla" is one of them.
 
     Returns:
-      Pairs (limit, algorithm): the algorithm is the fastest up to that many bytes; the last limit
-      is None. Between two sizes with different winners the limit is where their times cross, each
-      interpolated linearly on logarithmic scales. XLA's times count as 97 % of what was measured,
-      so an algorithm is chosen only where it is clearly faster.
+      Pairs (limit, algorithm): the algorithm is the fastest up to `limit` bytes; the last limit is
+      None. If two neighbouring sizes have different fastest algorithms, the limit is the size at
+      which the two times are equal, by linear interpolation on logarithmic scales. XLA's times
+      count as 97 % of the measured times, so another algorithm is chosen only where it is clearly
+      faster.
     """
     winners = [fastest(at_size) for at_size in times]
     times = [_with_bonus(at_size) for at_size in times]
@@ -195,7 +197,10 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
 
 
 def fastest(times: Mapping[str, float]) -> str:
-    """Returns the algorithm with the least time; "xla" unless another is clearly faster."""
+    """Returns the algorithm with the least time; "xla" unless another algorithm is clearly faster.
+
+    `times` are the microseconds of each algorithm.
+    """
     times = _with_bonus(times)
     return min(times, key=lambda name: (times[name], name != "xla"))
 
@@ -207,10 +212,11 @@ def _with_bonus(times: Mapping[str, float]) -> dict[str, float]:
 def _crossing(
     sizes: Sequence[int], times: Sequence[Mapping[str, float]], i: int, first: str, second: str
 ) -> int:
-    """Returns the bytes, between sizes i and i + 1, above which `second` is faster than `first`."""
+    """Returns the bytes, between sizes[i] and sizes[i + 1], above which `second` beats `first`."""
     try:
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
-    except KeyError:  # one of the two was not measured at both sizes
+    except KeyError:
+        # One of the two algorithms was not measured at both sizes.
         return sizes[i]
     part = min(max(here / (here - there), 0.0), 1.0) if here != there else 0.0
     return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** part)

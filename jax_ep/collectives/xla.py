@@ -1,4 +1,4 @@
-"""Implements the collectives by functions of `jax.lax`, for any platform."""
+"""Implements the collectives with functions of `jax.lax`, for any platform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_ep.dtypes import wide_dtype
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
-    """Calls `jax.lax`: implements `jax_ep.collectives.primitives.Collectives`.
+    """Implements `jax_ep.collectives.primitives.Collectives` with functions of `jax.lax`.
 
     Attributes:
       axis_name: the mesh axes of the ranks.
@@ -44,7 +44,7 @@ class XlaCollectives:
 
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Calls a function with the mesh's Explicit axes made Auto; shards its result like x.
+    """Calls a function with the mesh's Explicit axes made Auto; shards the result like x.
 
     JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an array whose
     type names a sharding over Explicit axes.
@@ -64,14 +64,14 @@ def unfused(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes all_reduce_rms_norm as three steps: all_reduce, residual sum and norm.
+    """Computes all_reduce_rms_norm in three steps: all_reduce, addition of the residual, and norm.
 
     Args:
       all_reduce: sums an array over the ranks.
-      x: [..., H] floating, this rank's part of the sum.
+      x: [..., H] floating, this rank's term of the sum over ranks.
       residual: [..., H] floating.
-      scale: [H] floating.
-      eps: added to the mean square.
+      scale: [H] floating: the weights of the norm, by which columns are multiplied.
+      eps: a number that is added to the mean square.
 
     Returns:
       normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
@@ -81,7 +81,10 @@ def unfused(
 
 
 def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
-    """Adds two arrays of one shape, in float32 or wider; rounds the sum to residual's dtype."""
+    """Adds two arrays of equal shape in float32, or in residual's dtype if that is wider.
+
+    Returns the sum in residual's dtype.
+    """
     wide = wide_dtype(residual.dtype)
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
@@ -91,8 +94,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
 
     Args:
       x: [..., H] floating. The arithmetic is in float32, or in x's dtype if that is wider.
-      scale: [H] floating.
-      eps: added to the mean square.
+      scale: [H] floating: the weights of the norm, by which columns are multiplied.
+      eps: a number that is added to the mean square.
       dtype: the result's dtype.
 
     Returns:
@@ -101,6 +104,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
     wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    # jnp refuses an implicit broadcast under jax_numpy_rank_promotion="raise".
+    # The broadcast is explicit, since jax_numpy_rank_promotion="raise" forbids an implicit one.
     scale = lax.broadcast_in_dim(scale.astype(wide), x.shape, (x.ndim - 1,))
     return (x * factor * scale).astype(dtype)

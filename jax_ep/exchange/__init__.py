@@ -1,1 +1,1 @@
-"""Dispatch and combine: `api` is where to start reading."""
+"""Dispatches tokens to their experts' ranks and combines the experts' outputs; start at `api`."""

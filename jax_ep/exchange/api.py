@@ -1,15 +1,15 @@
 """Dispatch and combine: the two collectives of expert parallelism, with their gradients.
 
 Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local experts, T tokens
-per rank, K choices per token, H hidden, R = capacity, the rows of a receive buffer.
+per rank, K choices per token, hidden size H, capacity R (the rows of a receive buffer).
 
 Call everything inside `jax.shard_map` over `axis_name`. A call passes through these modules:
 
-  expert_major or rank_major   checks the arguments of a layout, and makes its pytrees
-  gradients                    defines the custom gradients, for both layouts
-  primitives                   defines the JAX primitives, and selects the exchange when lowered
-  xla, pallas or two_level     move the rows, as `interface` defines; two_level uses one of the
-                               others inside each host, and `rail` between hosts
+  expert_major or rank_major   check the arguments, and return the Handle and Dispatched pytrees
+  gradients                    defines the custom VJPs, for both layouts
+  primitives                   defines the JAX primitives; lowering selects an implementation
+  xla, pallas or two_level     implement `interface.Exchange`, which moves the rows; two_level
+                               calls xla or pallas inside each host, and `rail` between hosts
 """
 
 from __future__ import annotations
@@ -102,15 +102,17 @@ def dispatch(
         most q rows, its first in row order; q is the largest number at which all blocks and their
         padding fit in R, so the experts with most rows lose rows first.
       host_capacity: the most tokens that this rank sends to each other host, where ranks are on
-        several hosts; None: all T. For later tokens, the choices of experts on that host are
-        dropped, and the ranks of these experts count them. If a router limits each token to k of M
-        hosts, T·k / M of a rank's tokens choose a given host on average; give more than that, such
-        as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
+        several hosts; None: all T. Of tokens past this limit, in token order, the choices of
+        experts on that host are dropped; `num_dropped` on the ranks of these experts includes them.
+        If a router limits each token to k of M hosts, T·k / M of a rank's tokens choose a given
+        host on average; set host_capacity above this average, such as to 0.6·T for DeepSeek-V3's
+        4 of 8 hosts.
       wire_dtype: None, or `jnp.float8_e4m3fn`: rows are sent as float8 values with one float32
-        scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the errors,
-        and what becomes of NaN and of the largest and smallest values.
-      grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the sums of cotangents are
-        sent, as in `combine(wire_dtype=...)`. None, as in most training: their own dtype.
+        scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the rounding
+        errors, and how NaN and the largest and smallest values are encoded.
+      grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the gradient of x is sent,
+        as the wire_dtype of a `combine`. None, the usual choice in training, sends cotangents
+        without quantization.
       output: for a wire_dtype: "dequantized" returns rows of x's dtype; "quantized" returns a
         `jax_ep.QuantizedArray` of the received float8 rows, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
@@ -118,20 +120,21 @@ def dispatch(
       topk_weights: [T, K] floating, in the rank-major layout only: weights to send with the rows,
         so that the experts' rank can multiply its outputs by them. Differentiable.
       zero_unused: whether the unused rows past the last expert's block are zero, in the
-        expert-major layout. False leaves them undefined (they may be NaN), here and in gradients of
-        rows, and saves "pallas" the time to write them. A buffer for any routing consists mostly of
-        unused rows; no result of `grouped_matmul`, `routed_experts` or `combine` depends on them.
+        expert-major layout. False leaves them undefined (they may be NaN), in the received rows and
+        in the gradient of a combine's y, and saves "pallas" the time to write them. Without a
+        capacity, most rows are unused. No result of `grouped_matmul`, `routed_experts` or `combine`
+        depends on unused rows.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
         best that runs. The devices of the mesh determine which ranks share a host.
 
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient of x is a `combine`
-      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. It
-      treats quantization as the identity (straight-through), and sends the cotangents of
+      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. This
+      gradient treats quantization as the identity (straight-through), and sends the cotangents of
       dequantized rows in x's dtype, unless there is a grad_wire_dtype. Quantized rows have no
-      gradient, and asking for one raises TypeError; instead, pass the cotangent in a wider dtype to
-      `combine`, in a `jax.custom_vjp`.
+      gradient: differentiating them raises TypeError. Define a `jax.custom_vjp` around the dispatch
+      instead, and in it pass the rows' cotangent in a wider dtype to `combine`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -197,8 +200,8 @@ def combine(
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. A token's rows on one rank are summed
     there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. The
     sums of the ranks are added in float32, in rank order. With "two_level" (ranks on several
-    hosts), the same holds for hosts instead of ranks: one rounded sum per host, and the sums are
-    added in the order of the hosts. A dropped or masked choice counts as zero.
+    hosts), each host instead sends one sum per token, rounded once, and the sums of the hosts are
+    added in float32, in the order of the hosts. A dropped or masked choice counts as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,
@@ -207,21 +210,20 @@ def combine(
       handle: the handle of the dispatch.
       topk_weights: [T, K] floating, or None for a plain sum; None in the rank-major
         layout.
-      wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which each rank's sums, or between
-        hosts each host's, are sent, as in `dispatch`; None: y's dtype. Each of up to N sums of a
-        token then has the error that `jax_ep.formats` states, which grows with the
-        largest sum of its block; their errors add up. Warning: float8 sums cost accuracy. Others
-        measured gsm8k at 0.920 instead of 0.957 with them, and DeepEP refuses them; measure your
-        model before you choose them.
-      grad_wire_dtype: the wire_dtype of the gradient, which sends the result's cotangent as a
-        dispatch sends rows.
+      wire_dtype: the dtype in which sums are sent: None for y's dtype, or `jnp.float8_e4m3fn` with
+        scales, as in `dispatch`. With "two_level", only sums between hosts are quantized. Each of
+        up to N float8 sums of a token has the rounding error that `jax_ep.formats` states, which
+        grows with the largest value of its block of 128; the errors add up. Warning: float8 sums
+        cost accuracy. Others measured gsm8k at 0.920 with float8 sums instead of 0.957, and DeepEP
+        refuses them; measure your model before you choose them.
+      grad_wire_dtype: the wire_dtype of the gradient, which dispatches the cotangent of the result.
       implementation: as in `dispatch`.
 
     Returns:
       [T, H], y's dtype. Differentiable in y and topk_weights, in reverse mode only. The gradient of
-      y is zero in rows without a token, unless the dispatch had `zero_unused=False`. It treats the
-      rounding of a wire_dtype as the identity (straight-through), and cotangents are sent in y's
-      dtype or the grad_wire_dtype.
+      y is zero in padding rows, and also in unused rows unless the dispatch had
+      `zero_unused=False`. The gradient treats the rounding of a wire_dtype as the identity
+      (straight-through), and sends cotangents in y's dtype or the grad_wire_dtype.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -246,7 +248,7 @@ def dispatch_like(
     output: Output = "dequantized",
     implementation: Implementation = None,
 ) -> Any:
-    """Sends another payload along the routes of an earlier dispatch.
+    """Sends another array of token rows to the receive-buffer rows of an earlier dispatch.
 
     Args:
       x: [T, H'] floating: one row for each token of the dispatch; any H'.
@@ -256,8 +258,8 @@ def dispatch_like(
 
     Returns:
       [R, H'], x's dtype or a `QuantizedArray`, in the row order of `Dispatched.tokens`. Padding
-      rows are zero, and so are unused rows unless the dispatch had `zero_unused=False`. In the
-      rank-major layout, [N, T, H'].
+      rows are zero; unused rows are zero, too, unless the dispatch had `zero_unused=False`. In the
+      rank-major layout, the result has shape [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.

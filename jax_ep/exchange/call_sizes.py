@@ -1,4 +1,4 @@
-"""Describes the sizes of an exchange's call, from which each implementation counts its buffers."""
+"""Holds the sizes of one exchange call, from which each implementation computes its buffers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,28 @@ from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.formats import RowFormat
 
-WORD = 4  # an int32 or a float32 has 4 bytes
+# An int32 or a float32 has 4 bytes.
+WORD = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """The sizes of one call of an exchange, as `jax_ep.exchange.memory` makes them."""
+    """The sizes, dtype and layout of one exchange call, from which its memory is counted.
+
+    `jax_ep.exchange.memory` makes it from the checked arguments of `workspace_bytes`.
+
+    Attributes:
+      num_tokens: T, the tokens per rank.
+      hidden: H, the columns of a row.
+      num_experts: E, the experts of all ranks.
+      top_k: K, the choices per token.
+      num_ranks: N, the ranks that exchange rows.
+      dtype: the dtype of the caller's rows.
+      capacity: the rows of a receive buffer: R, or N·T in the rank-major layout.
+      by_rank: whether the layout is rank-major.
+      wire: the format in which rows or sums are sent.
+      quantized: whether a dispatch returns float8 rows and scales.
+    """
 
     num_tokens: int
     hidden: int
@@ -26,7 +42,7 @@ class CallSizes:
     capacity: int
     by_rank: bool
     wire: RowFormat
-    quantized: bool  # whether a dispatch returns float8 rows
+    quantized: bool
 
     @property
     def pairs(self) -> int:
@@ -37,34 +53,37 @@ class CallSizes:
         return count * self.hidden * self.dtype.itemsize
 
     def sent_rows(self, count: int) -> int:
-        """Returns the bytes of `count` rows as they are sent."""
+        """Returns the bytes of `count` rows in the wire format, scales included."""
         return count * self.wire.row_bytes(self.hidden, self.dtype)
 
     def quantized_rows(self, count: int) -> int:
-        """Returns the bytes of `count` quantized rows; 0 on a plain wire."""
+        """Returns the bytes of `count` quantized rows; 0 if rows are sent in their own dtype."""
         return self.sent_rows(count) if self.wire.quantized else 0
 
     def gathered(self, size: int) -> int:
-        """Returns `size`, the bytes gathered from all ranks; 0 for one rank."""
+        """Returns the bytes of the result of an all-gather.
+
+        `size` is the bytes gathered from all ranks. A single rank allocates no result: 0.
+        """
         return size if self.num_ranks > 1 else 0
 
     def routes(self) -> int:
-        """Returns the bytes of the routes.
+        """Returns the bytes of a dispatch's routes.
 
-        The routes hold one word for each choice of all ranks, and in the expert-major layout also
-        the counts.
+        The routes have an int32 for each of the N·T·K choices of all ranks. In the expert-major
+        layout they also have the counts [N, E] int32.
         """
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
         return WORD * (self.pairs * self.top_k + counts)
 
     @property
     def padded_hidden(self) -> int:
-        """H, padded as the kernels need it."""
+        """H rounded up to the number of columns that the Pallas kernels need."""
         return plans.padded_hidden(self.hidden, self.dtype, self.wire)
 
     @property
     def row(self) -> plans.Row:
-        """The size of a padded row, for the kernels' plans."""
+        """The columns, dtype and wire format of a padded row; kernels are planned by it."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
@@ -78,10 +97,10 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the low-latency kernels; None if they do not support such rows."""
+        """The plan of the low-latency kernels, or None if they do not support these sizes."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:
-        """Returns the bytes of padded copies of `count` rows; 0 where rows need no padding."""
+        """Returns the bytes of padded copies of `count` rows; 0 if H already fits the kernels."""
         padded = self.padded_hidden
         return 0 if padded == self.hidden else count * padded * self.dtype.itemsize

@@ -1,7 +1,8 @@
-"""Sends one value per choice, such as its weight, to the choice's row, and back.
+"""Sends one value per (token, choice), such as its weight, to the row of the choice, and back.
 
-Each call is one collective. Where the exchange may run on kernels, the library's collectives choose
-the algorithm by their table of measurements; otherwise XLA's collective runs.
+Each call runs one collective over the ranks. Where the exchange may run Pallas kernels, the
+collective comes from `jax_ep.collectives`, which selects the algorithm by a table of measured
+times. Otherwise it is XLA's collective.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_ax
 
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends one value per choice, [T, K], to the choice's row; returns [R], zero in other rows.
+    """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
 
-    `implementation` names the implementation of the exchange.
+    Returns [R], one value per row; rows without a choice are zero. `implementation` is that of the
+    exchange, and decides which algorithms the collective may use.
     """
     values, routes, collective = _operands(values, handle, implementation)
 
@@ -36,7 +38,11 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends one value per row, [R], to the row's choice; returns [T, K], zero without a row."""
+    """Sends values [R], one per receive-buffer row, back to the rows' (token, choice).
+
+    Returns [T, K]; choices without a row are zero. It is the transpose of `choices_to_rows`.
+    `implementation` is that of the exchange, and decides which algorithms the collective may use.
+    """
     values, routes, collective = _operands(values, handle, implementation)
     swap = functools.partial(all_to_all, **collective)
 
@@ -49,7 +55,10 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
 def _operands(
     values: jax.Array, handle: Handle, implementation: Implementation
 ) -> tuple[jax.Array, Routes, dict[str, Any]]:
-    """Casts values and routes to vary over the same axes; adds the collective's arguments."""
+    """Returns the values, the routes, and the keyword arguments of the collective.
+
+    The values and routes are cast to vary over the same mesh axes (vma).
+    """
     values, *arrays = match_varying((values, *handle.routes), handle.axis_name)
     algorithm = algorithm_next_to(implementation)
     return values, Routes(*arrays), dict(axis_name=handle.axis_name, algorithm=algorithm)

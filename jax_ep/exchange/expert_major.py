@@ -1,7 +1,7 @@
 """Exchanges rows in the expert-major layout: one row per (token, choice), grouped by expert.
 
-The contract includes the row order of a receive buffer: local expert, then source rank, then source
-token, then choice. Users call the functions of `jax_ep.exchange.api`.
+The rows of a receive buffer are sorted by local expert, then source rank, then source token, then
+choice; callers may rely on this order. Users call the functions of `jax_ep.exchange.api`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Handle:
     Attributes:
       routes: the row of each (source rank, token, choice); see `jax_ep.exchange.routes.Routes`.
       axis_name: the mesh axis names of the dispatch.
-      capacity: R.
-      num_experts: E.
-      expert_alignment: the alignment of each expert's block, in rows.
+      capacity: R, the rows of the receive buffer.
+      num_experts: E, the experts of all ranks.
+      expert_alignment: each expert's block of rows starts at a multiple of this many rows.
       overflow: the rule for dropping rows; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
-      zero_unused: whether the rows past the last expert's block are zero; else undefined.
+      zero_unused: whether the rows past the last expert's block are zero; False: undefined.
     """
 
     routes: Routes
@@ -59,9 +59,10 @@ class Handle:
 
     @property
     def rows(self) -> jax.Array:
-        """The row on this rank of each (source rank, token, choice), [N, T, K] int32.
+        """The row of this rank's buffer for each (source rank, token, choice), [N, T, K] int32.
 
-        It is -1 for a choice of another rank's expert or of none, and R or more for a dropped row.
+        The row is -1 where the choice names another rank's expert or no expert, and R or more where
+        the row is dropped.
         """
         return self.routes.rows
 
@@ -72,18 +73,18 @@ class Dispatched:
     """The rows that a rank received in the expert-major layout, and their counts; a pytree.
 
     Attributes:
-      tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero,
-        and so are unused rows at the end unless the dispatch had `zero_unused=False`. With
-        `output="quantized"` they are a `jax_ep.QuantizedArray`, whose zero rows have zero scales.
+      tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero.
+        Unused rows at the end are zero, too, unless the dispatch had `zero_unused=False`. With
+        `output="quantized"`, tokens is a `jax_ep.QuantizedArray`; its zero rows have zero scales.
       group_sizes: [L] int32: the rows of each expert's block, padding included; their sum is <= R.
-      expert_counts: [L] int32: the received rows of each block; they come first in it.
-      num_dropped: [] int32: the (token, choice) pairs for this rank that did not fit in R.
-      rows_needed: [] int32: the least R that would have dropped nothing on this rank.
-      dropped_counts: [L] int32: the dropped pairs of each local expert.
+      expert_counts: [L] int32: the received rows of each expert, which come first in its block.
+      num_dropped: [] int32: the (token, choice) pairs of this rank's experts that were dropped.
+      rows_needed: [] int32: the least R at which all rows sent to this rank fit.
+      dropped_counts: [L] int32: the dropped (token, choice) pairs of each local expert.
       handle: the routes, for `combine` and `dispatch_like`.
     """
 
-    tokens: Any  # a QuantizedArray if it was dispatched as quantized
+    tokens: Any
     group_sizes: jax.Array
     expert_counts: jax.Array
     num_dropped: jax.Array
@@ -111,8 +112,8 @@ def dispatch(
 ) -> Dispatched:
     """Dispatches x [T, H] in the expert-major layout, for `api.dispatch(layout="expert")`.
 
-    `api` has checked the arguments that both layouts share. `options` are further arguments of
-    `gradients.configure`.
+    `api.dispatch` has checked the arguments that both layouts share. `options` are further
+    arguments of `gradients.configure`.
     """
     expert_alignment = checks.check_integer(
         "expert_alignment", expert_alignment, most=checks.MAX_INT32
@@ -121,7 +122,8 @@ def dispatch(
     checks.check_bool("zero_unused", zero_unused)
     zero_unused = bool(zero_unused)
     if capacity is None:
-        overflow = "tail"  # all rows fit, so both rules give the same result
+        # A dropless buffer fits all rows, so both overflow rules give the same result.
+        overflow = "tail"
     if host_capacity is not None:
         host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
         if options["implementation"] in ("pallas", "xla"):
@@ -169,9 +171,9 @@ def dispatch(
 def combine(
     y: jax.Array, handle: Handle, topk_weights: jax.Array | None, **options: Any
 ) -> jax.Array:
-    """Combines expert-major rows y [R, H], for `api.combine`.
+    """Sums expert-major rows y [R, H] by token and returns them to the tokens' ranks: [T, H].
 
-    `options` are further arguments of `gradients.configure`.
+    `api.combine` calls this function. `options` are further arguments of `gradients.configure`.
     """
     check_handle(handle)
     checks.check_array("y", y, 2, jnp.floating, "[R, H]", may_be_empty=False)
@@ -190,7 +192,7 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
-    """Sends x [T, H'] along the routes of an expert-major dispatch, for `api.dispatch_like`.
+    """Sends x [T, H'] to the rows that an expert-major dispatch assigned, for `api.dispatch_like`.
 
     Returns [R, H']. `options` are further arguments of `gradients.configure`.
     """
@@ -199,7 +201,11 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
 
 
 def stand_in_rows(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
-    """Returns zeros [R, H] with the gradient of a dispatch; see `gradients.stand_in_rows`."""
+    """Returns zeros [R, H] that have the gradient of the dispatched rows of x [T, H].
+
+    Callers use them where the rows themselves are quantized, since quantized rows have no gradient;
+    see `gradients.stand_in_rows`. `options` are further arguments of `gradients.configure`.
+    """
     config, x = _config_like(x, handle, options)
     return gradients.stand_in_rows(config, x, handle.routes)
 
@@ -213,7 +219,7 @@ def _config_like(x: jax.Array, handle: Handle, options: dict[str, Any]) -> tuple
 
 
 def check_handle(handle: Handle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its axes."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its mesh axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
@@ -223,7 +229,7 @@ def check_handle(handle: Handle) -> None:
 
 
 def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
-    """Raises TypeError or ValueError unless there is one floating weight for each choice."""
+    """Raises TypeError or ValueError unless topk_weights is floating and has the shape [T, K]."""
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
         raise ValueError(
@@ -233,7 +239,7 @@ def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
 
 
 def _static(handle: Handle) -> dict[str, Any]:
-    """Returns the fields of a `Config` that follow from the handle of a dispatch."""
+    """Returns the arguments of `gradients.configure` that the handle of a dispatch determines."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,
@@ -249,9 +255,17 @@ def _static(handle: Handle) -> dict[str, Any]:
 def _capacity(
     capacity: int | None, expert_alignment: int, *, num_choices: int, num_local_experts: int
 ) -> int:
-    """Returns R after checking it; for None, enough rows for any routing.
+    """Returns the checked capacity R; for None, enough rows for any routing (dropless).
 
-    Raises ValueError where rows, which are counted in int32, may be too many to count.
+    Args:
+      capacity: R, or None.
+      expert_alignment: each expert's block of rows starts at a multiple of this many rows.
+      num_choices: N·T·K, the choices of all ranks.
+      num_local_experts: L, the experts of this rank.
+
+    Raises:
+      ValueError: `capacity` is None, or the alignment pads blocks, and some routing needs more rows
+        than an int32 can count.
     """
     rows = routes.dropless_capacity(num_choices, num_local_experts, expert_alignment)
     if not checks.is_symbolic(rows) and rows > checks.MAX_INT32:

@@ -2,9 +2,9 @@
 
 A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
 of the other over the same routes. The gradient of a weighted combine is a separate operation,
-`combine_grad`, since the weights have a gradient too. A dispatch is rank-major where
-`Config.capacity` is None; other functions take the layout from the type of the routes. Gradients
-are in reverse mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
+`combine_grad`, since the weights have a gradient too. `dispatch` takes the layout from
+`Config.layout`; the other functions take it from the type of the routes. Gradients are in reverse
+mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
 """
 
 from __future__ import annotations
@@ -36,10 +36,18 @@ def configure(
 ) -> Config:
     """Makes and checks the `Config` of an exchange of `rows`.
 
-    Errors call the rows `name`, as the caller's argument. `list_words` is the number of words that
-    describe a token's choices, which kernels hold in shared memory: K, or 2 K if weights are sent
-    with them. `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire
-    dtype or the named implementation does not support the rows.
+    Args:
+      name: the caller's name for `rows`, for errors.
+      rows: [..., H]: the rows to send, or whose sums are sent.
+      list_words: the 4-byte words per token that kernels hold in shared memory for its choices: K,
+        or 2 K if weights are sent with the choices.
+      wire_dtype: the dtype in which rows or sums are sent; None: their own.
+      grad_wire_dtype: the wire_dtype of the gradient's exchange.
+      implementation: the implementation to run; None for the best that runs.
+      **arguments: further fields of `Config`.
+
+    Raises:
+      ValueError, TypeError: a wire dtype or the named implementation does not support the rows.
     """
     config = Config(
         wire=quantization.checked(name, rows, wire_dtype),
@@ -52,10 +60,10 @@ def configure(
 
 
 def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
-    """Casts operands to the types of their gradients, as a custom VJP requires.
+    """Casts operands to the types that their gradients will have, as a custom VJP requires.
 
-    The operands then vary over the ranks' axes, and are replicated over the Explicit axes that the
-    enclosing `shard_map` leaves out.
+    The results vary over the mesh axes `axis_name` (vma), and are replicated over the Explicit mesh
+    axes that the enclosing `shard_map` leaves out.
     """
     return match_varying([replicated(operand) for operand in operands], axis_name)
 
@@ -67,15 +75,16 @@ def dispatch(
     """Sends each token to the ranks of its experts, in the layout given by `config`.
 
     Args:
-      config: the static arguments; rank-major where its capacity is None.
+      config: the static arguments; its `layout` selects expert-major or rank-major rows.
       x: [T, H], this rank's tokens.
       topk_idx: [T, K] int32, the experts of each token.
       topk_weights: [T, K] float32, sent with the choices in the rank-major layout; or None.
 
     Returns:
-      Three results: the received rows, [R, H] or [N, T, H], as a `QuantizedArray` if
-      `config.quantized`; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major
-      rows, or the received weights [N, T, K] of rank-major rows (None without weights).
+      The received rows, [R, H] or rank-major [N, T, H], as a `QuantizedArray` if
+      `config.quantized`; the `Routes` or `RankRoutes`; and a third result. In the expert-major
+      layout the third result is the `RowGroups` (the sizes of the experts' blocks); in the
+      rank-major layout it is the received weights, [N, T, K] float32, or None without weights.
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -108,9 +117,10 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array | QuantizedArray:
-    """Sends x [T, H] along the routes of a dispatch.
+    """Sends x [T, H] to the rows that an earlier dispatch assigned, which its `routes` describe.
 
-    Returns the received rows in x's dtype, or as a `QuantizedArray` if `config.quantized`.
+    Returns the received rows, [R, H] or rank-major [N, T, H], in x's dtype, or as a
+    `QuantizedArray` if `config.quantized`.
     """
     if isinstance(routes, RankRoutes):
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
@@ -146,10 +156,11 @@ dispatch_like.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
-    """Returns zeros [R, H] in place of the rows of x [T, H], with the gradient of a dispatch.
+    """Returns zeros [R, H] that have the gradient of the dispatched rows of x [T, H].
 
-    Received rows that stay quantized have no gradient of their own. A function of them takes these
-    rows too, computes nothing from them, and returns the rows' gradient as theirs.
+    Received rows that stay quantized have no gradient. A function of quantized rows, such as a
+    float8 matmul, takes these zeros as another operand, ignores their values, and returns the
+    cotangent of the rows as the cotangent of the zeros. The gradient then reaches x.
     """
     assert config.capacity is not None
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
@@ -165,10 +176,13 @@ stand_in_rows.defvjp(
 def combine(
     config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
 ) -> jax.Array:
-    """Sums the rows of each token, and sends the sums, [T, H], to the tokens' ranks.
+    """Sums the rows of each token, and sends the sums to the tokens' ranks; returns [T, H].
 
-    y is [R, H], or partial sums [N, T, H] in the rank-major layout. topk_weights [T, K] float32
-    multiply the rows, unless they are None.
+    Args:
+      config: the static arguments of the exchange.
+      y: [R, H], expert-major rows; or [N, T, H], partial sums in the rank-major layout.
+      topk_weights: [T, K] float32, by which rows are multiplied; None for a plain sum.
+      routes: the routes of the dispatch; their type selects the layout.
     """
     if isinstance(routes, RankRoutes):
         return primitives.rank_combine(y, routes, config=config)
@@ -197,8 +211,10 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of a weighted combine from the cotangent g [T, H] of its result.
 
-    Returns dy = w * g, [R, H], and dweights = <g, y>, [T, K] float32. Both are linear in each of g,
-    w and y, so the gradient of this function is computed by `combine` and by itself.
+    Returns dy [R, H], where each row is the token's g times the choice's weight, and dweights
+    [T, K] float32, the inner product of the token's g and the choice's row of y. dy is linear in g
+    and the weights, and dweights in g and y, so the gradient of this function needs only `combine`
+    and `combine_grad`.
     """
     return primitives.combine_grad(g, topk_weights, y, routes, config=config)
 

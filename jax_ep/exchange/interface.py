@@ -1,9 +1,9 @@
 """Defines the interface of an exchange: six functions of arrays and a `Config`.
 
-The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges. For ranks on several
-hosts, `jax_ep.exchange.two_level` calls one of them several times, with a part of the tokens each
-time. All follow the contract in `jax_ep.reference`, so each accepts routes that another made. Call
-all functions inside `jax.shard_map`.
+The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` implement it. For ranks on several
+hosts, `jax_ep.exchange.two_level` implements it with several calls of one of these modules, each
+for some of the tokens. All implementations follow the contract in `jax_ep.reference`, so each
+accepts routes that another one computed. Call all functions inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Received = tuple[jax.Array, ...]
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` of collectives in a program with an exchange.
+    """Returns the `algorithm` argument of `jax_ep.collectives` calls in a program with an exchange.
 
-    The library's collectives are kernels too: they run where the exchange may be kernels.
+    `implementation` is that of the exchange. If the exchange may run Pallas kernels, the result is
+    None, with which collectives may select Pallas kernels, too; otherwise it is "xla".
     """
     return None if implementation in (None, "pallas") else "xla"
 
@@ -36,21 +37,21 @@ class Config:
     """The static arguments of an exchange and of its gradient, which is an exchange too.
 
     Attributes:
-      axis_name: the mesh axes that ranks are numbered along.
+      axis_name: the mesh axes along which ranks are numbered.
       ranks_per_host: G, if only the G consecutive ranks of each host exchange rows with each other;
-        None if all ranks do.
-      num_experts: E.
+        None if all ranks exchange rows.
+      num_experts: E, the experts of all ranks that exchange rows with each other.
       layout: whether received rows are expert-major, [R, H], or rank-major, [N, T, H].
-      capacity: R, the rows of an expert-major receive buffer.
+      capacity: R, the rows of an expert-major receive buffer; 0 in the rank-major layout.
       expert_alignment: each expert's block starts at a multiple of this many rows.
       overflow: the rule for dropping rows; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
-      zero_unused: whether the rows past the last expert's block are zero; else undefined.
-      implementation: the exchange to run; None for the best that runs here.
+      zero_unused: whether the rows past the last expert's block are zero; False: undefined.
+      implementation: the name of the implementation to run; None for the best that runs here.
       wire: the format in which rows, or sums of rows, are sent.
-      sum_dtype: the dtype in which a combine returns its sums, and sends them if the wire is plain;
-        None for the rows' dtype.
-      grad_wire: the wire of the gradient's exchange.
+      sum_dtype: the dtype of a combine's result, and of the sums it sends unless `wire` quantizes
+        them; None for the rows' dtype.
+      grad_wire: the `wire` of the exchange that computes the gradient.
       quantized: whether a dispatch returns the received rows and scales without decoding them.
     """
 
@@ -71,40 +72,48 @@ class Config:
 
     @property
     def ranks_of_hosts(self) -> list[list[int]] | None:
-        """The ranks of each exchange, as `axis_index_groups` of JAX's collectives takes them."""
+        """The ranks of each host, as the `axis_index_groups` of JAX's collectives.
+
+        It is None if all ranks exchange rows with each other.
+        """
         if self.ranks_per_host is None:
             return None
         starts = range(0, lax.axis_size(self.axis_name), self.ranks_per_host)
         return [list(range(start, start + self.ranks_per_host)) for start in starts]
 
     def rank(self) -> jax.Array:
-        """Returns this rank's number in its exchange, [] int32."""
+        """Returns this rank's number among the ranks that it exchanges rows with, [] int32."""
         index = lax.axis_index(self.axis_name)
         return index if self.ranks_per_host is None else index % self.ranks_per_host
 
     @property
     def of_cotangents(self) -> Self:
-        """The configuration of the gradient's exchange.
+        """The configuration of the exchange that computes the gradient of this one.
 
-        The wire of higher gradients is plain.
+        It sends rows in the format `grad_wire`. Gradients of higher order send rows in their own
+        dtype.
         """
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
 class Exchange(Protocol):
-    """Moves rows between ranks: the functions that each exchange implements.
+    """The six functions that each implementation of the exchange provides, to move rows of tokens.
 
-    N ranks, T tokens per rank, K choices per token, H columns, R rows of a receive buffer.
+    Shapes: N ranks, T tokens per rank, K choices per token, H columns, and R rows of a receive
+    buffer. `Received` rows are encoded in the format `config.wire`.
     """
 
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
-        """Routes topk_idx [T, K] int32 and sends x [T, H]: received [R, H], routes, groups."""
+        """Computes the routes of choices topk_idx [T, K] int32, and sends x [T, H] along them.
+
+        Returns the received rows [R, H], the routes, and the sizes of the experts' blocks of rows.
+        """
         ...
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] along the routes of a dispatch: received [R, H]."""
+        """Sends x [T, H] to the rows that a dispatch assigned; returns received rows [R, H]."""
         ...
 
     def combine(
@@ -112,43 +121,50 @@ class Exchange(Protocol):
     ) -> jax.Array:
         """Sums the rows y [R, H] of each token, and returns the sums [T, H] to the tokens' ranks.
 
-        `topk_weights` are [T, K] float32; None: the rows are not weighted.
+        `topk_weights` [T, K] float32 multiply the rows; None: a plain sum.
         """
         ...
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the cotangents of y [R, H] and of the weights [T, K] float32, for g [T, H]."""
+        """Computes the gradients of a weighted `combine` from the cotangent g [T, H] of its result.
+
+        Returns the gradients of y, [R, H], and of the weights, [T, K] float32.
+        """
         ...
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] to each rank of its choices: received [N, T, H], routes and weights.
+        """Sends x [T, H] to every rank that owns an expert of the token, in the rank-major layout.
 
-        The weights are [N, T, K] float32, or None if topk_weights is None.
+        Returns received rows [N, T, H], the routes, and the received weights [N, T, K] float32, or
+        None if topk_weights is None. Rows of tokens that chose no expert of this rank are zero.
         """
         ...
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Sends the partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
+        """Sends partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
         ...
 
 
 class ExchangeInParts(Exchange, Protocol):
     """An `Exchange` that can divide the tokens of one dispatch among several calls.
 
-    In the `routes` of a call, `rows` are those of the call's tokens, and `counts` those of the
-    whole dispatch. The first call writes zeros to padding and, if `config.zero_unused`, to unused
-    rows. A later call gets the result of the previous call as `into`. It writes its tokens' rows
-    there, and keeps all other rows. The wire must be plain.
+    In each call, `routes.rows` describe only the tokens of the call, and `routes.counts` the whole
+    dispatch. The first call writes zeros to padding and, if `config.zero_unused`, to unused rows. A
+    later call takes the result of the previous call as `into`, writes the rows of its own tokens
+    there, and keeps all other rows. `config.wire` must not quantize rows.
     """
 
     def dispatch_like(
         self, x: jax.Array, routes: Routes, config: Config, into: Received | None = None
     ) -> Received:
-        """Sends x [T, H], some of the tokens of a dispatch, along their routes: received [R, H]."""
+        """Sends x [T, H], some of the tokens of a dispatch, to their rows; returns [R, H].
+
+        `into` is the previous call's result, which receives the rows; None in the first call.
+        """
         ...
 
     def combine_grad(
@@ -160,5 +176,9 @@ class ExchangeInParts(Exchange, Protocol):
         config: Config,
         into: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the cotangents of y [R, H] and of the weights for some of the tokens."""
+        """Computes the gradients of a weighted `combine` for some of the tokens.
+
+        Returns the gradients of y, [R, H], and of these tokens' weights, [T, K] float32. `into` is
+        the gradient of y from the previous call, which receives the rows; None in the first call.
+        """
         ...

@@ -1,11 +1,11 @@
-"""Counts what communication holds in memory, in bytes per rank.
+"""Computes how much memory a communication call needs for buffers, in bytes per rank.
 
-The caller's inputs and outputs are not counted. The counts follow from shapes, so they need no
-machine with that many ranks. The kernels' plans state what the kernels allocate, and
-`jax_ep.exchange.xla` and `two_level` what they hold. XLA knows the memory of
-compiled programs only (`compiled.memory_analysis()`), and compiling for N CPUs needs N devices. The
-tests therefore compare the counts of "xla" with XLA's analysis, and the counts of "pallas" with the
-buffers in the lowered kernels' calls.
+The caller's inputs and outputs are not counted. All sizes follow from shapes, so that no machine
+with N ranks is needed to compute them. For kernels, `pallas_kernels.exchange.plan` states the
+allocated buffers; `jax_ep.exchange.xla` and `two_level` state their own. XLA reports the memory of
+a compiled program only (`compiled.memory_analysis()`), and compiling for N CPUs needs N devices.
+The tests therefore compare the counts of "xla" with XLA's analysis, and the counts of "pallas" with
+the buffers in the lowered kernels' calls.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Operation = Literal[
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
-# Operations between the rank-major and the expert-major layout, which communicate nothing.
+# These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# A local operation allocates what this exchange allocates on a single rank.
+# Maps an operation of LOCAL to the exchange operation that needs the same buffers on one rank.
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
@@ -66,29 +66,30 @@ def workspace_bytes(
     `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
     heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
     are counted for the dispatch that makes them, and live as long as its handle; all other buffers
-    are freed when the call returns. A host is assumed to have as many GPUs as ranks; with more GPUs
-    there is less room in the heap.
+    are freed when the call returns. "pallas" selects its kernels by the room in this heap, and each
+    host is assumed to have as many GPUs as ranks.
 
     For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
-    and lets arrays share memory. It needs more where it does not fuse a sum over a token's choices:
-    up to K arrays [N, T, H] of terms.
+    and lets arrays share memory. It needs up to K more arrays [N, T, H] where it does not fuse the
+    sum over a token's choices.
 
     Args:
       operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", their
         gradients ("combine_grad" has weights in the expert-major layout).
       implementation: "pallas" or "xla".
-      num_tokens: T, per rank.
-      hidden: H.
-      num_experts: E.
-      top_k: K.
-      num_ranks: N.
+      num_tokens: T, the tokens per rank.
+      hidden: H, the columns of a row.
+      num_experts: E, the experts of all ranks.
+      top_k: K, the choices per token.
+      num_ranks: N, the number of ranks.
       num_hosts: M, which divides N. Above 1, counts the buffers of "two_level", and
         `implementation` is the exchange inside each host.
-      host_capacity: as given to `dispatch`.
+      host_capacity: the host_capacity of `dispatch`: the most tokens from a rank to another host.
       dtype: the dtype of the rows.
-      capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Not
-        used in the rank-major layout, which has N·T rows.
-      expert_alignment: as given there; without a capacity, R includes the padding it may need.
+      capacity: R, as given to `dispatch` or `group_by_expert`; None: enough rows for any routing.
+        Not used in the rank-major layout, which has N·T rows.
+      expert_alignment: as given to `dispatch` or `group_by_expert`. If `capacity` is None, R
+        includes the rows that aligning each expert's block may add.
       layout: the layout of `dispatch`; "rank" for group_by_expert and sum_by_token.
       wire_dtype: the wire_dtype of the operation; for a gradient, its grad_wire_dtype.
       output: the `output` of a dispatch with a wire_dtype; "pallas" writes "quantized" rows
@@ -114,8 +115,8 @@ def result_bytes(
 ) -> dict[str, int]:
     """Returns the bytes of the rows in an operation's result: name -> bytes per rank.
 
-    The arguments are those of `workspace_bytes`. `group_sizes` and other counts are left out, since
-    they are small, and routes, since `workspace_bytes` counts them.
+    The arguments are those of `workspace_bytes`. The results left out are `group_sizes` and other
+    counts, which are small, and the routes, which `workspace_bytes` counts.
     """
     given = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
     given.apply_defaults()
@@ -133,13 +134,14 @@ def result_bytes(
         "group_by_expert": ("grouped tokens", shape.capacity),
         "combine": ("combined tokens", shape.num_tokens),
         "dispatch_grad": ("gradient of x", shape.num_tokens),
-        "sum_by_token": ("sums by token", shape.num_tokens),  # `_checked` has made this N * T
+        # For this local operation `_checked` has replaced the number of tokens by N * T.
+        "sum_by_token": ("sums by token", shape.num_tokens),
     }[operation]
     return {name: shape.rows(count)}
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`; returns the sizes of the call they describe."""
+    """Checks the arguments of `workspace_bytes`, and returns the sizes of the exchange to count."""
     operation, layout, capacity = given.operation, given.layout, given.capacity
     num_ranks, num_tokens, num_experts = given.num_ranks, given.num_tokens, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
@@ -174,7 +176,8 @@ def _checked(given: Any) -> CallSizes:
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
-    if operation in LOCAL:  # counted as the exchange of a single rank with N * T tokens
+    if operation in LOCAL:
+        # A local operation is counted as the exchange of a single rank with N * T tokens.
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
     if layout == "rank":
@@ -216,7 +219,8 @@ def _pallas_dispatch(shape: CallSizes) -> dict[str, int]:
 
 
 def _pallas_dispatch_like(shape: CallSizes) -> dict[str, int]:
-    if shape.by_rank:  # the kernel computes the local experts again, as a dispatch does
+    if shape.by_rank:
+        # In the rank-major layout, dispatch_like runs the kernel of dispatch.
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
     return {name: held[name] for name in ("padded rows", "received rows")}
@@ -235,7 +239,7 @@ def _pallas_combine_grad(shape: CallSizes) -> dict[str, int]:
         return _pallas_dispatch_like(shape)
     if shape.wire.quantized:  # XLA multiplies received quantized rows by the weights
         return _pallas_dispatch_like(shape) | xla.grad_of_rows_workspace(shape)
-    # g has T rows, y and dy have R rows each.
+    # The kernel takes padded copies of g (T rows), y and the gradient of y (R rows each).
     return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}
 
 

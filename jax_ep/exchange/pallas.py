@@ -1,7 +1,7 @@
 """Implements the exchange with Pallas kernels: the functions of `interface.Exchange`.
 
-Each function pads rows as the kernels need them, and takes from `pallas_kernels.exchange.plan` the
-numbers of thread blocks and the sizes of buffers. Importing this module imports Mosaic.
+Each function pads rows to the width that the kernels need. `pallas_kernels.exchange.plan` gives it
+the number of thread blocks and the sizes of buffers. Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pallas_kernels.fabric.symmetric import Gpus
 def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
-    """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
+    """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     sizes = (fabric.num_ranks, *topk_idx.shape)
@@ -62,7 +62,7 @@ def dispatch(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] along the routes of a dispatch; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to the rows that a dispatch assigned; see `ExchangeInParts.dispatch_like`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
@@ -87,7 +87,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
+    """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
     return out[:, : y.shape[1]]
@@ -102,9 +102,10 @@ def _combine(
     *,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Sums padded rows y [R, H] by token.
+    """Sums padded rows y by token and sends the sums to the tokens' ranks; returns [T, H].
 
-    `rows` is [N, T, K]: the row or, with `by_rank`, the local expert of each choice.
+    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` is [N, T, K]: the row of y of each
+    choice or, if `by_rank`, its local expert, which is -1 where the choice adds nothing.
     """
     fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows
@@ -130,9 +131,10 @@ def combine_grad(
     config: Config,
     into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine; see `ExchangeInParts.combine_grad`.
+    """Computes the gradients of a weighted combine; see `ExchangeInParts.combine_grad`.
 
-    Quantized cotangents are sent by `dispatch_like`, and XLA multiplies the received rows.
+    If the wire is quantized, `dispatch_like` sends the cotangents g, and XLA multiplies the
+    received rows by the weights.
     """
     if config.wire.quantized:
         return xla_exchange.combine_grad(
@@ -182,7 +184,7 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
+    """Sends sums y [N, T, H] to the tokens' ranks and adds them; see `Exchange.rank_combine`."""
     hidden = y.shape[-1]
     y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
     out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
@@ -190,7 +192,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the kernel arguments that determine the fabric and the experts' blocks of rows."""
+    """Returns the kernels' keyword arguments for the GPUs and for the layout of experts' blocks."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -204,7 +206,8 @@ def _low_latency_plan(
 ) -> plans.LowLatencyPlan | None:
     """Returns the plan of the low-latency kernels for padded rows x [.., H].
 
-    Returns None if these kernels do not support the rows. `sizes` are N, T and K.
+    Returns None if these kernels do not support the rows. `sizes` are (N, T, K): ranks, tokens per
+    rank, and choices per token.
     """
     return plans.for_low_latency(
         _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()
@@ -212,12 +215,15 @@ def _low_latency_plan(
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
-    """Returns the plan of a dispatch of padded rows x [T, H]; `sizes` are N, T and K."""
+    """Returns the plan of the dispatch kernel for padded rows x [T, H].
+
+    `sizes` are (N, T, K): ranks, tokens per rank, and choices per token.
+    """
     return plans.for_dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
 
 
 def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
-    """Returns N, T and K, and E, for a plan."""
+    """Converts `sizes` (N, T, K), and E from `config`, to the `Sizes` that plans are made from."""
     num_ranks, num_tokens, top_k = sizes
     return plans.Sizes(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts
@@ -229,12 +235,12 @@ def _row(x: jax.Array, config: Config) -> plans.Row:
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
-    """Pads x [T, H] or [R, H] with columns of zeros to the width that the kernels need."""
+    """Pads rows x [.., H] with columns of zeros to the width that the kernels need."""
     padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
 def _unpadded(received: Received, x: jax.Array, config: Config) -> Received:
-    """Removes the columns of padding from received rows of x [T, H], which has none."""
+    """Removes the padding columns from received rows; x [T, H] has the rows' unpadded width."""
     parts = config.wire.row_parts(x.shape[1], x.dtype)
     return tuple(part[:, :columns] for part, (columns, _) in zip(received, parts, strict=True))

@@ -1,9 +1,9 @@
 """Permutes rank-major rows to the expert-major layout of `grouped_matmul`, and unpermutes results.
 
 A grouped matmul needs each expert's rows next to each other. The rank-major layout has one row for
-all of a token's experts on a rank, so each rank must gather its rows once. That gather is a
-dispatch to the rank itself, over the axes (): it communicates nothing, and on GPUs runs the same
-kernels. It gives the rows and the row order of an expert-major dispatch, bit for bit.
+all of a token's experts on a rank, so each rank must gather its rows once. This gather is a
+`dispatch` over no mesh axes, axis_name=(): the rank sends rows only to itself, on GPUs with the
+kernels of a dispatch. The result equals that of an expert-major dispatch, bit for bit.
 
     received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
     grouped = group_by_expert(received)
@@ -36,15 +36,15 @@ def group_by_expert(
 
     Args:
       received: the result of `dispatch(layout="rank")`.
-      capacity: R; None: enough for any routing.
-      expert_alignment: each expert's block of rows starts at a multiple of this.
+      capacity: R, the rows of the result; None: enough rows for any routing.
+      expert_alignment: each expert's block of rows starts at a multiple of this many rows.
       overflow: selects the rows to drop where R is too small; see `dispatch`.
       implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
       A `Dispatched`, equal bit for bit to the result of an expert-major dispatch, except for its
-      handle, which describes this local permutation and is for `sum_by_token`. Differentiable in
-      `received.tokens`, unless they are quantized.
+      handle: the handle describes this local permutation, and `sum_by_token` needs it.
+      Differentiable in `received.tokens`, unless these rows are quantized.
 
     Raises:
       TypeError: `received` is not the result of a rank-major dispatch.
@@ -53,7 +53,8 @@ def group_by_expert(
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
-    leaves, tree = jax.tree.flatten(received.tokens)  # values, then scales
+    # The leaves are the array of rows, or the values and the scales of a QuantizedArray.
+    leaves, tree = jax.tree.flatten(received.tokens)
     first, *others = (leaf.reshape(flat) for leaf in leaves)
     grouped = dispatch(
         first,
@@ -79,18 +80,18 @@ def sum_by_token(
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Sums expert-major rows by token: the partial sums that a rank-major `combine` takes.
+    """Sums the expert-major rows of each token on this rank, for a rank-major `combine`.
 
     Args:
       y: [R, H'] floating: one row for each row of `grouped.tokens`.
       grouped: the result of `group_by_expert(received)`.
-      received: the result of `dispatch(layout="rank")`. Rows are multiplied by its topk_weights, if
-        it has any.
+      received: the result of `dispatch(layout="rank")`. Rows are multiplied by
+        `received.topk_weights`, if the dispatch had weights.
       implementation: "pallas", "xla", or None for the best that runs here.
 
     Returns:
-      [N, T, H'] of y's dtype, summed in float32 in the order of the choices and rounded once.
-      Differentiable in y and the weights.
+      [N, T, H'] of y's dtype: one sum for each (source rank, token), computed in float32 in the
+      order of the choices and rounded once. Differentiable in y and the weights.
 
     Raises:
       TypeError: `received` is not the result of a rank-major dispatch, or `grouped` is not a

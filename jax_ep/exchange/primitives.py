@@ -1,8 +1,8 @@
 """Defines the JAX primitives of the exchange: result types and lowering.
 
 There are six primitives without effects, one for each function of
-`jax_ep.exchange.interface.Exchange`, with the same operands and results. Each lowers to the
-exchange that `jax_ep.exchange.selection` selects.
+`jax_ep.exchange.interface.Exchange`, with the operands and results of that function. Each lowers to
+the implementation that `jax_ep.exchange.selection` selects.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _Shape: Any = jax.ShapeDtypeStruct
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
-    """Raises ValueError, with the reason, if the exchange that config names cannot move `rows`.
+    """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`.
 
-    Checks the exchange of `rows` and that of their cotangents. `list_words` is the field of
-    `selection.Rows`. Facts that are known only when the program is lowered are checked then.
+    The exchange of the rows' cotangents is checked, too. `list_words` is the number of 4-byte words
+    that describe a token's choices, as in `selection.Rows`. Conditions that depend on the program's
+    devices are checked only when the program is lowered.
     """
     for each in (config, config.of_cotangents):
         problem = _problem(each, rows, list_words, availability.TRACED)
@@ -61,11 +62,13 @@ def _problem(
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
-    """Selects the exchange that a primitive with these operands lowers to."""
+    """Selects the implementation that a primitive with these operands lowers to."""
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
         list_words = last.topk_idx.shape[1]
-    else:  # a rank-major dispatch has x, the choices and perhaps weights
+    else:
+        # A dispatch has no routes yet. Its operands are x, the choices [T, K], and in the
+        # rank-major layout weights [T, K] or None.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
     problem = _problem(config, rows, list_words, availability.Lowered(program))
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
@@ -76,11 +79,12 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       name: the name of the function of `Exchange` that the primitive computes.
-      results: (*operands, config) -> the function's results, as shapes and dtypes.
+      results: maps (*operands, config) to the results, as a pytree of shapes and dtypes.
     """
 
     def abstract_eval(*types, tree, config):
-        # All operands and results vary over the same mesh axes.
+        # All operands and results vary over the same mesh axes, so the first operand's type has
+        # the axes of each result.
         shapes = jax.tree.leaves(results(*jax.tree.unflatten(tree, types), config))
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 
@@ -110,7 +114,8 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        # JAX lowers calls with equal parameters once, so fields that change nothing are reset here.
+        # JAX lowers a primitive once for equal parameters. Fields of config that do not change the
+        # exchange are therefore reset, so that they cause no second lowering.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
             config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused
@@ -125,7 +130,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-# Functions from a primitive's operands to the shapes and dtypes of its results.
+# Each function below returns the shapes and dtypes of a primitive's results for its operands.
 
 
 def _received(lead: tuple[int, ...], x: jax.Array, config: Config) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""Selects the formats in which rows are sent, and packs rows as unsigned integers for XLA.
+"""Maps wire dtypes to row formats, and packs rows as unsigned integers that XLA sends unchanged.
 
-`jax_ep.formats` describes the formats, their errors, and what becomes of NaN.
+`jax_ep.formats` describes the formats, their rounding errors, and how NaN is encoded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
 
 
 def wire_format(wire_dtype: jax.typing.DTypeLike | None, argument: str = "wire_dtype") -> RowFormat:
-    """Returns the format of rows that are sent in a `wire_dtype`; for None, their own dtype.
+    """Returns the row format for a `wire_dtype`; None gives the format of unquantized rows.
 
-    Raises ValueError, with the caller's name `argument`, if there is no such format.
+    Raises ValueError if there is no format for the dtype; `argument` is the name of `wire_dtype` in
+    the message.
     """
     if wire_dtype is None:
         return PLAIN
@@ -37,16 +38,17 @@ def checked(
     wire_dtype: jax.typing.DTypeLike | None,
     argument: str = "wire_dtype",
 ) -> RowFormat:
-    """Returns the format of a `wire_dtype`; raises an error unless `rows` can be sent in it.
+    """Returns the row format for a `wire_dtype` after checking that it can encode `rows`.
 
     Args:
       name: the caller's name for `rows`, for the error.
       rows: [..., H], or their shape and dtype.
-      wire_dtype: the dtype to send rows in; None: their own.
+      wire_dtype: the dtype in which rows are sent; None: the rows' own dtype.
       argument: the caller's name for `wire_dtype`, for the error.
 
     Raises:
-      ValueError: wire_dtype is not one of WIRE_DTYPES, or H is not a multiple of its blocks.
+      ValueError: wire_dtype is not one of WIRE_DTYPES, or H is not a multiple of the number of
+        values that share a scale.
       TypeError: the dtype of `rows` is no wider than wire_dtype.
     """
     wire = wire_format(wire_dtype, argument)
@@ -76,8 +78,9 @@ def check_output(output: str, wire: RowFormat) -> None:
 def bits(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
     """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
 
-    NaNs then keep their payload. Returns x's bits, [..., H]; or in a quantized format, bytes
-    [..., bytes of a row]: the values, then the scales.
+    As unsigned integers, NaNs keep their payload. Unquantized rows become an array [..., H] of
+    uints as wide as x's dtype. Quantized rows become uint8 [..., bytes of a row]: the values of a
+    row, then its scales.
     """
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -86,7 +89,16 @@ def bits(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
 
 
 def parts(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.Array, ...]:
-    """Unpacks `bits(x, wire)`: the arrays that `wire.encode(x)` returns."""
+    """Unpacks rows that `bits` packed; returns the arrays that `wire.encode(x)` returns.
+
+    Args:
+      sent: the packed rows; they may have other leading axes than x.
+      x: an array with the width and dtype of the rows before packing; its values are not read.
+      wire: the row format given to `bits`.
+
+    Returns:
+      (rows,) if the format does not quantize, else (values, scales).
+    """
     if not wire.quantized:
         return (lax.bitcast_convert_type(sent, x.dtype),)
     unpacked, start = [], 0

@@ -1,10 +1,11 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
-A *rail* is the set of ranks with the same number in their hosts; ranks of different hosts exchange
-rows only along a rail. Hosts take turns. In turn i, a rank receives the rows of the host that is i
-places after its own (dispatch), or sends sums to it (combine); meanwhile the kernels inside the
-host move the rows of another turn. With a `host_capacity` of C, a rank sends C rows to each other
-host instead of all T: the tokens that chose experts there, in order.
+There are M hosts with G ranks each. A *rail* is the M ranks, one per host, that have the same
+number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns. In
+turn i > 0, a rank receives the rows of the host that is i places after its own host (dispatch), or
+sends sums to that host (combine). Meanwhile the kernels inside the host move another turn's rows.
+With a `host_capacity` of C, a rank sends C rows to each other host instead of all T: the first C of
+its tokens that chose experts there.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
-    """The host whose tokens an exchange inside this host moves; `None` means all hosts.
+    """The host whose tokens the exchange inside this host moves.
+
+    In place of a `Source`, `None` means the tokens of all hosts.
 
     Attributes:
-      turn: how many places after this host it is; 0 for this host itself.
-      host: [] int32: its number.
+      turn: the distance from this host to the source host, modulo M; 0 for this host itself.
+      host: [] int32: the source host's number.
     """
 
     turn: int
@@ -39,15 +42,17 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rail:
-    """The rail of this rank, and what is sent along it.
+    """The M ranks, one per host, that have this rank's number within their hosts.
+
+    Its methods send rows among these ranks, and select and arrange what was received.
 
     Attributes:
       config: the configuration of the exchange among all ranks.
-      num_hosts: M.
+      num_hosts: M, the number of hosts.
       ranks_per_host: G, the ranks of a host.
       host: [] int32: the number of this host.
-      kernels: whether the kernels move rows inside this host.
-      at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
+      kernels: whether Pallas kernels move rows inside this host.
+      at_once: whether one call of the exchange inside this host takes the tokens of all hosts.
       sent_tokens: [M, C] int32: the tokens that this rank sends to each host, padded with T; None
         where each host gets all T tokens.
       received_tokens: [G, M, C] int32: the tokens that each rank of this host receives from each
@@ -65,17 +70,18 @@ class Rail:
 
     @classmethod
     def of(cls, num_hosts: int, config: Config) -> Rail:
-        """Makes a rail on which each host gets all T rows."""
+        """Makes the rail of this rank, on which each host gets all T rows."""
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
         return cls(
             config, num_hosts, ranks_per_host, lax.axis_index(config.axis_name) // ranks_per_host
         )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns this rail with the tokens that it sends for the choices [T, K].
+        """Returns a copy of this rail for tokens with the choices topk_idx [T, K].
 
-        `kernels` says whether kernels run inside a host. If they do and T is small, one call takes
-        the tokens of all hosts, since each call costs a fixed time.
+        `kernels` says whether Pallas kernels run inside a host. If they do and T is small,
+        `at_once` is set: one call then takes the tokens of all hosts, since each call costs a fixed
+        time. With a host_capacity below T, `sent_tokens` and `received_tokens` are set.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
@@ -86,7 +92,8 @@ class Rail:
         if not self.drops(num_tokens):
             return self
         chosen, place = self._places(topk_idx)
-        place = jnp.where(chosen, place, num_tokens)  # this index is out of bounds, so dropped
+        # Tokens that did not choose a host get the index T, at which the scatter drops them.
+        place = jnp.where(chosen, place, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         sent_tokens = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
         sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
@@ -99,7 +106,7 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange inside a host; the wire there is plain."""
+        """The configuration of the exchange among a host's ranks, which does not quantize rows."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
@@ -113,11 +120,11 @@ class Rail:
         return self.config.host_capacity
 
     def drops(self, num_tokens: int) -> bool:
-        """Returns whether a host may get fewer than all `num_tokens` tokens of a rank."""
+        """Returns whether host_capacity lets a rank send fewer than all `num_tokens` to a host."""
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
-        """Replaces the choices [T, K] that exceed the host_capacity by -1."""
+        """Returns choices [T, K] with -1 for each choice that the host_capacity drops."""
         if not self.drops(topk_idx.shape[0]):
             return topk_idx
         _, place = self._places(topk_idx)
@@ -127,9 +134,10 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whether each token chose each other host, and how many earlier tokens chose it.
+        """Numbers, for each other host, the tokens that chose an expert of that host.
 
-        Both are [T, M].
+        Returns two arrays [T, M]: whether the token chose the host, and the number of earlier
+        tokens that chose it.
         """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
@@ -138,22 +146,22 @@ class Rail:
         return chosen, jnp.cumsum(numbers, axis=0, dtype=jnp.int32) - numbers
 
     def _host_of(self, topk_idx: jax.Array) -> jax.Array:
-        """Returns the host of each choice, [T, K]; -1 for a choice of no expert."""
+        """Returns the host of each choice's expert, [T, K]; -1 for a choice of no expert."""
         valid = (topk_idx >= 0) & (topk_idx < self.config.num_experts)
         return jnp.where(valid, topk_idx // self.inside.num_experts, -1)
 
-    # ----------------------------------------------------------------------- over the network
+    # ---------------------------------------------------------------- transfers between hosts
 
     @property
     def _groups(self) -> list[list[int]]:
-        """The ranks of each rail, as `axis_index_groups` for JAX's collectives."""
+        """The ranks of each rail, as the `axis_index_groups` of JAX's collectives."""
         return [
             list(range(number, self.num_ranks, self.ranks_per_host))
             for number in range(self.ranks_per_host)
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Gathers x [...] from the rail's rank on every host; returns [M, ...], by host."""
+        """Gathers x [...] from the rail's M ranks, one on each host; returns [M, ...], by host."""
         bits = quantization.bits(x)
         bits = lax.all_gather(
             bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
@@ -161,24 +169,27 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends x [T, ...] along the rail; returns what was received, by source host, [M, T, ...].
+        """Sends rows x [T, ...] to the rail's rank on each host; returns [M, T, ...] by sender.
 
-        With a host_capacity of C returns [M, C, ...], padded with `fill`.
+        With a host_capacity of C below T, returns [M, C, ...], padded with the value `fill`.
         """
         if self.sent_tokens is None:
             return self.gather(x)
         return self._exchange(_picked(x, self.sent_tokens, fill))
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
+        """Sends entry h of x [M, ...] to the rail's rank on host h; returns [M, ...] by sender."""
         return lax.all_to_all(
             x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
         )
 
     def _shift(self, x: jax.Array, distance: int) -> jax.Array:
-        """Sends x [...] to the host that is `distance` places after this one."""
-        # XLA's default schedule for GPUs overlaps permutations, but not gathers, with kernels. A
-        # permutation takes the axes in the mesh's order only.
+        """Sends x [...] to the rail's rank on the host `distance` places after this one, modulo M.
+
+        Returns the x that arrives from the host `distance` places before this one.
+        """
+        # XLA's default schedule for GPUs overlaps a ppermute, but not an all_gather, with kernels.
+        # ppermute needs the axes in the mesh's order, so ranks are renumbered for it.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
         there = (ranks + distance * self.ranks_per_host) % self.num_ranks
@@ -187,13 +198,15 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Sends back the results for received rows; yields, by host, results for own tokens.
-
-        Each host's results for this rank's tokens are [T, ...].
+        """Sends results to the rail's ranks (one on each host) whose tokens they are for.
 
         Args:
-          others: [M, T, ...], or [M, C, ...] with a host_capacity: results by the rows' host.
-          own: [T, ...]: this host's results for its own tokens.
+          others: [M, T, ...], or [M, C, ...] with a host_capacity: the results that this rank
+            computed for the tokens of each host.
+          own: [T, ...]: the results that this rank computed for its own tokens.
+
+        Yields:
+          For each host, by number: its results for this rank's tokens, [T, ...].
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
@@ -201,18 +214,29 @@ class Rail:
             yield jnp.where(self.host == host, own, part)
 
     def _by_token(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
-        """Scatters the [C, ...] results that a host returned to their tokens; returns [T, ...]."""
+        """Scatters results [C, ...], which `host` returned, to the tokens sent there: [T, ...].
+
+        `like` [T, ...] gives the shape and dtype. Without `sent_tokens`, `part` has all T already.
+        """
         if self.sent_tokens is None:
             return part
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
-    # --------------------------------------------------------------------------- host by host
+    # --------------------------------------------------------------- one host after the other
 
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
-        """Sends rows x [T, ...] along the rail; calls `add(source, rows, state)` for each host.
+        """Sends rows x [T, ...] to the rail's rank on each host; calls `add` for each source host.
 
-        Begins with this host's own rows. `add` returns the new state, which is None at first and
-        which `each_host` returns at the end. With `at_once`, calls `add` once, for all hosts.
+        The rows of the next host arrive while `add` handles the rows of one host; this host's own
+        rows come first. With `at_once`, `add` is called once, for all hosts.
+
+        Args:
+          x: [T, ...]: this rank's rows.
+          add: called as `add(source, rows, state)`; returns the new state. The first state is None,
+            and a source of None means all hosts.
+
+        Returns:
+          The last state.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -220,23 +244,33 @@ class Rail:
         for turn in range(1, self.num_hosts):
             arriving = self._shift(self._for_host(x, self.host - turn), -turn)
             state = add(self._source(turn - 1, self.host), rows, state)
-            # Without this barrier XLA sends all rows first, and only the last kernel overlaps.
+            # Without this barrier XLA sends the rows of all turns first, and no transfer but the
+            # last one overlaps with a kernel.
             if self.kernels:
                 x, arriving, state = lax.optimization_barrier((x, arriving, state))
             rows = arriving
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Picks the rows of x [T, ...] to send to host `host` % M: all, or [C, ...]."""
+        """Picks the rows of x [T, ...] to send to host `host` % M.
+
+        Returns x, or the [C, ...] rows of `sent_tokens` with a host_capacity of C.
+        """
         if self.sent_tokens is None:
             return x
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Computes `sums(source)` for each host and sends them to it; yields [T, ...] by host.
+        """Computes the sums for each host's tokens, and sends them to the rail's rank there.
 
-        While the sums for one host are sent, the sums for the next host are computed; this host's
-        own sums are computed last. With `at_once`, one call computes all sums.
+        While the sums for one host are sent, the sums for the next host are computed; the sums for
+        this host's own tokens are computed last. With `at_once`, one call computes all sums.
+
+        Args:
+          sums: computes this host's sums for the tokens of a source, or for None of all hosts.
+
+        Yields:
+          For each host, by number: its sums for this rank's tokens, [T, ...].
         """
         if self.at_once:
             own, others = self.split([sums(None)])
@@ -245,17 +279,18 @@ class Rail:
         here = self.host
         returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
-            # The barriers run the turns in order. XLA drops operands of a barrier whose results are
-            # not used, so `here` is taken from the barrier.
+            # The barriers make XLA run the turns in order. XLA removes a barrier's operand whose
+            # result is unused, so the next turn uses the `here` that the barrier returns.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
             if returned:
                 part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
             returned.append(self._shift(part, turn))
-        # The barrier keeps XLA from fusing these sums with the sum over hosts, which has to wait
-        # for the network.
+        # The barrier keeps XLA from fusing the computation of `own` with the sum over hosts: the
+        # sum over hosts waits for the network, and `own` need not.
         own = lax.optimization_barrier(sums(self._source(0, here)))
         parts = [own]
-        for turn, part in enumerate(returned, 1):  # `part` is from the host `turn` places earlier
+        for turn, part in enumerate(returned, 1):
+            # The sums in `part` arrived from the host `turn` places before this one.
             parts.append(self._by_token(part, (self.host - turn) % self.num_hosts, own))
         for host in range(self.num_hosts):
             yield lax.select_n((self.host - host) % self.num_hosts, *parts)
@@ -264,10 +299,15 @@ class Rail:
         return Source(turn, (here + turn) % self.num_hosts)
 
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the rows of a source, [T, ...], from `own` and the result `sent` of `send`.
+        """Selects, from this rank's rows and the rows received by `send`, those of a source host.
+        Args:
+          own: [T, ...]: this rank's rows.
+          sent: [M, T, ...] or [M, C, ...]: the rows that `send` returned for `own`.
+          source: the host whose rows to select; None: all hosts.
 
-        For all hosts returns [M·T, ...]; with a host_capacity of C, this host's own rows and then
-        the rows of each host, [T + M·C, ...].
+        Returns:
+          [T, ...] or [C, ...] for one host. For all hosts [M·T, ...]; or, with a host_capacity of
+          C, this rank's own rows followed by the C rows from each host, [T + M·C, ...].
         """
         if source is None:
             others = sent.reshape(-1, *sent.shape[2:])
@@ -277,10 +317,15 @@ class Rail:
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the entries of a source's tokens from the entries of all ranks, [N, T, K].
+        """Selects the entries of a source's tokens from an array for the tokens of all ranks.
 
-        Returns [G, tokens, K], by the number that a token's rank has in its host. The tokens are
-        those that `rows` selects, in the same order. Entries of padding are -1.
+        Args:
+          by_rank: [N, T, ...], such as routes: entries by source rank and token.
+          source: the host whose tokens' entries to select; None: all hosts.
+
+        Returns:
+          [G, tokens, ...], by the source rank's number within its host. The tokens are the same, in
+          the same order, as in the result of `rows`. Entries of padding are -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:
@@ -293,17 +338,22 @@ class Rail:
         return picked if source.turn == 0 else self._received_of(picked, source.host)
 
     def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
-        """Selects, from a host's entries [G, T, K], those of the tokens that it sends here."""
+        """Selects the entries of the tokens that `host` sends to this host.
+
+        `picked` [G, T, ...] has the entries of all tokens of the host's G ranks. Returns
+        [G, C, ...], or `picked` where hosts get all T tokens; entries of padding are -1.
+        """
         if self.received_tokens is None:
             return picked
         tokens = self.received_tokens[:, host, :, None]
         return jnp.take_along_axis(picked, tokens, axis=1, mode="fill", fill_value=-1)
 
     def split(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Splits results into those for this host's own tokens and those for other hosts' tokens.
+        """Splits results into those for this rank's own tokens and those for other hosts' tokens.
 
-        `parts` has the results of each turn, or with `at_once` one entry for all hosts. Returns
-        [T, ...], and [M, T, ...] by host, or [M, C, ...] with a host_capacity of C.
+        `parts` are the results for the tokens of each `Source`, in the order of turns; or with
+        `at_once` one array for the tokens of all hosts. Returns two arrays: [T, ...], and [M, T,
+        ...] by host, or [M, C, ...] with a host_capacity of C.
         """
         if not self.at_once:
             by_turn = jnp.stack([jnp.zeros_like(parts[1]), *parts[1:]])
@@ -318,7 +368,10 @@ class Rail:
 
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
-    """Picks the rows of x [T, ...] that `tokens` [..., C] names; token T gives a row of `fill`."""
+    """Picks the rows of x [T, ...] whose numbers are `tokens` [..., C].
+
+    The number T, which pads `tokens`, gives a row of the value `fill`.
+    """
     bits = quantization.bits(x)
     none: Any = np.asarray(fill).astype(bits.dtype)[()]
     picked = jnp.take(bits, tokens, axis=0, mode="fill", fill_value=none)
@@ -326,10 +379,10 @@ def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
 
 
 def _in_mesh_order(axis_name: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Sorts axes in the order of the enclosing `shard_map`'s mesh.
+    """Sorts mesh axes in the order of the enclosing `shard_map`'s mesh.
 
-    Returns the sorted axes, and for each rank, numbered along `axis_name`, its number along the
-    sorted axes, [N].
+    Returns the sorted axes and an array [N]: for each rank, numbered along `axis_name`, its number
+    along the sorted axes.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     order = sorted(range(len(axis_name)), key=lambda i: names.index(axis_name[i]))

@@ -1,8 +1,8 @@
 """Exchanges rows in the rank-major layout: one row per (source rank, token).
 
-`dispatch(layout="rank")` returns [N, T, H], the smallest buffer that fits any routing, and the
-local experts of each row. `combine` takes one partial sum for each row. `jax_ep.exchange.permute`
-permutes rows to the expert-major layout that `grouped_matmul` needs, and back.
+`dispatch(layout="rank")` returns [N, T, H], the smallest buffer that fits any routing, and each
+row's local experts. `combine` takes one partial sum per row. `jax_ep.exchange.permute` permutes
+rows to the expert-major layout that `grouped_matmul` needs, and back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankHandle:
     Attributes:
       routes: the experts that each rank's tokens chose; see `jax_ep.exchange.routes.RankRoutes`.
       axis_name: the mesh axes of the dispatch.
-      num_experts: E.
+      num_experts: E, the experts of all ranks.
     """
 
     routes: RankRoutes
@@ -53,16 +53,16 @@ class RankDispatched:
 
     Attributes:
       tokens: [N, T, H] of x's dtype: row (s, t) is token t of rank s if the token chose any expert
-        of this rank, and zero if not. With `output="quantized"` they are a `jax_ep.QuantizedArray`;
-        then neither tokens nor topk_weights have a gradient.
-      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 for a
-        choice of another rank's expert or of none.
+        of this rank, and zero if not. With `output="quantized"`, tokens is a
+        `jax_ep.QuantizedArray`, and neither tokens nor topk_weights have a gradient.
+      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 where
+        the choice names another rank's expert or no expert.
       topk_weights: [N, T, K], in the dtype that was sent: the weight of each choice, zero where
         local_topk_idx is -1; None if the dispatch was given no weights.
       handle: the routes, for `combine` and `dispatch_like`.
     """
 
-    tokens: Any  # a QuantizedArray if it was dispatched as quantized
+    tokens: Any
     local_topk_idx: jax.Array
     topk_weights: jax.Array | None
     handle: RankHandle
@@ -83,8 +83,8 @@ def dispatch(
 ) -> RankDispatched:
     """Dispatches x [T, H] in the rank-major layout, for `api.dispatch(layout="rank")`.
 
-    `api` has checked the arguments that both layouts share. `options` are further arguments of
-    `gradients.configure`.
+    `api.dispatch` has checked the arguments that both layouts share. `options` are further
+    arguments of `gradients.configure`.
     """
     if topk_weights is not None:
         checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
@@ -118,9 +118,10 @@ def dispatch(
 def combine(
     y: jax.Array, handle: RankHandle, topk_weights: jax.Array | None, **options: Any
 ) -> jax.Array:
-    """Combines rank-major partial sums y [N, T, H], for `api.combine`.
+    """Sends rank-major partial sums y [N, T, H] to the tokens' ranks and adds them: [T, H].
 
-    topk_weights must be None. `options` are further arguments of `gradients.configure`.
+    `api.combine` calls this function. topk_weights must be None, since y is summed over choices
+    already. `options` are further arguments of `gradients.configure`.
     """
     check_handle(handle)
     checks.check_array("y", y, 3, jnp.floating, "[N, T, H]", may_be_empty=False)
@@ -140,7 +141,7 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
-    """Sends x [T, H'] along the routes of a rank-major dispatch, for `api.dispatch_like`.
+    """Sends x [T, H'] to the ranks of a rank-major dispatch, for `api.dispatch_like`.
 
     Returns [N, T, H']. `options` are further arguments of `gradients.configure`.
     """
@@ -152,7 +153,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
 
 
 def check_handle(handle: RankHandle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its axes."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its mesh axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if len(handle.routes.local_topk_idx.shape) != 3 or handle.shape[0] != num_ranks:
         raise ValueError(
@@ -162,7 +163,7 @@ def check_handle(handle: RankHandle) -> None:
 
 
 def _static(handle: RankHandle) -> dict[str, Any]:
-    """Returns the fields of a `Config` that follow from the handle of a dispatch."""
+    """Returns the arguments of `gradients.configure` that the handle of a dispatch determines."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,

@@ -1,8 +1,8 @@
 """Computes routes from `topk_idx`: counts, offsets and rows of receive buffers.
 
-A route names the rank and the row of its receive buffer that a (token, choice) is sent to. Rows
-are ordered by local expert, then source rank, then source token, then choice. Where a receive
-buffer is too small, `Overflow` selects the rows that it keeps.
+The route of a (token, choice) is the rank that it is sent to and its row in that rank's receive
+buffer. Rows are sorted by local expert, then source rank, then source token, then choice. Where a
+receive buffer is too small, `Overflow` selects the rows that it keeps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Routes(NamedTuple):
     """The routes of one expert-major dispatch.
 
     Attributes:
-      topk_idx: [T, K] int32: the choices of this rank's tokens.
-      rows: [N, T, K] int32: the row of this rank's receive buffer for choice k of token t of rank
-        s. It is -1 for an expert of another rank, and the capacity or more if the row is dropped.
+      topk_idx: [T, K] int32: the choices of this rank's tokens, as expert ids of all ranks.
+      rows: [N, T, K] int32: the row in this rank's receive buffer of choice k of token t of rank s.
+        It is -1 for an expert of another rank, and the capacity or more if the row is dropped.
       counts: [N, E] int32: how often each rank chose each expert.
     """
 
@@ -44,7 +44,7 @@ class RankRoutes(NamedTuple):
     """The routes of one rank-major dispatch, in which token t of rank s goes to row (s, t).
 
     Attributes:
-      topk_idx: [T, K] int32: the choices of this rank's tokens.
+      topk_idx: [T, K] int32: the choices of this rank's tokens, as expert ids of all ranks.
       local_topk_idx: [N, T, K] int32: every rank's choices as local expert ids of this rank; -1
         for an expert of another rank.
     """
@@ -58,13 +58,13 @@ register_for_export(RankRoutes)
 
 
 class RowGroups(NamedTuple):
-    """The groups of rows in a receive buffer, one for each local expert, and what was dropped.
+    """The groups of rows in a receive buffer, one per local expert, and counts of dropped rows.
 
     Attributes:
       group_sizes: [L] int32: the rows of each group inside the buffer, padding included.
       expert_counts: [L] int32: the received rows of each group inside the buffer.
-      num_dropped: [] int32: the rows that did not fit.
-      rows_needed: [] int32: the least capacity that would have dropped nothing.
+      num_dropped: [] int32: the number of rows that did not fit in the buffer.
+      rows_needed: [] int32: the least capacity at which all rows fit.
       dropped_counts: [L] int32: the rows of each expert that did not fit.
     """
 
@@ -79,9 +79,9 @@ def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment
     """Returns a capacity that fits any routing: all ranks' choices, and the padding of blocks.
 
     Args:
-      num_choices: N·T·K; may be a symbolic dimension of `jax.export`.
-      num_local_experts: L.
-      expert_alignment: each block starts at a multiple of this many rows.
+      num_choices: N·T·K, the choices of all ranks; may be a symbolic dimension of `jax.export`.
+      num_local_experts: L, the experts of a rank.
+      expert_alignment: each expert's block starts at a multiple of this many rows.
     """
     padded_blocks = smaller(num_local_experts, num_choices)
     rows = num_choices + padded_blocks * (expert_alignment - 1)
@@ -91,7 +91,7 @@ def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment
 def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """Converts choices [T, K] to int32.
 
-    A wider integer outside [0, num_experts) becomes -1, so that it does not wrap to an expert.
+    A 64-bit value outside [0, num_experts) becomes -1, so that it does not wrap to an expert's id.
     """
     if topk_idx.dtype.itemsize > 4:
         topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
@@ -104,13 +104,13 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     Works in chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
 
     Args:
-      topk_idx: [T, K] int32; values outside [0, num_experts) choose nothing.
-      num_experts: E.
+      topk_idx: [T, K] int32; values outside [0, num_experts) choose no expert.
+      num_experts: E, the experts of all ranks.
 
     Returns:
-      The counts, [E] int32, and the place of each choice, [T, K] int32: how many earlier choices,
-      in (token, choice) order, name the same expert. The places of choices outside
-      [0, num_experts) are undefined.
+      Two arrays: the counts, [E] int32; and the `places`, [T, K] int32. The place of a choice is
+      the number of earlier choices, in (token, choice) order, of the same expert. Places of choices
+      outside [0, num_experts) are undefined.
     """
     flat = topk_idx.reshape(-1)
     num_chunks = -(-flat.size // _CHUNK)
@@ -130,25 +130,25 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Counts how often each expert is chosen: [E] int32.
+    """Counts how often this rank's tokens choose each expert; returns [E] int32.
 
-    topk_idx is [T, K] int32; values outside [0, num_experts) choose nothing.
+    topk_idx is [T, K] int32; values outside [0, num_experts) choose no expert.
     """
-    # XLA fuses this order of axes, experts first, into one kernel.
+    # With the axis of experts first, XLA fuses the comparison and the sum into one kernel.
     chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
-    """Selects, from counts [N, E], the columns [N, L] of the experts of `rank`."""
+    """Selects the counts [N, L] of the experts of `rank` from the counts [N, E] of all experts."""
     num_local_experts = counts.shape[1] // counts.shape[0]
     return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 
 
 def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first row of each expert's block and its padded size, [L] each.
+    """Returns the first row of each expert's block, and the block's padded size, both [L] int32.
 
-    recv_counts is [N, L]: rows per (source, local expert).
+    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
     """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     sizes = -(-counts // expert_alignment) * expert_alignment
@@ -156,19 +156,22 @@ def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Arr
 
 
 def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
-    """Returns q, the most rows that an expert keeps with overflow="fair", [] int32.
+    """Returns q, the most rows that each expert keeps with overflow="fair", [] int32.
 
     q is the largest number at which blocks of min(counts, q) rows, each padded to the alignment,
-    fit in `capacity` rows, or max(counts) if all rows fit. `counts` [L] are the rows sent to each
-    expert.
+    fit in `capacity` rows; it is max(counts) if all rows fit. `counts` [L] are the rows sent to
+    each local expert.
     """
-    # In units of the alignment, sum(min(blocks, m)) must be at most `room`.
+    # Sizes are in units of expert_alignment rows. The quota is the largest m for which
+    # sum(min(blocks, m)) is at most `room`.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
-    whole = used <= room  # whether all blocks fit if none may be larger than this one
+    # Entry i says whether the buffer has room if no block may be larger than block i.
+    whole = used <= room
     least = jnp.max(jnp.where(whole, blocks, 0))
     rest = room - jnp.max(jnp.where(whole, used, 0))
-    larger = jnp.sum(~whole, dtype=jnp.int32)  # the number of blocks that share the rest
+    # The blocks larger than `least` share the rest of the room.
+    larger = jnp.sum(~whole, dtype=jnp.int32)
     quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
     return jnp.where(larger == 0, jnp.max(counts), quota)
 
@@ -176,9 +179,9 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
 def kept_counts(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
 ) -> jax.Array:
-    """Returns how many rows of each local expert are kept, [L] int32.
+    """Returns how many rows of each local expert fit in the receive buffer, [L] int32.
 
-    recv_counts is [N, L]: rows per (source, local expert).
+    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
     """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     if overflow == "fair":
@@ -196,14 +199,15 @@ def receive_rows(
     *,
     fair_capacity: int | None = None,
 ) -> jax.Array:
-    """Returns the row of this rank's receive buffer that each (source, token, choice) is sent to.
+    """Computes the row in this rank's receive buffer of each (source rank, token, choice).
 
     Args:
       topk_idx: [N, T, K] int32: the choices of all ranks.
-      places: [N, T, K] int32: the places of all ranks' choices, from `count_choices`.
-      recv_counts: [N, L] int32: the rows that each source sends to each local expert.
+      places: [N, T, K] int32: for each choice, the number of earlier choices of the same expert on
+        the same source rank, from `count_choices`.
+      recv_counts: [N, L] int32: the rows that each source rank sends to each local expert.
       rank: [] int32: the number of this rank.
-      expert_alignment: each block starts at a multiple of this.
+      expert_alignment: each expert's block starts at a multiple of this many rows.
       fair_capacity: R, where overflow is "fair"; None where it is "tail".
 
     Returns:
@@ -229,9 +233,9 @@ def receive_rows(
 def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> RowGroups:
-    """Computes the groups of rows of a receive buffer of `capacity` rows, and what is dropped.
+    """Computes the blocks of rows in a receive buffer of `capacity` rows, and counts dropped rows.
 
-    recv_counts is [N, L]: rows per (source, local expert).
+    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
     """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     expert_counts = kept_counts(recv_counts, capacity, expert_alignment, overflow)

@@ -1,4 +1,4 @@
-"""The rows of an exchange, and whether kernels can move them."""
+"""Describes the rows of an exchange, and decides whether the Pallas kernels can move them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pallas_kernels.formats import PLAIN, RowFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The properties of an exchange's rows on which the kernels depend.
+    """The properties of an exchange's rows that decide whether the kernels can move them.
 
     Attributes:
       hidden: H, the columns of a row.
       dtype: the dtype of the rows.
-      num_ranks: N.
-      list_words: the words that describe a token's choices: K, or 2 K if weights are sent with
-        them.
-      num_experts: E.
+      num_ranks: N, the ranks that exchange rows.
+      list_words: the 4-byte words that describe a token's choices: K, or 2 K if weights are sent
+        with the choices.
+      num_experts: E, the experts of these ranks.
       wire: the format in which rows or their sums are sent.
     """
 
@@ -35,7 +35,7 @@ class Rows:
     wire: RowFormat = PLAIN
 
     def unavailable_reason(self) -> str | None:
-        """Returns why the kernels cannot dispatch and combine such rows, or None if they can."""
+        """Returns why the kernels cannot dispatch and combine these rows, or None if they can."""
         if reason := availability.dtype_unavailable_reason("its dtype", self.dtype):
             return reason
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:

@@ -1,4 +1,4 @@
-"""Lists the implementations of the exchange in a table, with what each does not support.
+"""Lists the implementations of the exchange, and says which problems each does not support.
 
 The module of an implementation is imported only where it runs, since the kernels load Mosaic.
 """
@@ -21,9 +21,9 @@ class Problem:
     """The properties of an exchange by which its implementation is selected.
 
     Attributes:
-      place: where the exchange runs.
-      axis_name: the mesh axes that ranks are numbered along.
-      rows: the rows that it sends; None for any rows that the kernels support.
+      place: the program or the machine on which the exchange is to run.
+      axis_name: the mesh axes along which ranks are numbered.
+      rows: the rows that the exchange sends; None for any rows that the kernels support.
     """
 
     place: availability.Place
@@ -33,10 +33,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Exchange(Implementation):
-    """An entry of the table; its `Implementation` methods take a `Problem`.
+    """An implementation of the exchange; `unavailable_reason` takes a `Problem`.
 
     Attributes:
-      load: imports and returns the `Exchange` for a supported problem.
+      load: imports and returns the `Exchange` for a `Problem` that it supports.
     """
 
     load: Callable[[Problem], Exchange]
@@ -75,7 +75,7 @@ def _load_xla(problem: Problem) -> Exchange:
     return xla
 
 
-# The implementations, in the order in which implementation=None tries them.
+# implementation=None tries the implementations in this order.
 IMPLEMENTATIONS = Implementations(
     (
         _Exchange(name="two_level", unavailable_reason=_two_level_reason, load=_load_two_level),

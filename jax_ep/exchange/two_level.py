@@ -1,16 +1,17 @@
 """Exchanges rows between ranks on several hosts: over the network once, then inside each host.
 
-The N ranks are on M hosts, G consecutive ranks on each. The ranks with the same number in their
-hosts are a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a
-host once, however many of its experts are there; an exchange among the ranks of that host, by XLA
-or by the kernels, then forwards it to the ranks of its experts. Combine reverses this: the exchange
-inside a host sums the rows of each (token, host), and one row per (token, host) returns along the
-rail. DeepEP (github.com/deepseek-ai/DeepEP) forwards rows in this way.
+The N ranks are on M hosts, G consecutive ranks on each. The M ranks with the same number within
+their hosts are a *rail*. Dispatch sends each rank's T rows to the other ranks of its rail, so every
+token crosses to a host once, however many of its experts are there. An exchange among the ranks of
+that host, by XLA or by the kernels, then forwards the token to the ranks of its experts. Combine
+does the reverse: the exchange inside a host sums the rows of each (token, host), and one row per
+(token, host) returns along the rail. DeepEP (github.com/deepseek-ai/DeepEP) forwards rows in this
+way.
 
-Each rank receives (M - 1)·T rows from other hosts in either direction, and the routes of its rail.
-With a host_capacity of C it receives (M - 1)·C rows: the tokens that chose experts of its host.
-Rows, drops and counts equal those of the exchange without hosts, bit for bit, since the exchange
-inside a host follows the same routes.
+In a dispatch and in a combine, each rank receives (M - 1)·T rows from other hosts. With a
+host_capacity of C it receives (M - 1)·C rows: a dispatch then sends only tokens that chose experts
+of the destination host. Received rows and their counts equal those of an exchange in one level, bit
+for bit, except for the choices that host_capacity drops.
 
 **Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
 of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
@@ -18,12 +19,12 @@ rounded once, to y's dtype or to the format of the wire, and returned. The sums 
 added in float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as
 float32 inside a host that has several ranks.
 
-**Order.** Hosts take turns, so that memory holds the rows of a few hosts only, and the kernels
-inside a host overlap with the network. A dispatch places one host's rows while the next host's rows
-arrive, beginning with this host's own. A combine computes the sums for one host while those for the
-previous host are sent, and ends with this host's own. With few tokens, the kernels instead take the
-tokens of all hosts in one call, once all have arrived. For a host with one rank, XLA computes the
-sums.
+**Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
+few hosts only, and the kernels inside a host overlap with the network. A dispatch forwards one
+host's rows while the next host's rows arrive; it begins with the rows of its own host. A combine
+computes the sums for one host while the sums for the previous host are sent; it ends with the sums
+for its own host. With few tokens per rank, one call of the kernels instead takes the tokens of all
+hosts, after all have arrived. On hosts with one rank each, XLA computes the sums.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevel:
-    """An `Exchange` among ranks on M hosts.
+    """The exchange among ranks on M hosts, which implements the protocol `Exchange`.
 
     Attributes:
       num_hosts: M, a divisor of the number of ranks.
@@ -66,7 +67,7 @@ class TwoLevel:
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
-        """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
+        """Computes each choice's receive-buffer row and sends x there; see `Exchange.dispatch`."""
         rail = Rail.of(self.num_hosts, config)
         kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
@@ -87,13 +88,15 @@ class TwoLevel:
         return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] along known routes; see `Exchange.dispatch_like`."""
+        """Sends x [T, H] to the rows that a dispatch assigned; see `Exchange.dispatch_like`."""
         words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
-            if not rail.kernels:  # in order, because XLA holds the rows of G ranks for each host
+            if not rail.kernels:
+                # The barrier makes XLA add one host after the other. Otherwise it may hold the
+                # gathered rows of all hosts at once.
                 rows, received = lax.optimization_barrier((rows, received))
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
@@ -107,8 +110,9 @@ class TwoLevel:
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
-        # float32 avoids rounding before the host's sum is complete.
+        """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
+        # Inside a host, sums are sent as float32, so that nothing is rounded before the sum over
+        # the host's ranks is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
         sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
@@ -128,7 +132,8 @@ class TwoLevel:
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the gradients of a weighted combine; see `Exchange.combine_grad`.
 
-        Quantized rows are converted to g's dtype before a host forwards them.
+        If the wire is quantized, only transfers between hosts are: received rows are converted to
+        g's dtype before the exchange inside the host forwards them.
         """
         words, _ = _words(g, config.wire)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
@@ -137,7 +142,9 @@ class TwoLevel:
 
         def add(source: Source | None, rows: jax.Array, grads: Any) -> Any:
             dy, dweights_so_far = grads or (None, [])
-            if not rail.kernels:  # in order, because XLA holds an array of dy's size for each host
+            if not rail.kernels:
+                # The barrier makes XLA add one host after the other. Otherwise it may hold an
+                # array of dy's size for each host at once.
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
             parts = _from_words(rows, g, config.wire)
@@ -154,7 +161,8 @@ class TwoLevel:
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
-        # At most one host's term is not zero, so the sum is exact.
+        # Each choice's expert is on one host, so at most one term of the sum is not zero, and the
+        # sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
     def rank_dispatch(
@@ -177,7 +185,8 @@ class TwoLevel:
             )
             rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
-            if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
+            if source is None:
+                # Reshapes parts [G, M·T, ...] to [M, G, T, ...].
                 shape = rail.ranks_per_host, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
             return [
@@ -185,14 +194,15 @@ class TwoLevel:
                 for whole, part in zip(received or [None] * len(parts), parts, strict=True)
             ]
 
-        tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
+        # Reshapes each array [M, G, T, ...] to [N, T, ...].
+        tokens, *lists = (
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
         received = _from_words(tokens, x, config.wire)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
+        """Sends sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
         sum_dtype = _FLOAT32 if config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
@@ -216,16 +226,16 @@ class TwoLevel:
         list_words: int | None = None,
         sums: bool = False,
     ) -> tuple[Rail, ExchangeInParts]:
-        """Makes the rail of a call, and selects the exchange inside a host.
+        """Makes the `Rail` of a call, and selects the exchange among the ranks of a host.
 
         Args:
           config: the configuration of the exchange among all ranks.
           rows: the rows that the exchange inside a host moves.
           topk_idx: [T, K] int32: the choices of this rank's tokens.
-          dtype: the dtype in which the exchange carries the rows; None: that of `rows`.
-          list_words: words that describe a token's choices; None: K.
-          sums: whether the call only sums rows; a host with one rank then uses XLA's exchange,
-            which is faster.
+          dtype: the dtype in which the exchange inside a host moves rows; None: that of `rows`.
+          list_words: the 4-byte words that describe a token's choices; None: K.
+          sums: whether the call only sums rows. On hosts with one rank each, XLA's exchange then
+            computes the sums, since it is faster than the kernels.
         """
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
@@ -245,9 +255,11 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this rank's and the rail's choices, as expert numbers of this host.
+        """Returns the choices of this rank's tokens and of the tokens that `rail.send` brings here.
 
-        They are [T, K], and [M, T, K] or [M, C, K] as `Rail.send` returns.
+        The choices are numbers of this host's experts: an expert of this host has a number in [0, E
+        / M), and any other value is out of this range. The shapes are [T, K], and [M, T, K], or [M,
+        C, K] with a host_capacity of C.
         """
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first = rail.host * rail.inside.num_experts
@@ -261,14 +273,20 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes of a source's tokens inside this host.
+        """Returns the routes by which the exchange inside this host moves a source's tokens.
 
-        `choices` is the result of `_choices`, which kernels need; None for XLA's exchange.
+        Args:
+          rail: the rail of the call.
+          routes: the routes of the dispatch among all ranks.
+          source: the host whose tokens are moved; None: all hosts.
+          choices: the result of `_choices`, which kernels need; None for XLA's exchange.
         """
         rows = rail.by_rank(routes.rows, source)
-        if choices is None:  # XLA's exchange reads only the rows
+        if choices is None:
+            # XLA's exchange reads only `Routes.rows`.
             return Routes(routes.topk_idx, rows, routes.counts)
-        # From these sums of counts the kernels know which rows to fill with zeros.
+        # The kernels fill padding with zeros, and find it from the counts of all hosts' rows. The
+        # counts of a host's ranks are therefore summed over hosts.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -279,7 +297,10 @@ class TwoLevel:
 
 
 def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
-    """Adds the rows [T, ...] that each host returned, in float32; returns the sum in y's dtype."""
+    """Decodes the packed rows [T, ...] that each host returned, and adds them in float32.
+
+    y has the rows' dtype and width; returns the sum [T, H] in y's dtype.
+    """
     total: Any = None
     for bits in returned:
         parts = quantization.parts(bits, y, wire)
@@ -289,7 +310,7 @@ def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Ar
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype or the format of the wire; returns their bits."""
+    """Rounds sums [T, H] to y's dtype or the wire's quantized format, and packs them by `bits`."""
     return quantization.bits(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
@@ -303,22 +324,24 @@ def _place(
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
-    """Encodes rows as unsigned words to send; returns also the dtype in which kernels move them.
+    """Packs rows x [T, H] as unsigned words to send between hosts.
 
-    XLA may convert floats to another dtype on the way, which changes the payload of a NaN. It does
-    not convert unsigned words.
+    XLA may convert floats to another dtype while it moves them, which changes the payload of a NaN;
+    it leaves unsigned words as they are. Returns the words, and the dtype as which the exchange
+    inside a host moves them.
     """
     bits = quantization.bits(x, wire)
     if not wire.quantized:
         return bits, x.dtype
-    # Kernels would make a padded copy of rows that are no multiple of ROW_BYTES.
+    # The padding makes rows a multiple of ROW_BYTES; the kernels would copy any other rows to pad
+    # them.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
 def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
-    """Decodes rows that `_words` encoded from x."""
+    """Unpacks rows that `_words` packed; x has the rows' width and dtype before packing."""
     if wire.quantized:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
         words = words[..., : wire.row_bytes(x.shape[-1], x.dtype)]
@@ -326,16 +349,19 @@ def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces choices outside [0, num_experts) by -1."""
+    """Replaces choices [T, K] outside [0, num_experts) by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers from -1 to `most` to uint16 if they fit; -1 becomes 65535."""
+    """Converts integers in [-1, most] to uint16 if all fit, to halve the bytes. -1 becomes 65535.
+
+    If they do not fit, returns `numbers` unchanged.
+    """
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
 
-# ------------------------------------------------------------------------ what a call holds
+# ------------------------------------------------------------------------ buffers of a call
 
 
 def workspace(
@@ -349,17 +375,19 @@ def workspace(
     """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
 
     Args:
-      operation: one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
-      kernels: whether the kernels run inside a host.
+      operation: the operation of `jax_ep.exchange.memory.OPERATIONS`; not one that is local to a
+        rank.
+      kernels: whether the Pallas kernels run inside a host.
       sizes: the sizes of the exchange among all ranks.
-      num_hosts: M.
-      rows_to_host: the rows that a rank sends to each host.
-      inside: returns what an exchange inside a host holds, for an operation, whether kernels run
-        it, and its sizes.
+      num_hosts: M, the number of hosts.
+      rows_to_host: the rows that a rank sends to each other host: T, or the host_capacity.
+      inside: called as `inside(operation, kernels, sizes)`; returns the buffers of the exchange
+        inside a host.
     """
     num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
-    kernels = kernels and not (sums and ranks_per_host == 1)  # see `TwoLevel._of_call`
+    # On hosts with one rank each, XLA computes sums even where the kernels can run.
+    kernels = kernels and not (sums and ranks_per_host == 1)
     at_once = kernels and num_tokens <= FEW_TOKENS
     tokens_of_call = num_tokens
     if at_once:
@@ -373,8 +401,8 @@ def workspace(
         wire=PLAIN,
         quantized=False,
     )
-    # Rank-major kernels use rows in the order of the host's ranks, which XLA copies from or to the
-    # order of all ranks.
+    # Rank-major kernels take rows sorted by rank within the host. XLA copies rows between this
+    # order and the order of all ranks.
     in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
     weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
     held = {
@@ -388,22 +416,26 @@ def workspace(
         if kernels and of_host.dtype != sizes.dtype:
             held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
         return held | inside(operation, kernels, of_host)
-    # With kernels, two remote hosts' rows are held: those arriving and those being placed.
+    # With kernels, the rows of at most two remote hosts are held: one host's rows arrive while the
+    # kernels forward another host's rows.
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
     sent_bytes = _sent_bytes(sizes)
     rail = arrivals * rows_to_host * sent_bytes
-    # With a host_capacity, the rows to send are picked into a buffer first.
+    # With a host_capacity, the rows to send are first gathered into a buffer of equal size.
     held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail
     held["quantized rows"] = sizes.quantized_rows(num_tokens)
     received = {"received rows": sizes.quantized_rows(sizes.capacity)}
-    if operation == "combine_grad" and not sizes.by_rank:  # rows inside a host keep their dtype
+    if operation == "combine_grad" and not sizes.by_rank:
+        # The exchange inside a host moves rows in their own dtype.
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
-    elif sizes.wire.quantized:  # a host forwards quantized rows as 32-bit words
+    elif sizes.wire.quantized:
+        # The exchange inside a host forwards quantized rows as 32-bit words.
         of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
         held |= received
     name = operation if operation == "combine_grad" else "dispatch_like"
     parts = inside(name, kernels, of_host)
-    if "gathered tokens" in parts:  # XLA holds the tokens of this host and of another one
+    if "gathered tokens" in parts:
+        # XLA holds the gathered tokens of this host and of one other host.
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
         held |= _routing_workspace(sizes, num_hosts)
@@ -413,7 +445,10 @@ def workspace(
 
 
 def _sent_bytes(sizes: CallSizes) -> int:
-    """Returns the bytes of a row on the rail; quantized rows are padded to whole lines."""
+    """Returns the bytes of a row sent between hosts.
+
+    Quantized rows are padded to a multiple of ROW_BYTES (128 bytes).
+    """
     sent = sizes.sent_rows(1)
     return align_up(sent, ROW_BYTES) if sizes.wire.quantized else sent
 
@@ -421,7 +456,11 @@ def _sent_bytes(sizes: CallSizes) -> int:
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
-    """Counts the sums that cross between hosts: the returned sums, and one host's outgoing sums."""
+    """Returns the buffers, name -> bytes, of the sums that a combine sends between hosts.
+
+    The buffers hold returned sums, sums for other hosts before they are sent, and the sums for this
+    host. `at_once` says whether one call computes the sums for all hosts.
+    """
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     held = 2 * num_hosts if at_once else num_hosts
     others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
@@ -433,7 +472,7 @@ def _sums_workspace(
 
 
 def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
-    """Counts the buffers in which an expert-major dispatch computes its routes."""
+    """Returns the buffers, name -> bytes, in which an expert-major dispatch computes its routes."""
     choices = sizes.num_tokens * sizes.top_k
     numbers = 2 * choices + sizes.num_experts
     narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD

@@ -1,10 +1,10 @@
 """Implements the exchange with XLA's collectives, for any backend and any number of hosts.
 
-Dispatch gathers the tokens of all ranks on every rank, then gathers the rows of the local experts'
-blocks. Combine sums the rows of each (token, rank) locally, exchanges the sums by an all-to-all,
-and adds them in rank order, so that results are deterministic.
+A dispatch gathers the tokens of all ranks on every rank, and then takes from them the rows of the
+local experts' blocks. A combine sums the rows of each (token, rank) locally, sends the sums by an
+all-to-all, and adds them in rank order, so that results are deterministic.
 
-The functions of `jax_ep.exchange.interface.Exchange` come first; shapes are documented there.
+The functions of `jax_ep.exchange.interface.Exchange` come first; `Exchange` documents their shapes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
-    """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
-    # Ranks exchange only the payload and these messages.
+    """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
+    # Routes need one all-gather: each rank's message has its choices and their counts.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Packs this rank's choices, their places and counts into a message, [2 T·K + E] int32."""
+    """Packs this rank's choices, places and counts for an all-gather: [2 T·K + E] int32.
+
+    The place of a choice is the number of earlier choices of the same expert on this rank; the
+    counts are this rank's choices of each expert.
+    """
     counts, places = count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
 
@@ -50,7 +54,11 @@ def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
 def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, RowGroups]:
-    """Computes this rank's routes and groups of rows from all ranks' messages [N, 2 T·K + E]."""
+    """Computes this rank's routes and blocks of rows from the messages of all ranks.
+
+    `messages` [N, 2 T·K + E] int32 are the gathered results of `message_of_choices`. topk_idx [T,
+    K] are the choices of this rank.
+    """
     rank = config.rank()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
@@ -72,7 +80,7 @@ def read_messages(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] along the routes of a dispatch; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to the rows that a dispatch assigned; see `ExchangeInParts.dispatch_like`."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
@@ -83,10 +91,11 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
+    """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
-    if weights is not None:  # a NaN weight times a zero row would be NaN
+    if weights is not None:
+        # Choices without a row on this rank get the weight 0, since NaN times a zero row is NaN.
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
@@ -94,7 +103,8 @@ def combine(
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
-    if config.sum_dtype is not None:  # the barrier keeps XLA from adding all terms again per rank
+    if config.sum_dtype is not None:
+        # Without the barrier, XLA may compute the partial sums again for each rank.
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
@@ -109,9 +119,9 @@ def combine_grad(
     *,
     send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine; see `ExchangeInParts.combine_grad`.
+    """Computes the gradients of a weighted combine; see `ExchangeInParts.combine_grad`.
 
-    `send` is the `dispatch_like` of the exchange that sends g.
+    `send` is the `dispatch_like` function with which g is sent.
     """
     g_rows = config.wire.decode(send(g, routes, config), g.dtype)
     stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
@@ -130,9 +140,10 @@ def choices_to_rows(
     stack: Callable[[jax.Array], jax.Array],
     capacity: int,
 ) -> jax.Array:
-    """Sends one value per choice, [T, K], to the choice's row; returns [R], zero in other rows.
+    """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
 
-    `stack` gathers an array of all ranks: [...] to [N, ...].
+    Returns [R], one value per row; rows without a choice are zero. `capacity` is R, and `stack`
+    gathers an array [...] from all ranks to [N, ...].
     """
     zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
     places = _places(routes.rows, capacity)
@@ -142,13 +153,15 @@ def choices_to_rows(
 def rows_to_choices(
     values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Sends one value per row, [R], to the row's choice; returns [T, K], zero without a row.
+    """Sends values [R], one per receive-buffer row, back to the rows' (token, choice).
 
-    It is the transpose of `choices_to_rows`. `swap` sends an array [N, ...] by destination rank,
-    and returns one by source rank.
+    Returns [T, K]; choices without a row are zero. It is the transpose of `choices_to_rows`. `swap`
+    is an all-to-all: it sends an array [N, ...] by destination rank, and returns one by source
+    rank.
     """
     by_rank = swap(_fill(values, routes.rows))
-    return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
+    # Each choice has a row on at most one rank, so one term is not zero, and the sum is exact.
+    return jnp.sum(by_rank, axis=0)
 
 
 def rank_dispatch(
@@ -159,7 +172,8 @@ def rank_dispatch(
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # `local` of a large id may wrap
+    # Ids outside [0, E) are tested here, since the subtraction in `local` may overflow for them.
+    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)
     here &= (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(quantization.bits(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
@@ -171,20 +185,28 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
+    """Sends sums y [N, T, H] to the tokens' ranks and adds them; see `Exchange.rank_combine`."""
     sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
     return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends the cotangent g [N, T, K] of received weights to the tokens' ranks: [T, K]."""
+    """Sends g, the cotangent of the received weights, to the tokens' ranks.
+
+    g is [N, T, K], by source rank of the tokens; returns [T, K] for this rank's tokens.
+    """
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
-    return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
+    # Each choice's expert is on one rank, so one term is not zero, and the sum is exact.
+    return jnp.sum(returned, axis=0)
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
-    """Sends sums [N, T, H] to their ranks and adds the received sums: [T, H] float32."""
-    if not config.wire.quantized:  # XLA for CPUs fuses less if sums are sent as bits
+    """Sends sums [N, T, H] to the tokens' ranks and adds the received sums in rank order.
+
+    Returns [T, H] float32.
+    """
+    if not config.wire.quantized:
+        # Unquantized sums are sent as floats: XLA for CPUs fuses less if they are sent as uints.
         sums = _swap_ranks(sums, config)
     else:
         sent = _swap_ranks(quantization.bits(sums, config.wire), config)
@@ -194,7 +216,7 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 
 def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [T, ...] from all ranks: [N * T, ...]."""
+    """Gathers x [T, ...] of all ranks, concatenated in rank order: [N * T, ...]."""
     if _is_alone(config):
         return x
     return lax.all_gather(
@@ -203,12 +225,12 @@ def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 
 def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [...] of all ranks: [N, ...]."""
+    """Gathers x [...] of all ranks, stacked in rank order: [N, ...]."""
     return _gather_ranks(x[None], config)
 
 
 def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Sends x [N, ...] by destination rank; returns [N, ...] by source rank."""
+    """Sends entry r of x [N, ...] to rank r; returns [N, ...] by source rank (an all-to-all)."""
     if _is_alone(config):
         return x
     return lax.all_to_all(
@@ -217,42 +239,51 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 
 def _is_alone(config: Config) -> bool:
-    """Returns whether each rank exchanges with itself only; XLA would still run collectives."""
+    """Returns whether each rank exchanges rows with itself only.
+
+    Callers then skip the collective, which XLA would run even for groups of one rank.
+    """
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Takes rows of `array`, and zeros where `index` is outside it or negative."""
+    """Takes the rows of `array` at `index`; negative and out-of-bounds indices give zeros."""
     index = jnp.where(index < 0, array.shape[0], index)
     return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
 
 
 def _union(some: jax.Array, others: jax.Array) -> jax.Array:
-    """Joins two arrays bit for bit; at each place at most one of them may be nonzero."""
+    """Merges two arrays by the OR of their bits; at most one may be nonzero at each position."""
     bits = quantization.bits(some) | quantization.bits(others)
     return lax.bitcast_convert_type(bits, some.dtype)
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the flat (source, token, choice) that fills each row: [R], -1 for none."""
+    """Returns the flat index s·T·K + t·K + k of the choice that fills each row, [R] int32.
+
+    `rows` [N, T, K] are the rows of all choices; the result is -1 for rows without a choice.
+    """
     places = _places(rows, capacity)
     nothing = jnp.full_like(places, -1, shape=(capacity,))
     return nothing.at[places].set(jnp.arange(places.size, dtype=jnp.int32), mode="drop")
 
 
 def _places(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the row of each flat (source, token, choice), `capacity` for none."""
+    """Flattens rows [N, T, K]; `capacity` replaces each number outside [0, capacity).
+
+    A scatter to `capacity` rows with mode="drop" then skips choices that have no row.
+    """
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
 
 
-# ------------------------------------------------------------------------ what a call holds
+# ------------------------------------------------------------------------ buffers of a call
 
 
 def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
-    """Returns the arrays that a call names: name -> bytes.
+    """Returns the arrays of a call that are counted as its buffers: name -> bytes per rank.
 
-    `operation` is one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
+    `operation` is one of `jax_ep.exchange.memory.OPERATIONS`, but not one that is local to a rank.
     """
     if operation in ("combine", "dispatch_grad"):
         return _combine_workspace(sizes, weighted=operation == "combine")
@@ -317,7 +348,7 @@ def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
 
 
 def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which XLA computes the gradients of y and the weights."""
+    """Returns the buffers of XLA's computation of the gradients of y and weights: name -> bytes."""
     numbers = WORD * sizes.pairs * sizes.top_k
     return {
         "g in the rows": sizes.rows(sizes.capacity),

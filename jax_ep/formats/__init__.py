@@ -1,39 +1,41 @@
-"""Defines the number formats of the wire, of checkpoints, and of matmuls.
+"""Defines the number formats of rows in transit, of checkpoints, and of matmuls.
 
-- `FLOAT8_ROWS`: float8_e4m3fn, with a float32 scale for each 128 neighbours of a row.
-- `FLOAT8_MATRICES`: float8_e4m3fn, with a float32 scale for each 128 rows and 128 columns.
-- `MXFP4`: float4_e2m1, two in a byte, with a power of two for each 32 neighbours of a row.
+- `FLOAT8_ROWS`: float8_e4m3fn, with a float32 scale for each 128 consecutive values of a row.
+- `FLOAT8_MATRICES`: float8_e4m3fn, with a float32 scale for each block of 128 rows x 128 columns.
+- `MXFP4`: float4_e2m1, two in a byte, with a power-of-two scale for each 32 consecutive values of a
+  row.
 
 `jax_ep.quantize` stores an array in a format, and returns a `jax_ep.QuantizedArray`. `Float8.of`
-makes formats of other blocks, scales and float8 dtypes; `Transposed.of` stores the transpose of
-each matrix. NaN and infinities become NaN in every format.
+makes formats of other blocks, scales and float8 dtypes; `Transposed.of` makes a format that stores
+the transpose of each matrix. NaN and infinities become NaN in every format.
 
 **Float8.** The blocks and scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a
-block, such as 128 neighbouring values of one row,
+block, such as 128 consecutive values of one row,
 
     scale = max(largest |finite value| / 448, 2^-117),
     stored = float8_e4m3fn(value · (1 / scale)),
 
-and the number is stored · scale. e4m3 has 3 bits of fraction, normal numbers from 2^-6 on, and
-subnormal numbers every 2^-9, so
+and the decoded number is stored · scale. e4m3 has 3 bits of fraction, normal numbers from 2^-6 on,
+and subnormal numbers every 2^-9, so
 
     |number - value| <= max(2^-4 |value|, 2^-10 scale),
 
-before it is rounded to the requested dtype. A block of zeros stays zeros, and the
+before the number is rounded to the requested dtype. A block of zeros stays zeros, and the
 largest values of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or
-2.7e-33, the scale is 2^-117 and the error is at most 2^-127. The type has no infinity: NaN and
-infinities become NaN, without effect on the rest of their block.
+2.7e-33, the scale is 2^-117 and the error is at most 2^-127. float8_e4m3fn has no infinity: NaN and
+infinities become NaN, and the other values of their block are encoded as if these were absent.
 
-**Bits.** NumPy, XLA on CPUs, and the kernels give the same bits, with these exceptions. XLA on CPUs
-treats subnormal float32 values, below 2^-126, as zero: such a value becomes zero, so it is off by
-up to 2^-126 where the bound above may say less. XLA on GPUs divides approximately: 1 / scale may
-have a relative error of 2^-22, so a value halfway between two numbers of e4m3 may be rounded to the
-other one. Rows that "xla" sends from GPUs as float8 differ from the kernels' in such ties. Where
-sums are sent, XLA may multiply by a scale and add to the sum over ranks in one rounding; the
-kernels round twice, as does `jax_ep.reference`.
+**Bits.** NumPy, XLA on CPUs, and the kernels give the same bits, with three exceptions. (1) XLA on
+CPUs treats subnormal float32 values, below 2^-126, as zero. Such a value has an error of up to
+2^-126, which may exceed the bound above. (2) XLA on GPUs divides approximately: 1 / scale may have
+a relative error of 2^-22, so a value halfway between two numbers of e4m3 may be rounded to the
+other number. The float8 rows that implementation="xla" sends from GPUs may differ from the kernels'
+rows in such ties. (3) Where sums are sent, XLA may multiply by a scale and add to the sum over
+ranks with one rounding; the kernels and `jax_ep.reference` round twice.
 
-**MXFP4.** A block's scale is the largest power of two that is at most a quarter of its largest
-magnitude. Numbers above 6 scales are stored as 6 scales. A block with NaN or an infinity is NaN.
+**MXFP4.** A block's scale is the largest power of two that is at most a quarter of the block's
+largest magnitude. Numbers above 6 times the scale are stored as 6 times the scale. A block that has
+NaN or an infinity becomes NaN as a whole.
 """
 
 import jax.numpy as _jnp

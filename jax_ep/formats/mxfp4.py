@@ -1,7 +1,7 @@
-"""Implements MXFP4: pairs of float4_e2m1 in bytes, with a power of two for every 32 numbers.
+"""Implements MXFP4: float4_e2m1 numbers, two in a byte, with a power-of-two scale for every 32.
 
-The Open Compute Project's "Microscaling Formats (MX)", version 1.0, defines the format. GPT-OSS is
-published in it.
+The Open Compute Project's "Microscaling Formats (MX)", version 1.0, defines the format. The weights
+of GPT-OSS are published in it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,37 @@ from pallas_kernels.formats import (
     times_power_of_two,
 )
 
-_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the numbers by code
+# Entry i is the positive float4 number whose code is i.
+_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _MIDDLES = (_POSITIVE[:-1] + _POSITIVE[1:]) / 2
-_LARGEST_EXPONENT = 2  # the exponent of 4, float4's largest power of two
-_BIAS, _NAN = 127, 255  # an exponent's bias, and its code for NaN
+# The largest power of two that float4 represents is 4, with the exponent 2.
+_LARGEST_EXPONENT = 2
+# A scale 2^e is stored as the byte e + _BIAS; the byte _NAN stands for NaN.
+_BIAS, _NAN = 127, 255
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFloat4(Format):
-    """The format MXFP4: values [..., C / 2] uint8, scales [..., C / 32] float8_e8m0fnu.
+    """The format MXFP4 of numbers [..., C]: values [..., C / 2] uint8, scales [..., C / 32] e8m0.
 
-    The first number of a pair is in the lower half of its byte. float4 has no NaN: where a block
-    has NaN or an infinity, its scale is NaN, and so is all of the block.
+    A byte of the values has two numbers; the first one is in the lower four bits. float4 has no
+    NaN: if a block of 32 numbers has NaN or an infinity, its scale is NaN, and all of the block
+    decodes to NaN.
     """
 
     numbers_per_value: ClassVar[int] = 2
 
     @property
     def relative_error(self) -> float:
-        return 1 / 4  # a number of almost 8 scales becomes 6 scales
+        # The largest error is that of a number just below 8 times the scale, which becomes 6 times.
+        return 1 / 4
 
     def encode(self, x: Array) -> tuple[Array, Array]:
-        """Stores x [..., C] with the largest power of two that fits in each block as its scale.
+        """Quantizes x [..., C]; returns values [..., C / 2] uint8 and scales [..., C / 32].
 
-        Magnitudes above 6 times a scale become 6 times the scale. A number halfway between two
-        codes takes the even code.
+        The scale of a block is the largest power of two that is at most a quarter of the block's
+        largest magnitude. Magnitudes above 6 times the scale become 6 times the scale. A number
+        halfway between two float4 numbers becomes the one with the even code.
 
         Raises:
           ValueError: the blocks do not divide the last axis of x.
@@ -69,7 +75,10 @@ class MXFloat4(Format):
 
 
 def _numbers(codes: Array) -> Array:
-    """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
+    """Decodes int32 codes of float4 to float32 numbers.
+
+    A code has four bits: the sign, two exponent bits, and one fraction bit.
+    """
     xp = namespace(codes)
     size = codes & 7
     normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)
@@ -78,7 +87,10 @@ def _numbers(codes: Array) -> Array:
 
 
 def _codes(numbers: Array) -> Array:
-    """Returns the uint8 code of the nearest float4; halfway between two, the even code."""
+    """Returns the uint8 code of the float4 nearest to each number.
+
+    A number halfway between two float4 numbers gets the even code.
+    """
     xp = namespace(numbers)
     size = xp.abs(numbers)
     below = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)

@@ -1,4 +1,4 @@
-"""Holds quantized numbers in one object: values, scales, and their format."""
+"""Defines `QuantizedArray`, a pytree of quantized values and scales with their format."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from pallas_kernels.formats import Float8, Format
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """Numbers stored in a `Format`: a pytree of two arrays, values and scales.
+    """Numbers [..., R, C] stored in a `Format`: a pytree of two arrays, values and scales.
 
     Both arrays have as many axes as the numbers, and equal leading axes. A sharding, a
-    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape thus fits both
-    arrays, as long as it splits no block. In a format `jax_ep.formats.Transposed`, both arrays have
-    the last two axes in the other order, and `specs` returns their sharding.
+    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape therefore fits
+    both arrays, as long as it splits no block of numbers that share a scale. If the format is a
+    `jax_ep.formats.Transposed`, both arrays have the last two axes swapped; `specs` returns their
+    sharding.
 
     Attributes:
-      values: [..., R, C], or a narrower last axis where a value holds several numbers.
-      scales: one for each block of numbers, such as [..., R, C / 128].
+      values: [..., R, C], or a narrower last axis if one element of values has several numbers.
+      scales: one scale for each block of numbers, such as [..., R, C / 128].
       format: the format of values and scales; static.
       dtype: the dtype of the numbers, which `dequantize` returns by default; static.
     """
@@ -59,7 +60,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers."""
+        """The shape of the numbers, which may differ from the shape of `values`."""
         return self.format.numbers_shape(tuple(self.values.shape))
 
     @property
@@ -67,12 +68,17 @@ class QuantizedArray:
         return len(self.values.shape)
 
     def specs(self, spec: PartitionSpec) -> QuantizedArray:
-        """Returns the specs of values and scales, given the spec of an array of the numbers."""
+        """Returns a `QuantizedArray` whose leaves are the PartitionSpecs of values and scales.
+
+        `spec` is the PartitionSpec of an array of the numbers' shape.
+        """
         parts = self.format.stored_order((*spec, *(None,) * (self.ndim - len(spec))))
         return jax.tree.map(lambda _: PartitionSpec(*parts), self)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> QuantizedArray:
-        """Returns the same values and scales, whose numbers have another `dtype`.
+        """Returns these values and scales with another dtype for the numbers.
+
+        The stored arrays do not change; `dequantize` then returns `dtype` by default.
 
         Raises:
           TypeError: `dtype` is not floating.
@@ -83,8 +89,8 @@ class QuantizedArray:
         """Returns the numbers: values times scales in float32, rounded to `dtype`.
 
         Raises:
-          ValueError: `dtype` is not floating, or the arrays do not fit each other, such as after an
-            operation that changed one of them.
+          ValueError: `dtype` is not floating, or the shapes of values and scales do not fit each
+            other, such as after an operation on one of the two arrays.
         """
         dtype = self.dtype if dtype is None else checks.as_floating("dtype", dtype)
         return self.format.decode((self.values, self.scales), dtype)
@@ -101,7 +107,10 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 
 
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
-    """Makes an object of any leaves: trees of specs, axes or None have the same structure."""
+    """Makes a `QuantizedArray` of any two leaves, without checks.
+
+    JAX also flattens trees of this structure whose leaves are specs, axes or None, not arrays.
+    """
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
     for name, value in zip(names, (*leaves, *static), strict=True):
@@ -131,7 +140,7 @@ register_for_export(QuantizedArray, _static_to_names, _static_of_names)
 
 
 def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
-    """Stores numbers in a format.
+    """Encodes an array of numbers in a format, as values and scales.
 
     Args:
       x: [..., R, C] floating. A NumPy array is quantized by NumPy, on the host, and gives NumPy
@@ -154,7 +163,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
         raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
     values, scales = format.encode(x)
     if isinstance(values, jax.Array):
-        # XLA for GPUs may compute with more precision than asked for. Without the barrier it leaves
-        # out the rounding of values that become wider again in the same program.
+        # XLA for GPUs may omit a rounding to a narrow dtype if the program widens the result
+        # again. The barrier keeps the rounding of the values.
         values = lax.optimization_barrier(values)
     return QuantizedArray(values, scales, format, x.dtype)

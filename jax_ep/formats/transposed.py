@@ -1,4 +1,4 @@
-"""Stores matrices as another format stores their transposes."""
+"""Defines a format of matrices that stores their transposes in another format."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pallas_kernels.formats import Array, DType, Format
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(Format):
-    """A format of matrices [..., R, C], stored as another format stores [..., C, R].
+    """A format of matrices [..., R, C], whose transposes [..., C, R] are stored in another format.
 
-    Published models store each matrix so, as [out, in], and blocks of MXFP4 run along `in`. Values
-    and scales have the axes of the transposes; `QuantizedArray.specs` returns how they are sharded.
+    Published models store the matrix of a layer as [out, in], the transpose of [in, out] here, and
+    the blocks of MXFP4 run along `in`. Values and scales have the axes of the stored transposes;
+    `QuantizedArray.specs` returns how they are sharded.
 
     Attributes:
-      transposes: the format of the transposes.
+      transposes: the format in which the transposes are stored.
     """
 
     transposes: Format
 
     @classmethod
     def of(cls, format: Format) -> Transposed:
-        """Returns the format that stores transposes in `format`."""
+        """Returns the format of matrices whose transposes are stored in `format`."""
         rows, columns = format.block
         return cls(format.name, format.dtype, format.scale_dtype, (columns, rows), format)
 

@@ -1,1 +1,1 @@
-"""The machine and JAX: GPUs, their driver, symmetric memory, and JAX's internals."""
+"""Accesses the machine and JAX: GPUs, the CUDA driver, symmetric memory, and JAX's internals."""

@@ -1,10 +1,11 @@
-"""Decides whether the Pallas kernels can run, whatever their operands are, and says why not.
+"""Decides whether a program or a machine can run the Pallas kernels, and says why not.
 
-A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in a program
-that is being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns
-None, or a reason that completes "the kernels cannot run: ...". A reason names a platform without
-kernels before it names a version of JAX, which a user would change in vain. The table of each
-operation, in `jax_ep.implementations`, checks the operands.
+The target is described by a `Place`: a program that is being traced (`TRACED`), a program that is
+being lowered (`Lowered`), or a list of devices (`Machine`). Functions here return None, or a reason
+that completes "the kernels cannot run: ...". A reason names an unsupported platform before it names
+an unsupported version of JAX, since another version would not help on that platform. The kernels'
+operands are not considered here: the table of each operation checks them (`Implementations` in
+`jax_ep.implementations`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why kernels do not compute with arrays of this dtype, or None if they do."""
+    """Returns why the kernels do not support a dtype, or None if they do.
+
+    `name` names the array in the reason, such as "x".
+    """
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -46,18 +50,22 @@ def jax_unavailable_reason() -> str | None:
 def mosaic_unavailable_reason() -> str | None:
     """Returns why this JAX cannot compile the kernels for GPUs, or None if it can.
 
-    This loads Mosaic, so it is only asked about GPUs and about programs for them.
+    This loads Mosaic, so callers call it only for GPUs and for programs for GPUs.
     """
     try:
         from pallas_kernels.fabric import mosaic
-    except (ImportError, AttributeError) as error:  # this Pallas lacks a name the module imports
+    except (ImportError, AttributeError) as error:
+        # The installed Pallas lacks a name that the module uses.
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
     reason = mosaic.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Returns why the kernels cannot run on these devices (None: all), or None if they can."""
+    """Returns why the kernels cannot run on these devices, or None if they can.
+
+    `devices` of None means `jax.devices()`.
+    """
     devices = jax.devices() if devices is None else devices
     platforms = sorted({device.platform for device in devices})
     if platforms != ["gpu"]:
@@ -81,7 +89,10 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
 
 
 def tracing_unavailable_reason() -> str | None:
-    """Returns why the kernels cannot run in the `shard_map` being traced, or None if they may."""
+    """Returns why the kernels cannot run in the `shard_map` being traced, or None if they may.
+
+    Only JAX's version and the mesh axes of the `shard_map` are checked; the devices are not.
+    """
     if reason := jax_unavailable_reason():
         return reason
     mesh = jax.sharding.get_abstract_mesh()
@@ -95,8 +106,8 @@ def tracing_unavailable_reason() -> str | None:
 def traced_devices_unavailable_reason() -> str | None:
     """Returns why the kernels cannot run on the devices of the traced mesh, or None if they may.
 
-    A traced program may still be lowered for other devices, so this applies only where the caller
-    names the kernels.
+    Call it only if the caller of the operation named the kernels. For other calls its answer is too
+    early, since the traced program may still be lowered for other devices.
     """
     platform = jax_compat.platform_of_traced_mesh()
     if platform is not None and platform != "gpu":
@@ -114,16 +125,17 @@ def program_unavailable_reason(
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      ranks_per_host: None if the kernels communicate between all ranks along the axes; else the
-        number of ranks of each host, among which alone they communicate. The answer is then the
-        same on all hosts.
+      ranks_per_host: None if the kernels communicate between all ranks along the axes. If the
+        kernels communicate only inside hosts, the number of ranks of each host; the answer is then
+        the same on all hosts.
     """
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
     if reason := jax_unavailable_reason():
         return reason
     if len(program.platforms) > 1:
-        # A program for several platforms branches over them, and XLA forbids collectives there.
+        # A program for several platforms branches over the platform, and XLA forbids collectives
+        # in branches.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
@@ -146,7 +158,8 @@ def program_unavailable_reason(
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
         default = jax.default_backend()
         return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
-    if not is_here:  # the program is lowered for another machine
+    if not is_here:
+        # The program is lowered for another machine, which is assumed to run kernels.
         return None
     if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
         return reason
@@ -165,7 +178,8 @@ def program_unavailable_reason(
             if any(device.process_index == jax.process_index() for device in of_host):
                 if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
-    if ranks_per_host is not None:  # all hosts must choose the same program, so they must agree
+    if ranks_per_host is not None:
+        # All hosts must lower to the same exchange, so a reason on one host counts on all hosts.
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -175,27 +189,28 @@ def program_unavailable_reason(
 
 
 class Place(Protocol):
-    """Where kernels are to run, as far as it is known."""
+    """The program or machine on which kernels are to run, as far as it is known."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        """Returns why kernels cannot run there, or None if they can or it is not known.
+        """Returns why kernels cannot run here, or None if they can or if it is not known.
 
         The arguments are those of `program_unavailable_reason`.
         """
         ...
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        """Returns the number of hosts of the ranks along some mesh axes, if it is above 1.
+        """Returns the number of hosts that the ranks along some mesh axes span, if it is above 1.
 
-        Else returns why there are not several hosts, or None if the number is not known.
+        Returns a reason (str) if the ranks do not span several hosts of equally many consecutive
+        ranks, and None if the hosts are not known.
         """
         ...
 
 
 class _Traced:
-    """The program that is being traced, of which an operation names what it wants to run."""
+    """The `Place` of a program that is being traced, in which the user named the kernels."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
@@ -212,7 +227,7 @@ TRACED: Place = _Traced()
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program that is being lowered."""
+    """The `Place` of a program that is being lowered."""
 
     program: jax_compat.Program
 
@@ -232,7 +247,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices that have all ranks, one to a device, in this order."""
+    """The `Place` of a list of devices, of which each has one rank, in rank order."""
 
     devices: Sequence[jax.Device]
 

@@ -1,9 +1,9 @@
 """Calls the CUDA driver through ctypes; imports without error where there is no driver.
 
-The driver numbers the GPUs that CUDA_VISIBLE_DEVICES lets it see. This number is the *ordinal*, and
-equals `jax.Device.local_hardware_id`. Functions whose result may be None return None where the
+An *ordinal* is the driver's number of a GPU among the GPUs that CUDA_VISIBLE_DEVICES makes visible;
+it equals `jax.Device.local_hardware_id`. Functions whose result may be None return None where the
 driver does not answer. All other functions raise `Error`, with the name of the driver's function
-and its reason.
+and the driver's reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _libcuda() -> ctypes.CDLL | None:
 def cuda_version() -> str | None:
     """Returns the newest CUDA version that the driver supports, as "13.0".
 
-    None where there is no driver or no GPU.
+    Returns None where there is no driver or no GPU.
     """
     library, version = _libcuda(), ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -49,9 +49,14 @@ def kernel_module_version() -> str | None:
 
 
 def attribute(ordinal: int, number: int) -> int | None:
-    """Returns a GPU's attribute, by its number in the enum CUdevice_attribute.
+    """Returns an attribute of a GPU.
 
-    None where the driver does not answer.
+    Args:
+      ordinal: the GPU's `jax.Device.local_hardware_id`.
+      number: the attribute's number in the driver's enum CUdevice_attribute.
+
+    Returns:
+      The attribute's value; None where the driver does not answer.
     """
     library, value = _libcuda(), ctypes.c_int()
     if library is None or (handle := _handle(library, ordinal)) is None:
@@ -68,8 +73,8 @@ def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
       ordinals: the `jax.Device.local_hardware_id` of each GPU.
 
     Returns:
-      A square matrix [i][j] in the order of `ordinals`, true on its diagonal; None where the driver
-      does not answer.
+      A square matrix [i][j] in the order of `ordinals`, whose diagonal is true; None where the
+      driver does not answer.
     """
     return _peer_access(tuple(ordinals))
 
@@ -95,17 +100,17 @@ def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | No
 
 
 class Error(RuntimeError):
-    """The error of a driver function that failed, or of a missing driver."""
+    """Raised if a function of the CUDA driver fails, or if there is no driver."""
 
 
 class _Location(ctypes.Structure):
-    """The driver's struct CUmemLocation, which names a GPU."""
+    """The driver's struct CUmemLocation, which names a GPU by its type and ordinal."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Properties(ctypes.Structure):
-    """The driver's struct CUmemAllocationProp: the properties of an allocation."""
+    """The driver's struct CUmemAllocationProp: the properties of a memory allocation."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -117,7 +122,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """The driver's struct CUmemAccessDesc: the access of a GPU to mapped memory."""
+    """The driver's struct CUmemAccessDesc: which access a GPU has to mapped memory."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -135,14 +140,14 @@ _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
 
 def pci_bus_id(ordinal: int) -> str:
-    """Returns a GPU's place on the PCI bus, as "0000:1b:00.0"; all processes of a host agree."""
+    """Returns a GPU's PCI address, as "0000:1b:00.0", which is equal in all processes of a host."""
     text = ctypes.create_string_buffer(32)
     _call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), _device(ordinal))
     return text.value.decode().lower()
 
 
 def uuid(ordinal: int) -> str:
-    """Returns a GPU's UUID in hexadecimal; each part of a GPU split by MIG has its own."""
+    """Returns the UUID of a GPU, or of one instance of a GPU that MIG splits, in hexadecimal."""
     value = (ctypes.c_ubyte * 16)()
     _call("cuDeviceGetUuid_v2", ctypes.byref(value), _device(ordinal))
     return bytes(value).hex()
@@ -152,12 +157,14 @@ def uuid(ordinal: int) -> str:
 
 
 def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[int, int]:
-    """Allocates memory of a GPU; it is freed once its handle is released and it is unmapped.
+    """Allocates physical memory of a GPU, and returns a handle of it.
+
+    The memory is freed once its handle is released and it is mapped nowhere.
 
     Args:
       ordinal: the GPU's ordinal.
       num_bytes: the least size.
-      exportable: whether `export_fd` must work on the memory.
+      exportable: whether the memory can be passed to `export_fd`.
 
     Returns:
       The handle, and the size in bytes: `num_bytes` rounded up to the driver's granularity.
@@ -177,14 +184,14 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Releases a handle of memory; the memory is kept while it is mapped."""
+    """Releases a handle of memory; the memory itself stays allocated while it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
 def export_fd(handle: int) -> int:
     """Returns a file descriptor from which another process can import memory.
 
-    The caller closes it.
+    `handle` names the memory. The caller closes the descriptor.
     """
     fd = ctypes.c_int(-1)
     _call(
@@ -199,7 +206,10 @@ def export_fd(handle: int) -> int:
 
 
 def import_fd(fd: int) -> int:
-    """Returns a handle of memory that another process exported; the caller closes `fd`."""
+    """Imports memory that another process exported, and returns a handle of it.
+
+    `fd` is the other process's file descriptor, received over a socket; the caller closes it.
+    """
     handle = _u64()
     _call(
         "cuMemImportFromShareableHandle",
@@ -211,21 +221,24 @@ def import_fd(fd: int) -> int:
 
 
 def retain(address: int) -> int:
-    """Returns a handle of the memory that is mapped at an address; the caller releases it."""
+    """Returns a handle of the memory mapped at an address; the caller releases the handle."""
     handle = _u64()
     _call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return handle.value
 
 
 def is_exportable(handle: int) -> bool:
-    """Returns whether the memory of a handle was created so that `export_fd` works."""
+    """Returns whether the memory of a handle can be passed to `export_fd`."""
     properties = _Properties()
     _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
     return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
 
 
 def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
-    """Reserves a range of addresses and returns its start: `address`, if that range is free."""
+    """Reserves a range of virtual addresses and returns its start.
+
+    The range starts at `address` if those addresses are free, and else where the driver chooses.
+    """
     start = _u64()
     sizes = _size(num_bytes), _size(alignment)
     _call("cuMemAddressReserve", ctypes.byref(start), *sizes, _u64(address), _u64(0))
@@ -233,22 +246,25 @@ def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
 
 
 def free_addresses(address: int, num_bytes: int) -> None:
-    """Frees a reserved range of addresses, in which nothing may be mapped."""
+    """Frees a range of virtual addresses that `reserve` reserved; nothing may be mapped there."""
     _call("cuMemAddressFree", _u64(address), _size(num_bytes))
 
 
 def map_at(address: int, num_bytes: int, handle: int) -> None:
-    """Maps memory into a reserved range of addresses; GPUs may use it after `allow_access`."""
+    """Maps memory at reserved virtual addresses; `allow_access` must then give GPUs access."""
     _call("cuMemMap", _u64(address), _size(num_bytes), _size(0), _u64(handle), _u64(0))
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Unmaps memory that `map_at` has mapped at an address."""
+    """Unmaps memory that `map_at` mapped at an address."""
     _call("cuMemUnmap", _u64(address), _size(num_bytes))
 
 
 def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
-    """Lets GPUs of this process read and write mapped memory; other GPUs' access is unchanged."""
+    """Lets GPUs of this process, by ordinal, read and write the memory mapped at an address.
+
+    The access of other GPUs to this memory does not change.
+    """
     descriptions = (_Access * len(ordinals))(
         *(_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals)
     )
@@ -264,7 +280,7 @@ def has_access(address: int, ordinal: int) -> bool:
 
 
 def address_range(ordinal: int, address: int) -> tuple[int, int]:
-    """Returns the start and the bytes of the GPU's allocation that contains an address."""
+    """Returns the start address and the bytes of the GPU allocation that contains an address."""
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
@@ -280,20 +296,23 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
 
 
 def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
-    """Fills memory that a GPU can address with a repeated 32-bit word; returns when it is done."""
+    """Fills memory with a repeated 32-bit word, and waits until that is done.
+
+    The GPU `ordinal` must be able to address the memory.
+    """
     with _stream(ordinal) as stream:
         count = _size(num_bytes // 4)
         _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), count, stream)
 
 
 def write(ordinal: int, address: int, data: bytes) -> None:
-    """Copies bytes to memory that a GPU can address; returns when they have arrived."""
+    """Copies `data` to memory that the GPU `ordinal` can address, and waits until it is there."""
     with _stream(ordinal) as stream:
         _call("cuMemcpyHtoDAsync_v2", _u64(address), data, _size(len(data)), stream)
 
 
 def read(ordinal: int, address: int, num_bytes: int) -> bytes:
-    """Copies bytes from memory that a GPU can address, and returns them."""
+    """Copies bytes from memory that the GPU `ordinal` can address, and returns them."""
     data = ctypes.create_string_buffer(num_bytes)
     with _stream(ordinal) as stream:
         _call("cuMemcpyDtoHAsync_v2", data, _u64(address), _size(num_bytes), stream)
@@ -302,7 +321,10 @@ def read(ordinal: int, address: int, num_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
-    """Makes a GPU's primary context current in this thread; XLA uses the same context."""
+    """Makes a GPU's primary context current in this thread, as driver functions need.
+
+    XLA uses the same context.
+    """
     device, context = _device(ordinal), ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)
@@ -315,7 +337,7 @@ def _context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """Opens a stream that is independent of other streams, and waits for its work at the end."""
+    """Opens a stream that does not wait for other streams, and waits for its work at the end."""
     stream = ctypes.c_void_p()
     with _context(ordinal):
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))

@@ -1,4 +1,4 @@
-"""Makes the fabric, the object through which the ranks of a kernel communicate."""
+"""Makes the objects (`Gpus`, `Channels`) through which the ranks of a kernel communicate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from pallas_kernels.fabric.symmetric import Gpus
 
 
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
-    """Returns the fabric of the ranks along some axes of the enclosing `shard_map`'s mesh.
+    """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
+
+    A kernel needs it to address the symmetric memory of its peers.
 
     Args:
       axis_name: the mesh axes of the ranks.
-      like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
-      ranks_per_host: None if all ranks along the axes communicate; else the number of ranks of a
-        host, which are neighbours and form a block of the mesh: only they communicate.
+      like: an operand of the kernel. The operand with this device's index, which is part of the
+        result, is cast to vary over the same mesh axes.
+      ranks_per_host: None if all ranks along the axes communicate with each other; otherwise the
+        number of ranks of a host, if ranks communicate only with the ranks of their host. These
+        ranks are consecutive and form a block of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
@@ -27,7 +31,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    assert parts is not None, (axis_name, ranks_per_host)  # `availability` has checked this
+    # `runtime.availability` refuses kernels if the ranks of a host do not form a block.
+    assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
@@ -35,9 +40,14 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the address of GPU 0's heap, and the domain's number of each GPU of the mesh."""
+    """Returns the address of GPU 0's heap, and for each device of the mesh the number of its heap.
+
+    Heaps are the symmetric memory of a host's GPUs. `num_places` is the number of the mesh's
+    devices, which are listed in row-major order.
+    """
     domain = domain_of(num_places)
-    assert not isinstance(domain, str), domain  # `runtime.availability` has checked this
+    # `runtime.availability` refuses kernels if the GPUs do not share memory.
+    assert not isinstance(domain, str), domain
     if domain is None:
         return memory_map.BASE, tuple(range(num_places))
     program = jax_compat.current_program()
@@ -45,20 +55,21 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     if devices is None:
         return domain.base, tuple(range(num_places))
     numbers = domain.numbers
-    # A GPU of another host is not in this domain, and kernels never address it from here.
+    # GPUs of other hosts have no heap in this domain. Kernels of this host never address them, so
+    # any number will do.
     return domain.base, tuple(
         numbers.get(device.id, device.local_hardware_id or 0) for device in devices.flat
     )
 
 
 def channels_of(fabric: Gpus) -> Channels:
-    """Returns the channels of the low-latency protocol between a fabric's ranks."""
+    """Returns the channels over which a fabric's ranks use the low-latency protocol."""
     memory = TileMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 
 def num_gpus(fabric: Gpus) -> int:
-    """Returns how many GPUs have a heap of symmetric memory in the fabric's domain."""
+    """Returns how many GPUs of the host have a heap of symmetric memory."""
     num_places = len(fabric.gpus)
     domain = domain_of(num_places)
     assert not isinstance(domain, str), domain
@@ -66,10 +77,10 @@ def num_gpus(fabric: Gpus) -> int:
 
 
 def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
-    """Returns this machine's domain, or why it has none; None for another machine's program.
+    """Returns the GPUs of this host that share symmetric memory, or why they share none.
 
-    A program is for another machine if this machine has no GPUs, or fewer devices than the mesh of
-    the program has places.
+    Returns None for a program for another machine: this machine has no GPUs, or fewer devices than
+    the program's mesh, which has `num_places` devices.
     """
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None

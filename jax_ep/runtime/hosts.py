@@ -17,10 +17,10 @@ from jax_ep.runtime import jax_compat, settings
 
 
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
-    """Returns M, the number of hosts of the N ranks along some mesh axes, or why there is none.
+    """Returns M, the number of hosts that the N ranks along some mesh axes span, or a reason.
 
-    Each host must have N / M consecutive ranks, and M must be the same at every position along the
-    other mesh axes. Where that does not hold, or is not known, the result is a reason, which
+    Each host must have N / M consecutive ranks, and M must be the same for every group of ranks
+    along the axes. Otherwise, or if the hosts are not known, the result is a reason (str) that
     completes "the ranks cannot exchange between hosts: ...".
 
     Args:
@@ -57,9 +57,10 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """Returns the host of each device, as any value; None where JAX does not say.
+    """Returns for each device a value that is equal for devices of one host.
 
-    Where the devices are not known, `devices` holds their places in the mesh, integers.
+    The value is None where JAX does not say which host it is. `devices` are `jax.Device` objects,
+    or integers, the devices' indices in the mesh, where the devices are not known.
     """
     per_host = settings.devices_per_host()
     if per_host is not None:
@@ -71,7 +72,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns the number of hosts that communicating ranks span, or a reason as `num_hosts` does.
+    """Returns the number of hosts that communicating ranks span, or a reason as in `num_hosts`.
 
     `host_of_rank` is the result of `hosts_of` for the devices of these ranks, in rank order.
     """
@@ -95,14 +96,15 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
 def ranks_along(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
-    """Splits a mesh's devices into lists of ranks that communicate, each in rank order.
+    """Splits a mesh's devices into groups that communicate along some mesh axes.
 
-    The ranks of one list differ only in their position along the axes `axis_name`.
+    Returns a list of devices for each group, in rank order. The devices of a group differ only in
+    their position along the axes `axis_name`.
 
     Args:
       devices: the mesh's devices, in its shape.
       axis_names: the names of all axes of the mesh.
-      axis_name: the mesh axes of the ranks.
+      axis_name: the mesh axes along which ranks communicate.
     """
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
@@ -118,8 +120,8 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
       ranks_per_host: how many consecutive ranks form a block; None: all of them.
 
     Returns:
-      The block's size along each axis, whose product is `ranks_per_host`; None where that many
-      consecutive ranks do not form a rectangular block.
+      The block's size along each axis, whose product is `ranks_per_host`. None if `ranks_per_host`
+      consecutive ranks do not form a rectangular block of the mesh.
     """
     if ranks_per_host is None:
         return list(sizes)
@@ -134,7 +136,11 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
 
 
 def _host_of(device: jax.Device) -> Any:
-    """Returns a device's host: its process on CPUs or in a single process, else XLA's slice."""
+    """Returns a value that is equal for devices of one host, or None if the host is not known.
+
+    The value is the process index on CPUs and in a single process, and otherwise the slice index of
+    XLA.
+    """
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index
     return getattr(device, "slice_index", None)

@@ -1,9 +1,10 @@
 """Wraps every private or unstable part of JAX that jax_ep uses.
 
-The package can be imported where JAX lacks one of these names; each function says what it does
-then. Public names that every supported JAX has are used directly. Where JAX lacks what primitives
-need, `define_primitive` returns a stand-in that computes inline. `primitives_unavailable_reason`
-then names what is missing, and kernels, which need primitives, are refused with that reason.
+The package can be imported where JAX lacks one of these names; each function's docstring says what
+it does in that case. Public names that every supported JAX has are used directly, elsewhere. Where
+JAX lacks a name that primitives need, `define_primitive` returns a stand-in that computes inline,
+`primitives_unavailable_reason` tells which name is missing, and kernels, which need primitives, are
+refused with this reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _find(path: str) -> Any:
         return None
 
 
-# The names in JAX that primitives need. Where JAX lacks one of them, primitives compute inline.
+# Primitives need these names of JAX. Where JAX lacks one of them, primitives compute inline.
 _REQUIRED = {
     path: _find(path)
     for path in (
@@ -51,12 +52,12 @@ _shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowerin
 
 
 def primitives_unavailable_reason() -> str | None:
-    """Returns why the library cannot define primitives in this JAX, or None if it can."""
+    """Returns why the library cannot define primitives in this JAX version, or None if it can."""
     missing = [path for path, found in _REQUIRED.items() if found is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
-# The other names that this module looks for, and what the library does where JAX lacks one of them.
+# Maps each optional name of JAX to what the library does, or lacks, where JAX does not have it.
 _OPTIONAL = {
     "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
     "jax.interpreters.partial_eval.dce_rules": "unused results of primitives are computed",
@@ -70,7 +71,7 @@ _OPTIONAL = {
 
 
 def optional_names_missing() -> list[str]:
-    """Returns the optional names that this JAX lacks, each with the consequence.
+    """Returns the optional names that this JAX lacks, each as "name: consequence".
 
     This loads Mosaic.
     """
@@ -83,7 +84,8 @@ def devices() -> list[jax.Device]:
     """Returns `jax.devices()`. Raises RuntimeError, with the reason, if JAX finds no backend."""
     try:
         return jax.devices()
-    except AssertionError as error:  # JAX raises it, without a text, for cuda without a GPU
+    except AssertionError as error:
+        # JAX raises an AssertionError without a text for JAX_PLATFORMS=cuda without a GPU.
         raise RuntimeError(
             f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform of this machine"
         ) from error
@@ -93,7 +95,7 @@ def devices() -> list[jax.Device]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the mesh axes that an array or an array's type varies over (vma).
+    """Returns the mesh axes over which an array, or an array's type, varies (vma).
 
     Returns no axes where JAX lacks varying-axes types.
     """
@@ -102,11 +104,11 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> list[jax.Array]:
-    """Casts operands to vary over `axis_name` and over every axis that any operand varies over.
+    """Casts operands to vary over `axis_name` and over each mesh axis that any operand varies over.
 
-    A collective's result differs from rank to rank, so its operands must be typed as varying. The
-    transpose of the cast sums the gradient of a replicated operand over the ranks. Where JAX lacks
-    varying-axes types, the operands are returned unchanged.
+    A collective's result differs from rank to rank, so its operands must be typed as varying (vma).
+    The transpose of this cast sums the gradient of a replicated operand over the ranks. Where JAX
+    lacks varying-axes types, the operands are returned unchanged.
     """
     if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
         return list(operands)
@@ -116,7 +118,7 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts x to vary over more mesh axes."""
+    """Casts x to vary also over the mesh axes `axes` (vma), none of which x varies over yet."""
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
@@ -143,17 +145,17 @@ def result_type(
 
 
 def replicated(x: jax.Array) -> jax.Array:
-    """Reshards x to be replicated over the mesh's Explicit axes, unless it is already."""
+    """Reshards x to be replicated over the mesh's Explicit axes, unless it already is."""
     if not any(jax.typeof(x).sharding.spec):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * x.ndim))
 
 
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Calls a function with the mesh's Explicit axes made Auto; replicates its results over them.
+    """Calls a function with the mesh's Explicit axes made Auto, and replicates its results there.
 
-    Inside `shard_map`, the Explicit axes are those that it leaves out. Without Explicit axes, this
-    is a plain call.
+    Inside `shard_map`, the only Explicit axes are those that the `shard_map` leaves out. The
+    results are replicated over them. Without Explicit axes, this is a plain call.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -165,14 +167,15 @@ def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.A
 # --------------------------------------------------------------------- programs that are lowered
 
 
-_concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")  # None where JAX lacks it
+_concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")
 
 
 class Program:
-    """The program in which a primitive is being lowered."""
+    """A program in which a primitive is being lowered; it tells platforms, mesh and devices."""
 
     def __init__(self, context: Any) -> None:
-        self._context = context  # jax.interpreters.mlir.LoweringRuleContext
+        # The context is a jax.interpreters.mlir.LoweringRuleContext.
+        self._context = context
 
     @property
     def operand_types(self) -> Sequence[Any]:
@@ -193,9 +196,9 @@ class Program:
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether each array of this program is on one device; else XLA partitions arrays.
+        """Whether each array of this program is on one device, so that XLA partitions no array.
 
-        False where JAX does not say.
+        It is false where JAX does not say.
         """
         mesh, manual = self.mesh, getattr(self._axis_context, "manual_axes", None)
         if mesh is not None and manual is not None:
@@ -212,8 +215,9 @@ class Program:
     def mesh_devices(self) -> np.ndarray | None:
         """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        For an abstract mesh, takes the devices of the mesh of `jax.set_mesh`, if the two have equal
-        axes and this JAX gives access to it. Without a mesh, returns all devices of the program.
+        For an abstract mesh, these are the devices of the mesh that `jax.set_mesh` set, if the two
+        meshes have equal axes and this JAX gives access to the latter. Without a mesh, these are
+        all devices of the program.
         """
         mesh = self.mesh
         if mesh is None:
@@ -230,9 +234,10 @@ class Program:
         return getattr(self._context.module_context, "axis_context", None)
 
     def lower(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
-        """Lowers a traceable function that returns a sequence of results.
+        """Lowers a traceable function in place of the primitive; returns the results' IR values.
 
-        While the function is traced, `current_program` returns this program.
+        The function returns a sequence of arrays. While it is traced, `current_program` returns
+        this program.
         """
         token = _current.set(self)
         try:
@@ -245,7 +250,7 @@ _current: contextvars.ContextVar[Program | None] = contextvars.ContextVar("progr
 
 
 def current_program() -> Program | None:
-    """Returns the program that is being lowered, or None outside `Program.lower`."""
+    """Returns the program whose `Program.lower` is running, or None outside of such a call."""
     return _current.get()
 
 
@@ -253,7 +258,7 @@ def current_program() -> Program | None:
 
 
 class Primitive(Protocol):
-    """A JAX primitive, or its stand-in: `bind` adds it to the program that is being traced."""
+    """A JAX primitive, or its stand-in that computes inline; `bind` applies it to operands."""
 
     def bind(self, *operands: Any, **params: Any) -> Any: ...
 
@@ -261,7 +266,10 @@ class Primitive(Protocol):
 
 
 class _Inline:
-    """Stands in for a primitive where JAX lacks what primitives need: `bind` computes inline."""
+    """Stands in for a primitive where JAX lacks a name that primitives need.
+
+    `bind` runs `compute` in place of the primitive.
+    """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -284,26 +292,27 @@ def define_primitive(
 ) -> Primitive:
     """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
 
-    Outside of any trace, as under `jax.disable_jit`, a call compiles and runs the primitive alone.
-    Its params must be hashable.
+    Outside of any trace, as under `jax.disable_jit`, `bind` compiles and runs the primitive alone.
+    The params of the primitive must be hashable.
 
     Args:
       name: the primitive's name, as a jaxpr shows it.
-      abstract_eval: (operand types, params) -> the type or types of the results.
-      lower: (program: Program, operands, params) -> values.
-      inline: (operands, params) -> the results, traced in place of the primitive.
-      batch: the rule for `jax.vmap`: (operands, batch axes, params) -> results, their batch axes.
-        None: an operand with a batch axis is refused.
-      transpose: the rule of a linear primitive: (cotangents, operand types, params) -> the
-        operands' cotangents. None: the primitive cannot be transposed.
-      multiple_results: whether `bind` returns a list.
-      platforms: the platforms that get a lowering of their own; None is every other platform. A
-        program for several platforms branches over their lowerings, and a branch may hold no
-        collective.
-      unused: the rule by which JAX drops unused results: (for each result whether it is used,
-        params) -> (reduced params, the kept results' indices, the kept operands' indices or None
-        for all). Without a rule, and where JAX has no such rules, all results are computed if one
-        is used.
+      abstract_eval: maps (operand types, params) to the type or types of the results.
+      lower: maps (program, IR values of the operands, params) to the results' IR values, where
+        program is a `Program`.
+      inline: maps (operands, params) to the results; it is traced in place of the primitive.
+      batch: the rule for `jax.vmap`; maps (operands, batch axes, params) to the results and their
+        batch axes. None: an operand with a batch axis is refused.
+      transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
+        the operands' cotangents. None: the primitive cannot be transposed.
+      multiple_results: whether `bind` returns a list of results.
+      platforms: the platforms that get a lowering of their own; None in it means every other
+        platform. A program for several platforms branches over these lowerings, and XLA allows no
+        collective in a branch.
+      unused: the rule by which JAX drops unused results. It maps a list that says for each result
+        whether it is used, and params, to three values: reduced params, the indices of the kept
+        results, and the indices of the kept operands (None: all). Without a rule, or in a JAX that
+        has no such rules, all results are computed if one is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -332,17 +341,20 @@ def define_primitive(
 
 
 def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # without jit, `bind` would call this function again, forever
+    # Under jax.disable_jit, `bind` would call this function again and recurse without end.
+    with jax.disable_jit(False):
         return _jitted(primitive, **params)(*operands)
 
 
-@functools.lru_cache(maxsize=1024)  # bounded, since params may hold a new function in each call
+# The cache is bounded, since params may hold a new function in each call.
+@functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    """Returns a primitive as a jitted function.
+    """Returns a jitted function that binds the primitive.
 
-    Under `jax.debug_nans`, JAX runs a jitted function that returned NaN again, op by op. The only
-    op of this function would be jitted here again, forever. The function is therefore marked as JAX
-    marks the functions of its own primitives, and JAX raises the error for it at once.
+    Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN a second time, op by op.
+    The only op of this function is the primitive, which would be jitted here again, without end.
+    The function is therefore marked as JAX marks functions of its own primitives, and JAX then
+    raises the error for NaN without a second run.
     """
 
     def function(*operands: Any) -> Any:
@@ -354,7 +366,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
 
 
 def _type_of_linear(operand: Any) -> Any:
-    """Returns the type of a transpose rule's operand, which is an array or JAX's placeholder."""
+    """Returns the type of a transpose rule's operand: an array, or JAX's placeholder for one."""
     kind = getattr(operand, "aval", None)
     return jax.typeof(operand) if kind is None else kind
 
@@ -365,9 +377,10 @@ _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
 def _without_unused_results(
     unused: Callable[..., Any], used: Sequence[bool], *live_and_equation: Any
 ) -> tuple[list[bool], Any]:
-    """Removes unused results from an equation of a jaxpr, by the rule `unused`.
+    """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`.
 
     JAX calls it as (used, equation), and from jax 0.12 on as (used, live operands, equation).
+    Returns which operands are still used, and the new equation, or None if no result is used.
     """
     equation = live_and_equation[-1]
     if not any(used):
@@ -387,7 +400,8 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # XLA stores this word directly; it would launch a separate kernel for `lax.axis_index`.
+    # XLA stores the result of partition_id directly; for `lax.axis_index` it would launch a
+    # separate kernel.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -400,13 +414,14 @@ _place_p = define_primitive(
     "ep_place",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_place,
-    inline=_lacks("what primitives need"),  # unreachable: kernels are refused without primitives
+    # Only kernels use this primitive, and kernels are refused where JAX lacks primitives.
+    inline=_lacks("what primitives need"),
     multiple_results=False,
 )
 
 
 def place() -> jax.Array:
-    """Returns this device's place in its mesh, in row-major order, as [1] int32.
+    """Returns this device's index in its mesh, in row-major order, as [1] int32.
 
     Only kernels use it. Lowering it raises ImportError where JAX lacks the dialect `stablehlo`.
     """
@@ -414,7 +429,7 @@ def place() -> jax.Array:
 
 
 # JAX caches lowered programs and may run them on other devices, unless the program contains a
-# primitive of this set. None where JAX lacks the set.
+# primitive of this set. The variable is None where JAX lacks the set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
 _devices_p: Primitive = define_primitive(
@@ -431,7 +446,7 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Returns why a program cannot be certain of its devices when lowered, or None if it can."""
+    """Returns why JAX may reuse a lowered program on other devices, or None if it does not."""
     if _requires_devices is None:
         return (
             "this JAX may run what is lowered for some GPUs on others: it lacks "
@@ -441,9 +456,10 @@ def devices_unavailable_reason() -> str | None:
 
 
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
-    """Returns x, and makes JAX lower the program anew for each set of GPUs of this machine.
+    """Returns x, and makes JAX lower the program separately for each set of GPUs of this machine.
 
-    Where JAX cannot do so, `devices_unavailable_reason` says why. Without GPUs, only returns x.
+    Programs with kernels need this, since they hold addresses of their GPUs' memory. Where JAX
+    cannot do it, `devices_unavailable_reason` says why. Without GPUs, this only returns x.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
@@ -465,12 +481,12 @@ def type_of_atom(atom: Any) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether an array is a tracer, without a value."""
+    """Returns whether an array is a tracer, which has no value yet."""
     return isinstance(x, jax.core.Tracer)
 
 
 def gpus() -> list[jax.Device]:
-    """Returns the GPUs that JAX has here, whatever its default backend is."""
+    """Returns the GPUs that JAX finds on this machine, whatever its default backend is."""
     try:
         return jax.devices("gpu")
     except RuntimeError:
@@ -487,8 +503,11 @@ def register_for_export(
 ) -> None:
     """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
 
-    The static fields of a dataclass must be strings, numbers, None, and tuples of them; or else
-    `to_names` converts them to such values, and `of_names` converts these back.
+    Args:
+      kind: the class.
+      to_names: converts a dataclass's static fields to strings, numbers, None, and tuples of them;
+        the default returns fields that already are such values.
+      of_names: converts the result of `to_names` back to the static fields.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     try:
@@ -501,7 +520,8 @@ def register_for_export(
                 serialize_auxdata=lambda fields: _static_to_bytes(name, to_names(fields)),
                 deserialize_auxdata=lambda data: of_names(_tuples(json.loads(data))),
             )
-    except ValueError:  # the module was reloaded, and its earlier class has registered the name
+    except ValueError:
+        # The name is registered already: the module was reloaded.
         pass
 
 
@@ -522,15 +542,15 @@ def _tuples(value: Any) -> Any:
 def smaller(size: Any, other: Any) -> Any:
     """Returns the smaller of two sizes, which may be symbolic dimensions of `jax.export`.
 
-    Where JAX cannot decide it for symbolic dimensions, this raises JAX's error for comparing them.
+    If JAX cannot compare two symbolic dimensions, its error is raised.
     """
     return jax.core.min_dim(size, other)
 
 
 def mesh_of_with_statement() -> Mesh | None:
-    """Returns the mesh of an enclosing `with mesh:`, a form that JAX deprecates.
+    """Returns the mesh of an enclosing `with mesh:` statement, which JAX deprecates.
 
-    Returns None outside of such a statement, and where JAX no longer keeps its mesh.
+    Returns None outside of such a statement, and in a JAX that no longer stores this mesh.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -540,7 +560,7 @@ def mesh_of_with_statement() -> Mesh | None:
 
 
 def platform_of_traced_mesh() -> str | None:
-    """Returns the platform of the traced mesh's devices; None where JAX does not say."""
+    """Returns the platform of the traced mesh's devices, as "gpu"; None where JAX does not say."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
 
@@ -548,14 +568,14 @@ def platform_of_traced_mesh() -> str | None:
 def distributed_client() -> Any:
     """Returns the client of the key-value service of `jax.distributed`.
 
-    Returns None before `jax.distributed.initialize`, and where this JAX keeps the client elsewhere.
-    Several processes then cannot share memory, and the error that says so names both causes.
+    Returns None before `jax.distributed.initialize`, and if this JAX stores the client elsewhere.
+    In both cases several processes cannot share memory, and the error for this names both causes.
     """
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
 
 
 def is_rocm(device: jax.Device) -> bool:
-    """Returns whether a GPU is AMD's; False where JAX does not say."""
+    """Returns whether a GPU is made by AMD (ROCm); False where JAX does not say."""
     return "rocm" in getattr(getattr(device, "client", None), "platform_version", "")
 
 
@@ -566,7 +586,7 @@ def looks_for_nans() -> bool:
 
 
 def address_of(array: jax.Array) -> int:
-    """Returns the address of an array's shard on its first device of this process.
+    """Returns the memory address of an array's shard on its first device of this process.
 
     Raises NotImplementedError where JAX does not give addresses.
     """
@@ -579,7 +599,7 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# JAX's collective kernels that use the NVLink switch. Importing them loads Mosaic.
+# These kernels of JAX use the NVLink switch. Importing them loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
@@ -587,15 +607,15 @@ _MULTIMEM = (
 
 
 def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
-    """Returns JAX's kernels for the NVLink switch, reduce_scatter and all_gather.
+    """Returns JAX's two kernels that use the NVLink switch: reduce_scatter and all_gather.
 
-    A kernel that JAX lacks is None, and `multimem_unavailable_reason` says so.
+    An entry is None if JAX lacks the kernel; `multimem_unavailable_reason` then says so.
     """
     return [_find(path) for path in _MULTIMEM]
 
 
 def multimem_unavailable_reason() -> str | None:
-    """Returns which of JAX's kernels for the NVLink switch this JAX lacks, or None if it has both.
+    """Returns which of JAX's two kernels for the NVLink switch are missing, or None if none is.
 
     This loads Mosaic.
     """

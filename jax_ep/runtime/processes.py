@@ -1,8 +1,8 @@
 """Exchanges messages and file descriptors between the processes of a host.
 
 Processes find each other through the key-value service of `jax.distributed`, and then communicate
-over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is held
-once, ends within twice its timeout, and leaves no thread and no file behind.
+over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is one
+such exchange: it is used once, ends within twice its timeout, and leaves no thread and no file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _KEY = "jax_ep/symmetric_memory/{process}"
 _OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
 _SOCKET = "socket"
-_MAX_PATH = 100  # characters in a UNIX socket's path, a little less than Linux allows
+# Linux allows a little more characters than this in the path of a UNIX socket.
+_MAX_PATH = 100
 _MAX_DESCRIPTORS = 64
 _MAX_MESSAGE = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -36,7 +37,7 @@ Message = dict[str, Any]
 
 
 class Refused(Exception):
-    """The error that processes cannot share memory; its text is the reason."""
+    """Raised if processes cannot share memory; its text is the reason."""
 
 
 class Store(Protocol):
@@ -54,12 +55,12 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Publishes why this process's GPUs do not share memory (None if they do) to all hosts."""
+    """Publishes to all hosts why the GPUs of `process` share no memory; None: they share it."""
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
 def reported(store: Store, process: int, timeout_s: float) -> str | None:
-    """Waits for a process's `report`, and returns its reason, or None.
+    """Waits until `process` has called `report`, and returns the reason that it published, or None.
 
     Raises RuntimeError if that takes longer than `timeout_s` seconds.
     """
@@ -76,7 +77,7 @@ def reported(store: Store, process: int, timeout_s: float) -> str | None:
 
 
 def host_id() -> str:
-    """Returns Linux's boot id, which all processes of a host share, in containers too."""
+    """Returns Linux's boot id, which is equal in all processes of a host, also in containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
@@ -84,7 +85,7 @@ def host_id() -> str:
 
 
 class Alone:
-    """A `Meeting` of a single process, which sends nothing."""
+    """Takes the place of a `Meeting` if the host has only one process; sends nothing."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -109,14 +110,14 @@ class Alone:
 
 
 class Meeting:
-    """Lets one process exchange messages with other processes of its host.
+    """Lets one process exchange messages with the other processes of its host.
 
     Call `introduce`, `exchange` and `agree` once each, in this order.
 
     Args:
       store: the key-value service by which the processes find each other.
       process: the number of this process.
-      timeout_s: seconds from now within which `exchange` must end; `agree` gets as many again.
+      timeout_s: seconds from now within which `exchange` must end; `agree` may take as long again.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -138,9 +139,10 @@ class Meeting:
         self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        """Publishes this process's card and socket; returns the cards of all, by process.
+        """Publishes this process's card, a dict that describes the process to the other processes.
 
-        Waits until each of `processes` has published its own.
+        Waits until each of `processes` has published its card, and returns all cards by process.
+        The path of the process's socket is added to its card.
         """
         card = card | {"socket": self._listen()}
         try:
@@ -165,11 +167,11 @@ class Meeting:
     def exchange(
         self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
     ) -> dict[int, tuple[Message, list[int]]]:
-        """Sends a message and file descriptors to each other process, and receives theirs.
+        """Sends a message and file descriptors to each other process, and receives one from each.
 
         Args:
           cards: the cards of the processes that take part, as `introduce` returned them.
-          message: what to send; a "failure" in it ends the meeting for all.
+          message: the dict to send; if it has a key "failure", the meeting ends for all processes.
           descriptors: file descriptors to send, which the caller closes.
 
         Returns:
@@ -196,10 +198,11 @@ class Meeting:
     def agree(self, message: Message) -> dict[int, Message]:
         """Sends a message to the other processes; returns the messages of all, by process.
 
-        Raises `Refused` if a message has a "failure", or a process ended or took too long.
+        Raises `Refused` if a message has a key "failure", or if a process ended or took too long.
         """
         messages = {self._process: message}
-        # A process that began just before this one's deadline has its own, later deadline.
+        # Another process may have begun just before this process's deadline, and has a deadline of
+        # its own. This process therefore waits for another `timeout_s`.
         self._deadline = max(self._deadline, time.monotonic() + self._timeout_s)
         try:
             self._tell(message)
@@ -214,7 +217,7 @@ class Meeting:
 
     def _listen(self) -> str:
         """Opens the socket that other processes connect to; returns its path."""
-        folder = tempfile.mkdtemp(prefix=_FOLDER)  # only this user can open it
+        folder = tempfile.mkdtemp(prefix=_FOLDER)
         if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
@@ -242,7 +245,7 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to each of the other processes, and notes those that have ended."""
+        """Connects to the socket of each other process; `_gone` gets the processes that ended."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -268,10 +271,10 @@ class Meeting:
                 self._to[process] = connection
 
     def _accept(self, others: Sequence[int]) -> None:
-        """Waits until each of the other processes has connected; raises `Refused` if one ends.
+        """Waits until each of the other processes has connected; raises `Refused` if one has ended.
 
-        A process that fails connects and sends its reason before it closes its own socket. So
-        waiting connections are accepted before a process is taken to have ended.
+        A process that fails connects and sends its reason before it closes its own socket. Waiting
+        connections are therefore accepted before a process counts as ended.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -287,12 +290,13 @@ class Meeting:
                     raise gone[0]
                 if not ready:
                     raise self._late(missing[0])
-                for key in ready:  # peers send nothing here, so the connection was closed
+                for key in ready:
+                    # Peers send nothing over this connection, so a readable one was closed.
                     selector.unregister(key.fileobj)
                     self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
-        """Accepts a connection, and closes it unless a missing process of this user opened it."""
+        """Accepts a connection, and keeps it if a process in `missing` of this user opened it."""
         connection, _ = self._listener.accept()
         self._cleanup.enter_context(connection)
         connection.settimeout(self._left())
@@ -308,7 +312,8 @@ class Meeting:
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
         for connection in self._to.values():
-            with contextlib.suppress(OSError):  # `_receive` notices a process that has ended
+            # Errors are ignored here: `_receive` raises the error for a process that has ended.
+            with contextlib.suppress(OSError):
                 connection.settimeout(self._left())
                 socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
                 connection.sendall(data)
@@ -316,7 +321,7 @@ class Meeting:
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
         """Receives the next message and file descriptors of a process.
 
-        `received` gets callbacks that close the descriptors.
+        Callbacks that close the descriptors are added to `received`.
         """
         connection = self._from[process]
         connection.settimeout(self._left())
@@ -340,7 +345,7 @@ class Meeting:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Returns the id of the user whose process is at the other end of a UNIX socket."""
+    """Returns the user id of the process at the other end of a UNIX socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", data)[1])
 
@@ -355,14 +360,17 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def raise_failure(messages: Mapping[int, Message]) -> None:
-    """Raises `Refused` with the "failure" of the first process whose message has one."""
+    """Raises `Refused` if a message has a key "failure", whose value is the reason.
+
+    If several messages have one, the reason is that of the lowest process number.
+    """
     for _, message in sorted(messages.items()):
         if failure := message.get("failure"):
             raise Refused(failure)
 
 
 def _remove(path: str) -> None:
-    """Removes the socket and its folder that an ended process has left behind."""
+    """Removes a socket at `path`, and its folder, that an ended process has left behind."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -1,4 +1,7 @@
-"""Reads the environment variables that change how an exchange runs, when it is lowered."""
+"""Reads the environment variables that set timeouts, thread blocks and the devices per host.
+
+They are read when a program is lowered.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import os
 from pallas_kernels.fabric import memory_map
 
 _TIMEOUT_SECONDS = 100.0
-_LONGEST_TIMEOUT_SECONDS = 1e9  # kernels hold the timeout as 64 bits of nanoseconds
+# Kernels hold the timeout in nanoseconds as a 64-bit integer.
+_LONGEST_TIMEOUT_SECONDS = 1e9
 
 
 def timeout_seconds() -> float:
@@ -41,8 +45,8 @@ def num_blocks() -> int | None:
 def devices_per_host() -> int | None:
     """Returns JAX_EP_DEVICES_PER_HOST, or None if it is not set.
 
-    If it is set, each run of that many devices in `jax.devices()` counts as one host; else JAX
-    tells which devices share a host. Raises ValueError unless it is a positive integer.
+    If it is set to n, each n consecutive devices of `jax.devices()` count as one host. If it is not
+    set, JAX tells which devices share a host. Raises ValueError unless it is a positive integer.
     """
     return _positive_int("JAX_EP_DEVICES_PER_HOST")
 

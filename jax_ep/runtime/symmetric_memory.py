@@ -2,8 +2,9 @@
 
 `pallas_kernels.fabric.memory_map` states the addresses of the heaps and the contents of their
 headers. This module allocates the heaps through the CUDA driver, once, when a program that needs
-them is first lowered, and keeps them as long as the process lives. Processes of one host also map
-each other's memory pools, in which XLA's arrays lie.
+them is first lowered, and keeps them until the process ends. If a host has several processes, they
+also map each other's memory pools, from which XLA allocates arrays. The *domain* of a process is
+the GPUs of its host that share memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NO_STORE = (
     "several processes share memory only after jax.distributed.initialize(), in a JAX that has "
     f"jax._src.distributed.global_state.client; this is {jax.__version__}"
 )
-# Matches XLA_FLAGS that let kernels of a program overlap; by default XLA runs them in turn.
+# Matches XLA_FLAGS that let kernels of a program overlap; by default XLA runs one at a time.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 
 _lock = threading.Lock()
@@ -39,15 +40,16 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU of the domain.
+    """A GPU whose memory the GPUs of its host share.
 
     Attributes:
-      number: the GPU's number in the domain.
+      number: the number of the GPU, and of its heap, on the host.
       device_id: its `jax.Device.id`.
       process: the `jax.process_index()` of its process.
-      bus_id: its place on the host's PCI bus.
-      pool_start: the address, in its own process, of the memory pool that XLA's arrays lie in.
-      pool_bytes: the size of that pool; 0 if the driver's virtual-memory API did not allocate it.
+      bus_id: its PCI address, as "0000:1b:00.0".
+      pool_start: the address, in its own process, of the memory pool from which XLA allocates
+        arrays.
+      pool_bytes: the bytes of this pool; 0 if the driver's virtual-memory API did not allocate it.
     """
 
     number: int
@@ -60,11 +62,11 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The GPUs of this host that share memory, numbered alike in all processes of the host.
+    """The GPUs of this host that share memory; all processes of the host number them equally.
 
     Attributes:
-      base: the address of GPU 0's heap. With several processes it is always `memory_map.BASE`.
-      stride: bytes from one GPU's heap to the next GPU's.
+      base: the virtual address of GPU 0's heap; `memory_map.BASE` if there are several processes.
+      stride: bytes from the start of one GPU's heap to the start of the next GPU's.
       heap_bytes: bytes of each GPU's heap, the header included.
       gpus: the GPUs, by number.
       no_access: a triple (one, other, reason) for each pair of GPUs, by number, where GPU `one`
@@ -83,23 +85,24 @@ class Domain:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """The number of each GPU in the domain, by its `jax.Device.id`."""
+        """Maps the `jax.Device.id` of each GPU to its number in `gpus`."""
         return {gpu.device_id: gpu.number for gpu in self.gpus}
 
 
 def domain() -> Domain | str:
-    """Returns the domain of this process, or why there is none; the first call sets it up.
+    """Returns the GPUs of this host that share memory, or why there are none.
 
-    If the host has several processes, the first call waits for at most JAX_EP_TIMEOUT_SECONDS until
-    every process has called this function, which it does when it lowers a program that needs
-    symmetric memory. All processes get the same answer, and later calls repeat it.
+    The first call sets up symmetric memory; later calls return the same result. If the host has
+    several processes, the first call waits until each of them calls this function, for at most
+    JAX_EP_TIMEOUT_SECONDS. A process calls it when it lowers a program that needs symmetric memory.
+    All processes get the same answer.
     """
     with _lock:
         return _domain()
 
 
 def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
-    """Returns why these GPUs do not address each other's memory, or None if they do."""
+    """Returns why these GPUs cannot address each other's memory, or None if they can."""
     devices, found = list(devices), domain()
     if isinstance(found, str):
         return found
@@ -119,11 +122,11 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 
 
 def unavailable_reason_of(process: int) -> str | None:
-    """Returns why a process's GPUs on another host do not all share memory, or None if they do.
+    """Returns why the GPUs of a process on another host do not share memory, or None if they do.
 
     Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
-    JAX_EP_TIMEOUT_SECONDS: any other answer might differ from what that process finds later, and
-    the two would run programs that communicate differently.
+    JAX_EP_TIMEOUT_SECONDS: any answer given then might differ from the answer that the other
+    process finds, and the two processes would run programs that communicate differently.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
@@ -149,12 +152,12 @@ def describe() -> list[str]:
     return lines
 
 
-# ----------------------------------------------------------------------------------------- set-up
+# ----------------------------------------------------------------------- set-up between processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A process that takes part in setting up symmetric memory.
+    """A process that takes part in setting up symmetric memory, with what it needs for this.
 
     Attributes:
       process: its `jax.process_index()`.
@@ -162,7 +165,7 @@ class Participant:
       others: the other processes that may be on this host.
       store: the key-value service by which processes find each other; None: there is none.
       timeout_s: seconds within which the whole set-up must end.
-      array_address: returns the address at which XLA has put an array on a device.
+      array_address: returns the address of an array that XLA has allocated on a given device.
       jax_version: its version of JAX; all processes must have the same.
       jax_ep_version: its version of this library; all processes must have the same.
     """
@@ -179,7 +182,7 @@ class Participant:
 
 @functools.cache
 def _domain() -> Domain | str:
-    """Sets up the domain of this process's host, and reports the outcome to all processes."""
+    """Sets up symmetric memory on this host, and reports success or the reason to all hosts."""
     found = _set_up_here()
     if (store := processes.store()) is not None:
         reason = (
@@ -223,10 +226,10 @@ def _set_up_here() -> Domain | str:
 
 
 def set_up(me: Participant) -> Domain | str:
-    """Sets up the domain of this process's host together with the host's other processes.
+    """Sets up symmetric memory together with the other processes of this host.
 
-    Returns the domain, or why there is none, which is the same in all processes. Without a domain,
-    nothing stays mapped.
+    Returns the domain (the GPUs that share memory), or why there is none; the answer is the same in
+    all processes. If there is no domain, nothing stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -246,14 +249,18 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            undo.pop_all()  # the memory stays mapped
+            # Without its callbacks, `undo` leaves the memory mapped.
+            undo.pop_all()
             return found
     except (Refused, cuda_driver.Error) as reason:
         return str(reason)
 
 
 def _card(me: Participant) -> Message:
-    """Returns this process's card: what other processes must know before they share memory."""
+    """Returns what other processes must know of this process before they share memory with it.
+
+    The result has the versions of the software, the host's and the user's id, and the GPUs.
+    """
     card: Message = {
         "memory_map": memory_map.VERSION,
         "jax_ep": me.jax_ep_version,
@@ -273,7 +280,10 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Selects the cards of the processes on this host; raises `Refused` if they may not share."""
+    """Selects the cards of the processes on this process's host.
+
+    A card is the result of `_card`. Raises `Refused` if these processes cannot share memory.
+    """
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
@@ -305,10 +315,11 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
 
 
 class _Sharing:
-    """Sets up symmetric memory on behalf of one process.
+    """Sets up symmetric memory on behalf of one process, step by step.
 
     Attributes:
-      places: for each GPU, by number, its process and its entry in that process's card.
+      places: for each GPU of the host, by number, its process and its entry in the result of
+        `_card`.
       local: maps the number of each GPU of this process to the driver's ordinal.
     """
 
@@ -317,7 +328,8 @@ class _Sharing:
     ) -> None:
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
-        if not self._alone:  # GPUs of a single process keep the driver's order
+        # The GPUs of a single process keep the driver's order.
+        if not self._alone:
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
         self.local = {
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
@@ -328,9 +340,10 @@ class _Sharing:
         self._deltas: dict[int, int] = {}
 
     def offer(self) -> tuple[Message, list[int]]:
-        """Allocates this process's heaps and finds its pools.
+        """Allocates the heaps of this process's GPUs, and finds XLA's memory pools on them.
 
-        Returns a message and file descriptors from which other processes can map both.
+        Returns a message and file descriptors, from which other processes can map the heaps and
+        pools.
         """
         descriptors: list[int] = []
         offers = []
@@ -351,7 +364,11 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps the heaps and pools that other processes offer; returns the outcome as a message."""
+        """Maps the heaps and pools that other processes offer; returns the outcome as a message.
+
+        `messages` are the results of `offer`, by process. The outcome has a key "failure", or lists
+        the pairs of GPUs without access to each other.
+        """
         try:
             for process, (message, descriptors) in messages.items():
                 for i, offer in enumerate(message["offers"]):
@@ -378,7 +395,13 @@ class _Sharing:
         messages: Mapping[int, tuple[Message, list[int]]],
         outcomes: Mapping[int, Message],
     ) -> Domain:
-        """Makes the domain from the messages of all processes; it is the same in each of them."""
+        """Makes the domain from the messages of all processes; it is the same in each process.
+
+        Args:
+          message: this process's result of `offer`.
+          messages: the other processes' results of `offer`.
+          outcomes: all processes' results of `accept`.
+        """
         every = [message, *(theirs for theirs, _ in messages.values())]
         pools = {g: pool for theirs in every for g, _, *pool in theirs["offers"]}
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
@@ -406,7 +429,10 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Allocates, maps and fills the heap of a GPU of this process; returns its mapped bytes."""
+        """Allocates, maps and fills the heap of a GPU of this process; returns its bytes as mapped.
+
+        Appends to `descriptors` a file descriptor of the heap, if there are other processes.
+        """
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
             self._map(g, self._heap(g), length, handle)
@@ -421,9 +447,9 @@ class _Sharing:
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
         """Returns the start and the bytes of XLA's memory pool on a GPU of this process.
 
-        A pool that the driver's virtual-memory API did not allocate cannot be shared. A single
-        process then gets (0, 0), since XLA lets its GPUs address each other's memory anyway; with
-        several processes this raises `Refused`.
+        A pool that the driver's virtual-memory API did not allocate cannot be shared between
+        processes. For such a pool, a single process gets (0, 0), since XLA lets its GPUs address
+        each other's memory anyway; with several processes this raises `Refused`.
         """
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
@@ -465,11 +491,11 @@ class _Sharing:
 
         Args:
           g: the GPU's number.
-          heap_length: bytes of its heap, as mapped.
-          start: the address of its pool in its own process.
-          num_bytes: the size of its pool.
-          heap_fd: a file descriptor to import the heap from.
-          pool_fd: a file descriptor to import the pool from.
+          heap_length: bytes of the GPU's heap, as mapped.
+          start: the address of the GPU's memory pool in the other process.
+          num_bytes: bytes of the pool.
+          heap_fd: a file descriptor from which the heap is imported.
+          pool_fd: a file descriptor from which the pool is imported.
         """
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
@@ -496,13 +522,19 @@ class _Sharing:
         return self._base + g * memory_map.STRIDE
 
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
-        """Maps memory of GPU g at an address, for all GPUs of this process that can address it."""
+        """Maps memory of GPU g at an address, and gives this process's GPUs access to it.
+
+        GPU pairs without access are recorded in `_no_access`.
+        """
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
         self._allow(g, address, num_bytes, self.local)
 
     def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
-        """Lets GPUs of this process, by number, use mapped memory of GPU g; notes which cannot."""
+        """Gives the GPUs `numbers` of this process access to mapped memory of GPU g.
+
+        GPUs that cannot get access are recorded in `_no_access`, unless it is GPU g itself.
+        """
         for one in numbers:
             try:
                 cuda_driver.allow_access(address, num_bytes, [self.local[one]])
@@ -517,10 +549,10 @@ class _Sharing:
 
 
 def _array_address(device: jax.Device) -> int:
-    """Returns the address at which XLA puts a new array on a device.
+    """Returns the address of a new array that XLA allocates on a device.
 
-    Raises `Refused` where JAX does not give addresses. Makes the array in another thread, because
-    this thread may be tracing, where a new array would have no address.
+    Raises `Refused` where JAX does not give addresses. The array is made in another thread: this
+    thread may be tracing, and an array made while tracing has no address.
     """
 
     def make() -> int:

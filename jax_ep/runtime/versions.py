@@ -1,4 +1,4 @@
-"""Finds the versions of the software that a program runs on."""
+"""Finds the versions of the installed software: Python, packages, CUDA plugin and driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, packages, CUDA plugin and driver; None if not installed."""
+    """Returns the versions of Python, packages, the CUDA plugin and the driver, by name.
+
+    A version is None if the software is not installed.
+    """
     found: dict[str, str | None] = {
         "jax_ep": __version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
