@@ -125,7 +125,8 @@ def expert_mlp(
     The three matrices may each be a `QuantizedArray`, which has no gradient. Those in the format
     `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, are multiplied as they are stored
     with `matmul_dtype=jnp.float8_e4m3fn`. Without `matmul_dtype`, each matmul dequantizes its
-    matrix to the tokens' dtype. A matrix in another format is dequantized in both cases.
+    matrix to the tokens' dtype. A matrix in another format is dequantized in both cases, and with
+    `matmul_dtype` quantized again.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
