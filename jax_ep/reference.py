@@ -482,8 +482,9 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
+            # For the sigmoid, log_score - logit is log(1 - score).
             if score == "sigmoid":
-                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)  # log(1 - score)
+                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
         tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
         kept = _best_first(groups_kept, of_group.sum(axis=-1), tie)
         group_of_expert = np.arange(num_experts) // group_size

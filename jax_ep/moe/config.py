@@ -234,8 +234,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
+            # Lists become tuples, so that the configuration is hashable.
             if isinstance(axes := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(axes))  # a list would not be hashable
+                object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
             items = sorted(self.fsdp_axes.items(), key=str)
             named = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in items)

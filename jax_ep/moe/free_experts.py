@@ -54,7 +54,8 @@ def output(
         assert params.constant_value is not None and params.constant_gate is not None
         ids = first_constant + jnp.arange(config.constant_experts, dtype=jnp.int32)
         chosen = topk_idx[:, :, None] == ids[None, None, :]
-        weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)  # [T, constant]
+        # The weights of the constant experts, [T, constant_experts].
+        weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)
         exact = jax.lax.Precision.HIGHEST
         gate = params.constant_gate.astype(jnp.float32)
         shares = jax.nn.softmax(jnp.einsum("th,chs->tcs", x, gate, precision=exact), axis=-1)

@@ -194,11 +194,12 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
-    if router_dtype.itemsize > 4:  # logits are never wider than float32
+    # Logits are never wider than float32, even if x is float64.
+    if router_dtype.itemsize > 4:
         router_dtype = jnp.dtype(jnp.float32)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
-        # One rank exchanges nothing, and the kernels need a mesh to find their ranks.
+        # A single rank exchanges no rows, and the kernels run only on a mesh.
         implementation = "xla"
     return dataclasses.replace(
         config,

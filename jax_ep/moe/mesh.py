@@ -277,7 +277,7 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # UNCONSTRAINED keeps a dimension that an Explicit axis shards; None would gather it.
+    # None would gather a dimension that an Explicit axis shards; UNCONSTRAINED leaves it sharded.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 

@@ -34,8 +34,8 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# If a token's largest logit is lower, a number is added to all its logits before `Routing.probs`
-# are computed, so that the largest becomes this, and not all sigmoids underflow.
+# If a token's largest logit is lower than this, a number is added to all its logits before
+# `Routing.probs` are computed. Its largest logit becomes this, so not all sigmoids underflow.
 _LOWEST_LOGIT = -64.0
 
 
