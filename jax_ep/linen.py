@@ -75,9 +75,9 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 
 
 class Gate(nn.Module):
-    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E].
+    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E].
 
-    The bias is float32 state in the collection "router_state", not a parameter.
+    E counts the free experts, too. The bias is float32 state in the collection "router_state".
     """
 
     num_experts: int

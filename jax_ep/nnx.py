@@ -37,7 +37,10 @@ class RouterState(nnx.Variable):
 
 
 class Gate(nnx.Module):
-    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E]."""
+    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E] float32.
+
+    E counts the free experts, too.
+    """
 
     def __init__(
         self,

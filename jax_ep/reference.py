@@ -77,10 +77,10 @@ def dropless_capacity(
     num_local_experts: int,
     expert_alignment: int = 1,
 ) -> int:
-    """Returns a capacity R that holds the rows of any routing.
+    """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case all N * T * K pairs go to one rank, because a token may choose an expert
-    repeatedly, and each expert that has rows is padded by `expert_alignment` - 1 rows.
+    In the worst case, all N * T * K pairs go to one rank, because a token may choose an expert
+    repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)

@@ -177,11 +177,11 @@ def gated(gating: Gating, *products: jax.Array) -> jax.Array:
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to x [R, C], up to the next multiple of TILE_ROWS rows."""
+    """Appends rows of zeros to x [R, C], so that the number of rows is a multiple of TILE_ROWS."""
     return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Sets the rows of x [R, ...] past the last group to zero."""
+    """Returns x [R, C] with zeros in the rows past the last group, from sum(group_sizes) on."""
     live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     return jnp.where(live[:, None], x, 0)

@@ -1,7 +1,7 @@
 """Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels (`pallas_kernels.matmul`) are imported when the first program with them
-is lowered, so a machine without GPUs does not load them.
+The kernels (`pallas_kernels.matmul`) are imported when the first program that uses them is lowered,
+so a machine without GPUs does not load them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ HOPPER_CORES = 132
 
 
 def unavailable_reason(problem: Problem) -> str | None:
-    """Returns why the kernels cannot compute a grouped matmul, or None if they can."""
+    """Returns why the kernels do not support a grouped matmul, or None if they do.
+
+    The reason completes an error message after "cannot run here: ".
+    """
     if reason := symbolic_rows_reason(problem):
         return reason
     dtype = jnp.dtype(problem.dtype)

@@ -43,16 +43,18 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The function between the matmuls of an expert, of gate = x @ wi_0 and up = x @ wi_1.
+    """The elementwise function between an expert's matmuls: (gate, up) -> hidden values.
+
+    Here gate = x @ wi_0 and up = x @ wi_1, each plus its bias if there is one.
 
     Attributes:
         activation: an elementwise function of one array, finite at zero. The expert computes
             (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
-        gating: None, or an elementwise function of gate and up, biases included, that replaces
-            activation(gate) * up. Both functions are static arguments: other values that they read
-            are constants, which are not trained.
-        clamp: None, or a number above 0: before activation or gating, gate is clamped to at most
-            this number, and up to between minus this number and it (GPT-OSS, DeepSeek-V4).
+        gating: None, or an elementwise function of gate and up that replaces activation(gate) * up.
+            `activation` and `gating` are static arguments, so values that they read besides their
+            arguments are constants, which are not trained.
+        clamp: None, or a number c above 0: before activation or gating, gate is clamped to at most
+            c, and up to [-c, c] (GPT-OSS, DeepSeek-V4).
     """
 
     activation: Activation = function_option(

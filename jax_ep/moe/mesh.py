@@ -51,7 +51,7 @@ class LayerMesh(NamedTuple):
         return self.size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
-        """Returns the number of ranks that F is split over."""
+        """Returns the number of ranks that the experts' hidden size F is split over."""
         return self.size(self.tensor_axes)
 
     def axes_of(self, logical_axes: Sequence[str | None]) -> tuple[Axes, ...]:
@@ -136,9 +136,10 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns `axes` if the caller's shard_map binds them, or () if its mesh has none of them.
+    """Returns the mesh axes of the option `name` that the caller's shard_map binds.
 
-    Raises ValueError if the shard_map binds only some of them.
+    Returns `axes` if the shard_map binds all of them, or () if the mesh `ambient` has none of them.
+    Raises ValueError if the shard_map does not bind all of them.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()
@@ -153,9 +154,10 @@ def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str
 def _on_mesh(
     name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> tuple[str, ...]:
-    """Returns `axes` if the mesh has all of them, or () if an ambient mesh has none of them.
+    """Returns the mesh axes of the option `name` that the mesh has.
 
-    Raises ValueError in all other cases.
+    Returns `axes` if the mesh has all of them, or () if it is an ambient mesh and has none of them.
+    Raises ValueError in all other cases; `config.mesh` must have all of them.
     """
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(axes)):
