@@ -319,7 +319,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, for a value that no mesh can support."""
+    """Raises TypeError or ValueError, naming the field, for a value that is wrong on any mesh."""
     check_options(config)
     split = config.split_axes()
     further = [axis for names in config.further_axes().values() for axis in names]

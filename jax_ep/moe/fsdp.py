@@ -99,7 +99,7 @@ def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
 def _given(
     name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
 ) -> tuple[Axes, ...]:
-    """Returns the further axes of each dimension of the parameter `name` by `config.fsdp_axes`.
+    """Returns the FSDP axes of each dimension of the parameter `name` by `config.fsdp_axes`.
 
     `given` maps logical axes to mesh axes. Raises ValueError if the axes do not divide a dimension.
     """
@@ -120,11 +120,11 @@ def _given(
 def _found(
     name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
-    """Finds the further axes of each dimension of the parameter `name`, where none are given.
+    """Finds the FSDP axes of each dimension of the parameter `name` where `fsdp_axes` is None.
 
     The type of the array shows its Explicit axes; `axis_rules` say which Auto axes it is probably
-    split over. A dimension that the layer itself splits, over the expert or tensor axes, gets
-    further axes only if these expert or tensor axes come first in its sharding.
+    split over. A dimension that the layer splits over the expert or tensor axes gets FSDP axes only
+    if the expert or tensor axes come first in its sharding.
     """
     assert where.mesh is not None
     explicit = explicit_axes(where.mesh)
@@ -176,7 +176,7 @@ def _names(part: Any) -> Axes | None:
 def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     """Returns the `PartitionSpec` of a parameter, as it enters the layer's `jax.shard_map`.
 
-    Each dimension is split over its expert or tensor axes first, then over its further axes.
+    Each dimension is split over its expert or tensor axes first, then over its FSDP axes.
     """
     return PartitionSpec(*(axes or None for axes in _all_axes(name, where)))
 
@@ -210,10 +210,10 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
-    """Gathers a rank's shard `part` of a parameter along the parameter's further axes.
+    """Gathers a rank's shard `part` of the parameter `name` along the parameter's FSDP axes.
 
-    The shard is cast to `dtype` first; None keeps its dtype. A parameter without further axes is
-    only cast.
+    The shard is cast to `dtype` first; None keeps its dtype. A parameter without FSDP axes is only
+    cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -228,10 +228,11 @@ GATHERED = "gathered_parameters"
 
 
 def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
-    """Returns zeros in place of a gathered parameter, without communication.
+    """Returns zeros in place of the gathered parameter `name`, without communication.
 
     The zeros have the shape and the gradient of `gather`'s result. They stand for matrices whose
-    numbers no matmul reads, because the matmuls multiply float8 copies.
+    numbers no matmul reads, because the matmuls multiply float8 copies. A parameter without FSDP
+    axes is only cast.
     """
     dims = _dims(name, where)
     if not dims:
@@ -240,7 +241,7 @@ def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Ar
 
 
 def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
-    """Gathers the float8 matrices along their further axes, and transposes them after that.
+    """Gathers the float8 matrices along their FSDP axes, and then transposes them.
 
     The transposed copies are made from the gathered matrices, so each matrix is sent once.
     """
