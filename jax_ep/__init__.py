@@ -1,8 +1,8 @@
-"""jax_ep: expert parallelism for JAX. Dispatch, combine, and what a Mixture-of-Experts needs.
+"""jax_ep: expert parallelism for Mixture-of-Experts in JAX, with dispatch, combine and MoE layers.
 
-`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.checkpoints` loads published models,
-`jax_ep.placement` places experts on ranks, `jax_ep.reference` is the whole contract in plain NumPy;
-they are imported when they are first used.
+`jax_ep.linen` and `jax_ep.nnx` have the Flax layers, `jax_ep.checkpoints` loads published models,
+`jax_ep.placement` places experts on ranks, and `jax_ep.reference` defines in plain NumPy what the
+functions must compute. These modules are imported when they are first used.
 """
 
 import importlib as _importlib

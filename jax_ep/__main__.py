@@ -1,4 +1,4 @@
-"""`python -m jax_ep <command>`."""
+"""Runs the command-line interface of jax_ep: `python -m jax_ep <command>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks arguments for several public functions. Messages name the argument and its value."""
+"""Functions that check arguments of public functions; messages name the argument and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jax import lax
 AxisName = str | tuple[str, ...]
 
 
-MAX_INT32 = 2**31 - 1  # rows, experts and tokens are counted in int32
+# The largest number of rows, experts or tokens, since they are counted in int32.
+MAX_INT32 = 2**31 - 1
 
 _KINDS = {
     jnp.floating: "a floating array",
@@ -27,10 +28,10 @@ _KINDS = {
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
-    """Returns a mesh axis, or several, as a tuple; () stands for one rank.
+    """Returns an argument that names one mesh axis, or several in a tuple, as a tuple.
 
-    Raises TypeError or ValueError, with the argument's `name`, unless axis_name is the name of an
-    axis or a tuple of distinct names.
+    An empty tuple, which means a single rank, is allowed. Raises TypeError or ValueError unless
+    `axis_name` is a string or a tuple of distinct strings; the message calls the argument `name`.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     for axis in axes:
@@ -44,9 +45,10 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
-    """Returns N, the number of ranks along mesh axes that an enclosing `jax.shard_map` maps over.
+    """Returns N, the number of ranks along the mesh axes `axis_name`.
 
-    Raises ValueError for any other name, such as an axis of `jax.vmap(axis_name=...)`.
+    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes; an axis of
+    `jax.vmap(axis_name=...)` raises, too.
     """
     try:
         size = lax.axis_size(axis_name)
@@ -68,10 +70,11 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
 def check_array(
     name: str, array: Any, ndim: int | None, kind: Any, shape: str, *, may_be_empty: bool = True
 ) -> None:
-    """Raises TypeError or ValueError unless `array` has `ndim` axes (None: any) and fits `kind`.
+    """Raises TypeError or ValueError unless `array` has `ndim` dimensions and a dtype of `kind`.
 
-    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`. Messages quote
-    `shape`, such as "[T, H]".
+    `ndim` None allows any number of dimensions. `kind` is one of `jnp.floating`, `jnp.integer`,
+    `jnp.bool_` and `jnp.number`. Messages call the argument `name` and quote `shape`, such as
+    "[T, H]".
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -89,10 +92,11 @@ def check_array(
 
 
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if an array is sharded over Explicit axes of the mesh along `axes`.
+    """Raises ValueError if an array is sharded over Explicit axes of the mesh.
 
-    `axes` are negative numbers of the array's axes; without any, all axes are checked. An array's
-    type does not show a sharding over Auto axes, so that is not checked.
+    `axes` are the dimensions of the array that are checked, as negative numbers; without them, all
+    dimensions are checked. A sharding over Auto axes is not checked, since array types do not show
+    it.
     """
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     sharded = [spec[axis] for axis in axes] if axes and spec else spec
@@ -107,7 +111,10 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
 
 
 def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless x is floating [num_tokens, H'] with H' > 0."""
+    """Raises TypeError or ValueError unless x is floating, [num_tokens, H'] with H' > 0.
+
+    x is an array of the tokens of an earlier dispatch, such as the argument of `dispatch_like`.
+    """
     check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != num_tokens or x.shape[1] == 0:
         raise ValueError(
@@ -117,14 +124,15 @@ def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Returns whether a size is a symbolic dimension of `jax.export`, without a known value."""
+    """Returns whether `size` is a symbolic dimension of `jax.export`, and not an int."""
     return not isinstance(size, int)
 
 
 def described(value: Any) -> str:
-    """Describes a value that is not an array, for a message.
+    """Describes an argument's value in an error message.
 
-    Shows numbers and strings in full and lists abbreviated; names only the type of other values.
+    Shows None, numbers and strings in full, and lists and tuples abbreviated. For other values,
+    such as arrays, it names only the type.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -134,9 +142,10 @@ def described(value: Any) -> str:
 
 
 def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    """Returns `value` as an int; raises unless it is a static integer from `least` to `most`.
+    """Returns `value` as an int, or raises unless it is a static integer from `least` to `most`.
 
-    Raises TypeError for a traced value, a float or a bool, and ValueError for other integers.
+    Raises TypeError for a traced value, a float or a bool, and ValueError for an integer outside
+    the range. `most` None sets no upper bound.
     """
     try:
         if isinstance(value, bool):
@@ -167,16 +176,16 @@ def floating(dtype: Any) -> np.dtype | None:
 
 
 def as_floating(name: str, dtype: Any) -> np.dtype:
-    """Returns a floating dtype as `np.dtype`; raises TypeError if `dtype` is not one."""
+    """Returns `dtype` as `np.dtype`; raises TypeError if it is not a floating dtype."""
     if (known := floating(dtype)) is None:
         raise TypeError(f"{name} must be a floating dtype, but is {dtype!r}.")
     return known
 
 
 def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
-    """Returns a floating dtype as `np.dtype`; raises TypeError unless JAX arrays can have it.
+    """Returns `dtype` as `np.dtype`; raises TypeError unless it is floating and JAX supports it.
 
-    Without `jax_enable_x64`, JAX makes float32 arrays where float64 is asked for.
+    Without `jax_enable_x64`, float64 raises, since JAX would make float32 arrays instead.
     """
     known = as_floating(name, dtype)
     if known.itemsize > 8 or (known.itemsize == 8 and not jax.config.jax_enable_x64):  # type: ignore[attr-defined]
@@ -188,22 +197,22 @@ def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
 
 
 def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless the value is one of `names`."""
+    """Raises ValueError unless `value` is one of the strings in `names`."""
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises TypeError unless the value is True or False; also for a traced bool."""
+    """Raises TypeError unless `value` is a Python or NumPy bool; a traced bool raises, too."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, but is {described(value)}.")
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
-    """Raises unless the value is a finite Python or NumPy number above 0 (or 0 if `may_be_zero`).
+    """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`.
 
-    Raises TypeError for a traced value, a string or a bool, and ValueError for other numbers.
-    `otherwise` adds an alternative to the message, such as ", or None".
+    Raises TypeError for a traced value, a string or a bool, and ValueError for a number that is not
+    allowed. `otherwise` is appended to the requirement in the message, such as ", or None".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns float32, or `dtype` itself if it is wider than float32.
+    """Returns the dtype to compute in for arrays of `dtype`: float32, or float64 for float64.
 
     Unlike `jnp.promote_types`, this works under `jax.numpy_dtype_promotion("strict")`.
     """

@@ -1,4 +1,4 @@
-"""Defines, parses and checks the flags of a command, in one way for all commands."""
+"""Defines, parses and checks the command-line flags of all commands of the library, by absl."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 
 from absl import flags
 
-Error = flags.Error  # raised for wrong usage: `main` prints it, and the exit status is 2
+# Raised if a command line is wrong. A command's `main` prints it and exits with status 2.
+Error = flags.Error
 Holder = flags.FlagHolder
 _MOST = 2**31 - 1
-DTYPES = ("bfloat16", "float16", "float32")  # the values of --dtype
+# The values that commands allow for --dtype.
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Flags:
-    """The flags of one command, kept apart from the flags of other commands.
+    """The flags of one command, separate from absl's global flags and from other commands' flags.
 
-    A method named after a kind of value defines a flag and returns its holder. The holder's
-    `.value` is the flag's value, parsed and checked.
+    A method such as `integer` or `choices` defines a flag called --`name` and returns its absl
+    holder. After `parse`, the holder's `.value` is the flag's value, converted and checked.
     """
 
     def __init__(self) -> None:
@@ -32,32 +34,35 @@ class Flags:
         self._outputs: list[flags.FlagHolder] = []
 
     def integer(self, name: str, default: int | None, help: str, least: int = 1) -> Holder:
-        """Defines an integer flag, from `least` to 2^31 - 1, the largest int32."""
+        """Defines a flag for an integer from `least` to 2^31 - 1, the largest int32."""
         return flags.DEFINE_integer(
             name, default, help, lower_bound=least, upper_bound=_MOST, flag_values=self.values
         )
 
     def number(self, name: str, default: float | None, help: str) -> Holder:
-        """Defines a flag for a finite number that is not negative."""
+        """Defines a flag for a finite number of at least 0."""
         return self._define(_Number(), name, default, help)
 
     def boolean(self, name: str, help: str) -> Holder:
-        """Defines a boolean flag, False unless given."""
+        """Defines a boolean flag, which is False if it is not given."""
         return flags.DEFINE_boolean(name, False, help, flag_values=self.values)
 
     def string(self, name: str, default: str | None, help: str) -> Holder:
         return flags.DEFINE_string(name, default, help, flag_values=self.values)
 
     def strings(self, name: str, help: str) -> Holder:
-        """Defines a flag for a comma-separated list of any values, empty unless given."""
+        """Defines a flag for a comma-separated list of strings; [] if it is not given."""
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
     def several(self, name: str, help: str) -> Holder:
-        """Defines a flag that may be given several times; its value is a list, or None."""
+        """Defines a flag that may be given several times; its value is the list of all strings.
+
+        The value is None if the flag is not given.
+        """
         return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
 
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
-        """Defines a flag for one of the values in `allowed`."""
+        """Defines a flag whose value must be one of the strings in `allowed`."""
         return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)
 
     def choices(
@@ -69,7 +74,7 @@ class Flags:
         *,
         may_be_empty: bool = False,
     ) -> Holder:
-        """Defines a flag for a comma-separated list of values in `allowed`."""
+        """Defines a flag for a comma-separated list, each item of which must be in `allowed`."""
         return self._define(_Choices(allowed, may_be_empty), name, default, help)
 
     def integers(
@@ -79,17 +84,20 @@ class Flags:
         return self._define(_Integers(least), name, default, help)
 
     def numbers(self, name: str, default: Sequence[float] | None, help: str) -> Holder:
-        """Defines a flag for a comma-separated list of finite numbers that are not negative."""
+        """Defines a flag for a comma-separated list of finite numbers of at least 0."""
         return self._define(_Numbers(), name, default, help)
 
     def output(self, name: str, help: str) -> Holder:
-        """Defines a flag for a file to write; `check_outputs` checks that it can be written."""
+        """Defines a flag for the path of a file that the command writes; None if not given.
+
+        `check_outputs` checks that the file can be written.
+        """
         holder = self.string(name, None, help)
         self._outputs.append(holder)
         return holder
 
     def json(self) -> Holder:
-        """Defines --json: the file that takes everything the command found."""
+        """Defines --json, the path of a JSON file for all results of the command."""
         return self.output(
             "json",
             "The file to write all results to, as one JSON object; what is printed stays the same. "
@@ -97,7 +105,7 @@ class Flags:
         )
 
     def plot(self, drawn: str) -> Holder:
-        """Defines --plot, the file for a plot of `drawn`."""
+        """Defines --plot, the path of an image file; `drawn` says in the help what is plotted."""
         return self.output(
             "plot",
             f"The file to draw {drawn} to; its ending sets the format, such as out.png. "
@@ -105,27 +113,31 @@ class Flags:
         )
 
     def check_outputs(self) -> None:
-        """Raises `Error` if an output file cannot be written; call it before long work."""
+        """Raises `Error` if a file of an `output` flag cannot be written.
+
+        A command calls it before it starts long work.
+        """
         for holder in self._outputs:
             if holder.value is not None:
                 _check_output(holder.name, holder.value)
 
     def given(self, holder: Holder) -> bool:
-        """Returns whether the command line has the flag."""
+        """Returns whether the flag is on the command line, instead of having its default."""
         return bool(self.values[holder.name].present)
 
     def parse(self, command: str, argv: Sequence[str]) -> None:
-        """Resets all flags to their defaults, and parses the arguments after the command's name.
+        """Resets all flags to their defaults, then parses `argv`, the arguments after `command`.
 
-        Raises `Error` for an unknown flag, a value that does not fit, or any other argument.
+        Raises `Error` for an unknown flag, a value that is not allowed, or a positional argument.
         """
-        for name in self.values:  # drops values of an earlier call in the same process
+        # Drops the values of an earlier call in the same process.
+        for name in self.values:
             self.values[name].unparse()
         if extra := self.values([command, *argv])[1:]:
             raise Error(f"unexpected arguments: {' '.join(extra)}")
 
     def help(self) -> str:
-        """Renders all flags of the command, with their texts, defaults and values."""
+        """Renders the command's list of flags, with their help, defaults and allowed values."""
         sections = self.values.get_help(include_special_flags=False).splitlines()
         return "\n".join(line for line in sections if not line or line.startswith(" ")).strip("\n")
 
@@ -201,9 +213,9 @@ class _Choices(_List):
 
 
 def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | None = None) -> None:
-    """Raises `Error` unless N ranks divide E experts, and K of E can be chosen.
+    """Raises `Error` unless `num_ranks` divides `num_experts`, and `top_k` is at most that number.
 
-    `whose` is the name of the model that has E experts; None if a flag sets E.
+    `whose` is the name of the model whose number of experts this is; None if a flag sets it.
     """
     of = "" if whose is None else f"{whose}'s "
     if num_experts % num_ranks:
@@ -216,7 +228,8 @@ def _check_output(flag: str, path: str) -> None:
     if flag == "plot":
         _check_plot(path)
     if Path(path).is_fifo():
-        return  # opening a pipe here and closing it would show its reader the end of the file
+        # If a pipe were opened and closed here, its reader would see the end of the file.
+        return
     existed = os.path.lexists(path)
     try:
         with open(path, "a", encoding="utf-8"):

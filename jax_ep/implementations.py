@@ -1,8 +1,8 @@
-"""Selects an implementation of an operation: the named one, or for None the best that can run.
+"""Selects the implementation of an operation: a named one, or for None the best that can run.
 
-Each operation has one table, an `Implementations`. Each implementation in it answers whether it
-supports a *problem*: an object, of a class that the operation defines, with the operands' shapes
-and dtypes, and what is known of where the program will run.
+Each operation has one table of implementations, an `Implementations`. An implementation says
+whether it supports a *problem*. A problem is an object with the operands' shapes and dtypes and
+with what is known about the devices; each operation defines its own class of problems.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: its name as an argument.
-      unavailable_reason: returns why it cannot compute a problem, or None if it can. The reason
-        completes "cannot run here: ...".
-      is_default: returns whether None may select it for a problem that it supports.
+      name: the string that selects it, such as "pallas" in implementation="pallas".
+      unavailable_reason: a function of a problem that returns why the implementation does not
+        support it, or None if it does. Error messages put the reason after "cannot run here: ".
+      is_default: a function of a problem that returns whether implementation=None may select it.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Implementations(Generic[_Kind]):
     """The implementations of an operation, from which `select` selects one.
 
     Attributes:
-      table: the implementations, in the order in which None tries them.
-      argument: the name, in errors, of the argument that names an implementation.
-      operation: the name of the operation at the start of errors; "" leaves it out.
+      table: the implementations, in the order in which implementation=None tries them.
+      argument: the name of the argument that selects an implementation, for error messages.
+      operation: the name of the operation, with which error messages begin; "" leaves it out.
     """
 
     table: tuple[_Kind, ...]
@@ -56,13 +56,14 @@ class Implementations(Generic[_Kind]):
         return next(each for each in self.table if each.name == name)
 
     def available(self, problem: Any) -> list[str]:
-        """Returns the names of the implementations that can compute a problem."""
+        """Returns the names of the implementations that support `problem`."""
         return [each.name for each in self.table if each.unavailable_reason(problem) is None]
 
     def check(self, name: Any, problem: Any, argument: str | None = None) -> None:
-        """Raises ValueError, with the reason, unless the implementation `name` supports a problem.
+        """Raises ValueError, with the reason, unless the implementation `name` supports `problem`.
 
-        A name of None always passes. `argument` replaces `self.argument` in the message.
+        Raises nothing if `name` is None. `argument`, if given, replaces `self.argument` in the
+        message.
         """
         if name is None:
             return
@@ -79,9 +80,10 @@ class Implementations(Generic[_Kind]):
             )
 
     def select(self, name: str | None, problem: Any) -> _Kind:
-        """Returns the named implementation, or for None the first default that can run.
+        """Returns the implementation called `name`.
 
-        Raises ValueError, with the reason, if the named one does not support the problem.
+        If `name` is None, returns the first one in the table that is a default for `problem` and
+        supports it. Raises ValueError, with the reason, if the named one does not support it.
         """
         if name is not None:
             self.check(name, problem)

@@ -1,4 +1,4 @@
-"""Defines the MoE layer for Flax Linen; `jax_ep.moe` has the math."""
+"""Defines `MoE`, the MoE layer for Flax Linen; `jax_ep.moe` has the computation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ROUTER_STATE = "router_state"
 
 
 def _fields() -> Any:
-    """Makes a base class with the fields of `MoE`.
+    """Makes a dataclass with the fields of the Linen layer `MoE`, as a base class for it.
 
-    The fields are the layer's sizes, `ParameterOptions` and, by keyword, `MoEConfig`. `MoE` cannot
-    inherit from these classes directly, since they are frozen dataclasses and a Linen module is
-    a dataclass that is not frozen.
+    The fields are the layer's sizes, the fields of `ParameterOptions` and, as keyword arguments,
+    the fields of `MoEConfig`. `MoE` cannot inherit from these two classes, since they are frozen
+    dataclasses, and a Linen module is a dataclass that is not frozen.
     """
     sizes: list[Any] = [
         (name, "int") for name in ("num_experts", "num_experts_per_token", "mlp_dim")
@@ -58,10 +58,11 @@ else:
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """Boxes a parameter with its logical axes; allows an additional axis without a name.
+    """A Flax box that holds a parameter and its logical axes, and allows `nn.scan` without a name.
 
-    `nn.scan` and `nn.vmap` add an axis. Flax's own box raises unless their `metadata_params` have
-    `nn.PARTITION_NAME`; this one leaves the new axis unsharded.
+    `nn.scan` and `nn.vmap` add a dimension to a parameter. Flax's own class raises an error unless
+    their `metadata_params` name its logical axis by `nn.PARTITION_NAME`. With this class, the
+    dimension then has no logical axis and is not sharded.
     """
 
     __eq__ = nn.LogicallyPartitioned.__eq__
@@ -74,9 +75,9 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 
 
 class Gate(nn.Module):
-    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E].
+    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E].
 
-    The bias is float32 state in the collection "router_state", not a parameter.
+    E counts the free experts, too. The bias is float32 state in the collection "router_state".
     """
 
     num_experts: int
@@ -108,7 +109,7 @@ class Gate(nn.Module):
         return kernel, bias.value
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Steps the selection bias; see `MoE.update_bias`."""
+        """Updates the selection bias [E] by one step of `rate`; see `MoE.update_bias`."""
         bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True and an initialized layer")
@@ -123,24 +124,27 @@ class MoE(nn.Module, _Fields):
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
-    ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh it runs. On any mesh, the shapes of the parameters are the same, and the output is
-    the same up to rounding.
+    ranks. The losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
+    which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
+    output is the same up to rounding.
 
     Parameters, with their logical axes (map "exp" to the mesh's expert axis):
       {parameters}
-    R counts the E experts and the free experts. If `num_slots` is P, the parameters with "exp" have
-    P instead of E, placed as by `jax_ep.placement.Placement.in_order` until they are moved.
-    With `selection_bias`, gate.bias [R] is in the collection "router_state", and only `update_bias`
-    changes it. In `nn.scan`, list both collections in `variable_axes`.
+    H is the hidden size of a token, F that of an expert, and S that of all shared experts together.
+    R is the number of experts that the router chooses among, E plus the free experts, and C is the
+    number of constant experts. If `num_slots` is P, the parameters with "exp" have P instead of E
+    in their shapes, and slot s holds expert s modulo E at first, as
+    `jax_ep.placement.Placement.in_order` says. With `selection_bias`, gate.bias [R] is in the
+    collection "router_state", and only `update_bias` changes it. In `nn.scan`, list the collections
+    "params" and "router_state" in `variable_axes`.
 
     Attributes:
-      num_experts: E.
-      num_experts_per_token: K.
+      num_experts: E, the number of routed experts.
+      num_experts_per_token: K, the number of experts that each token chooses.
       mlp_dim: F, the hidden size of one expert.
       {ParameterOptions}
 
-    The other attributes are the fields of `jax_ep.MoEConfig`, by keyword.
+    The other attributes are the fields of `jax_ep.MoEConfig`, as keyword arguments.
     """
 
     def setup(self) -> None:
@@ -163,7 +167,7 @@ class MoE(nn.Module, _Fields):
         topk_weights: jax.Array | None = None,
         quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the layer.
+        """Runs the layer on tokens x.
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
@@ -171,12 +175,13 @@ class MoE(nn.Module, _Fields):
             and the metrics.
           placement: the placement of the experts, for a layer with `num_slots`; see
             `jax_ep.moe_layer`.
-          router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
+          router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
+            their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
           quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
             parameters; None quantizes the experts in each call.
 
         Returns:
-          The output, [..., H], and the metrics.
+          The output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens.
 
         Raises:
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
@@ -206,16 +211,17 @@ class MoE(nn.Module, _Fields):
     def quantize_experts(self) -> QuantizedExperts:
         """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
 
-        A training step with microbatches calls it before them: from the module that owns this one,
-        or from outside as `moe.apply({"params": params}, method="quantize_experts")`, for a stack
-        of layers under `jax.vmap` over params. Each call takes the result as `quantized_experts`.
+        A training step with microbatches calls this method before the first microbatch, and passes
+        the result to each call as `quantized_experts`. Call it from the parent module, or from
+        outside as `moe.apply({"params": params}, method="quantize_experts")`; for a stack of
+        layers, under `jax.vmap` over the parameters.
 
         Returns:
-          What calls take as `quantized_experts`, sharded like the parameters.
+          The quantized matrices, sharded like the parameters.
 
         Raises:
-          ValueError: `matmul_dtype` is None, a matrix has not whole blocks, or there are no
-            parameters.
+          ValueError: `matmul_dtype` is None, a rank's part of a matrix does not consist of whole
+            blocks of 128 x 128 numbers, or there are no parameters.
         """
         weights = nn.unbox({
             name: self.get_variable("params", name) for name in QuantizedExperts._fields
@@ -236,7 +242,8 @@ class MoE(nn.Module, _Fields):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
                 return given
-            # Inside a shard_map, wi_0 may hold only this rank's experts and columns.
+            # Inside the caller's shard_map, a parameter may hold only this rank's experts and
+            # columns, so its own sizes replace the global ones in the shape that Flax checks.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
@@ -245,14 +252,15 @@ class MoE(nn.Module, _Fields):
         return self.param(name, boxed, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
 
         Call it once per training step, with the collection "router_state" mutable: from the
-        module that owns this one, or from outside as
+        parent module, or from outside as
         `moe.apply(variables, counts, rate, method="update_bias", mutable=["router_state"])`.
 
         Args:
-          expert_counts: [E]: `MoEMetrics.expert_counts` of the step.
+          expert_counts: [R]: `MoEMetrics.expert_counts` of the step, with R the number of experts,
+            free experts included.
           rate: the change of the bias per step.
 
         Raises:
@@ -264,7 +272,7 @@ class MoE(nn.Module, _Fields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer that boxes the parameter with its logical axes."""
+    """Returns an initializer whose result is boxed with the logical axes of parameter `name`."""
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])
@@ -273,7 +281,7 @@ def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
 
 
 def _columns(name: str, x: jax.Array) -> int:
-    """Returns the size of the last axis of x [..., H]."""
+    """Returns H, the size of the last axis of x [..., H]; raises ValueError if x is a scalar."""
     checks.check_array(name, x, None, jnp.floating, "[..., H]")
     if not x.shape:
         raise ValueError(f"{name} must be [..., H], but is a scalar.")

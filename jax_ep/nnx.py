@@ -1,4 +1,4 @@
-"""Defines the MoE layer for Flax NNX; `jax_ep.moe` has the math."""
+"""Defines `MoE`, the MoE layer for Flax NNX; `jax_ep.moe` has the computation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from jax_ep.placement.table import Placement
 
 
 class RouterState(nnx.Variable):
-    """The selection bias: state of a router that no gradient trains."""
+    """The type of the router's selection bias, which is state that gradients do not train."""
 
 
 class Gate(nnx.Module):
-    """Holds the router's kernel [H, E] and, if there is one, its selection bias [E]."""
+    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E] float32.
+
+    E counts the free experts, too.
+    """
 
     def __init__(
         self,
@@ -61,31 +64,35 @@ class MoE(nnx.Module):
 
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
-    ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh it runs. On any mesh, the shapes of the parameters are the same, and the output is
-    the same up to rounding.
+    ranks. The losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
+    which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
+    output is the same up to rounding.
 
     Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
       {parameters}
-    A parameter that the options leave out is None. R counts the E experts and the free experts. If
-    `num_slots` is P, the parameters with "exp" have P instead of E, placed as by
-    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias` there is
+    A parameter that the options leave out is None. H is the hidden size of a token, F that of an
+    expert, and S that of all shared experts together. R is the number of experts that the router
+    chooses among, E plus the free experts, and C is the number of constant experts. If `num_slots`
+    is P, the parameters with "exp" have P instead of E in their shapes, and slot s holds expert s
+    modulo E at first, as `jax_ep.placement.Placement.in_order` says. With `selection_bias` there is
     gate.bias [R] (`RouterState`), which only `update_bias` changes.
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
-    `expert_axis`, "mlp" over `tensor_axis`, each logical axis of `fsdp_axes` over its axes there,
-    and the others are not sharded. On a mesh without `expert_axis`, every rank has all experts. The
-    layer remembers the rules for calls where none are in force.
+    `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over the axes
+    that `fsdp_axes` gives for it, and any other logical axis over none. On a mesh without
+    `expert_axis`, every rank has all experts. The layer stores the rules, and uses them in calls
+    that are made outside `nnx.logical_axis_rules`.
 
     Args:
-      hidden: H.
+      hidden: H, the hidden size of a token.
       mlp_dim: F, the hidden size of one expert.
-      num_experts: E.
-      num_experts_per_token: K.
+      num_experts: E, the number of routed experts.
+      num_experts_per_token: K, the number of experts that each token chooses.
       {ParameterOptions}
-      router_dim: the size H' of `router_x`, if calls are given it; None: H.
-      rngs: gives the key "params".
+      router_dim: H', the size of the last axis of `router_x`, if calls are given `router_x`; None
+        means H.
+      rngs: random number generators, of which the stream "params" initializes the parameters.
       fields: the other fields of `jax_ep.MoEConfig`.
 
     Raises:
@@ -101,7 +108,7 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # The other parameters.
+        # Declares all parameters except wi_0 and wo, for type checkers.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -132,7 +139,7 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
         self.axis_rules = _hashable(spmd.get_logical_axis_rules())
-        # NNX does not let an attribute change between None and a module, so it is set once.
+        # NNX does not let an attribute change from None to a module, so `gate` is assigned once.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
@@ -155,7 +162,7 @@ class MoE(nnx.Module):
         topk_weights: jax.Array | None = None,
         quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the layer.
+        """Runs the layer on tokens x.
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
@@ -163,12 +170,13 @@ class MoE(nnx.Module):
             and the metrics.
           placement: the placement of the experts, for a layer with `num_slots`; see
             `jax_ep.moe_layer`.
-          router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
+          router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
+            their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
           quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
             parameters; None quantizes the experts in each call.
 
         Returns:
-          The output, [..., H], and the metrics.
+          The output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens.
 
         Raises:
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
@@ -188,14 +196,16 @@ class MoE(nnx.Module):
     def quantize_experts(self) -> QuantizedExperts:
         """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
 
-        A training step with microbatches calls it before them, for a stack of layers under
-        `nnx.vmap`. Each call takes the result as `quantized_experts`.
+        A training step with microbatches calls this method before the first microbatch, and passes
+        the result to each call as `quantized_experts`. For a stack of layers, call it under
+        `nnx.vmap`.
 
         Returns:
-          What calls take as `quantized_experts`, sharded like the parameters.
+          The quantized matrices, sharded like the parameters.
 
         Raises:
-          ValueError: `matmul_dtype` is None, or a matrix has not whole blocks.
+          ValueError: `matmul_dtype` is None, or a rank's part of a matrix does not consist of whole
+            blocks of 128 x 128 numbers.
         """
         return quantize_by_rules(self._params(), self.config, axis_rules=self._axis_rules())
 
@@ -203,7 +213,7 @@ class MoE(nnx.Module):
         return tuple(spmd.get_logical_axis_rules()) or self.axis_rules
 
     def _params(self) -> MoEParams:
-        """Returns the arrays of the parameters."""
+        """Returns the layer's parameters and selection bias as arrays, for `run_layer`."""
         gate = self.gate
         params: dict[str, Any] = {"gate": None, "bias": None}
         if gate is not None:
@@ -213,12 +223,13 @@ class MoE(nnx.Module):
         return MoEParams(**arrays)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
 
         Call it once per training step.
 
         Args:
-          expert_counts: [E]: `MoEMetrics.expert_counts` of the step; [layers, E] for a stack.
+          expert_counts: [R]: `MoEMetrics.expert_counts` of the step, with R the number of experts,
+            free experts included; [layers, R] for a stack of layers.
           rate: the change of the bias per step.
 
         Raises:
@@ -231,12 +242,13 @@ class MoE(nnx.Module):
 
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
-    """Returns an `nnx.Param` with logical axes, sharded over the ambient or the layer's mesh.
+    """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
 
-    Flax's own eager sharding needs an ambient mesh, a rule for each logical axis, and axes of one
-    type. Elsewhere, and always on Explicit axes, this function shards the value itself. On
-    Explicit axes an optimizer's state then takes its sharding from the array's type. Flax would
-    take it from the logical axes, of which a stack made without `transform_metadata` lacks one.
+    The mesh is the ambient mesh or `config.mesh`. Flax's own eager sharding needs an ambient mesh
+    and a rule for each logical axis; it is used if all mesh axes are Auto axes. Otherwise this
+    function shards the value itself, so that on Explicit axes the state of an optimizer gets its
+    sharding from the parameter's type. Flax would derive it from the logical axes, and a stack of
+    layers made without `transform_metadata` lacks the logical axis of the layers.
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()
@@ -257,7 +269,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     named = rules | defaults
     spec = [None if axis is None else named[axis] for axis in axes]
     if "exp" in axes:
-        if not held:  # data parallelism: every rank has all experts
+        # Without an expert axis on the mesh, every rank has all experts (data parallelism).
+        if not held:
             if name == "wi_0":
                 _warn_of_rule(spec[0], mesh, config)
             spec[0] = None
@@ -275,7 +288,7 @@ def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
-    """Warns if a rule shards the experts, but the mesh lacks the layer's expert axis."""
+    """Warns if an axis rule shards "exp" over `axes`, but the mesh lacks `config.expert_axis`."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '
@@ -292,7 +305,10 @@ def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[st
 def _check_divides(
     weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> None:
-    """Raises ValueError unless the mesh axes divide the number of experts or slots."""
+    """Raises ValueError unless the ranks along `axes` divide the leading dimension of `weights`.
+
+    The leading dimension counts experts, or slots if the layer has slots.
+    """
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:

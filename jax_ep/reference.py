@@ -1,15 +1,15 @@
-"""Defines what every function of the library must compute, in plain NumPy.
+"""Defines in plain NumPy what the functions of the library must compute.
 
-The arrays of all ranks are a Python list: `x_per_rank[r]` holds rank r's tokens, and communication
-is indexing that list. Loops are kept where they are clearest. The tests compare `dispatch` with
-this file bit for bit, and everything else within float tolerance.
+The arrays of all ranks are in a Python list: `x_per_rank[r]` holds rank r's tokens, and
+communication is indexing that list. Code uses loops where they are clearest. The tests compare
+`dispatch` with this module bit for bit, and everything else within float tolerance.
 
-N is the number of ranks, E of experts, L = E / N of experts per rank (rank r owns experts
-r * L ... r * L + L - 1), T of tokens per rank, K of choices per token (top-k), and R of rows in a
-receive buffer (the capacity). H is the hidden size of a token, and F that of an expert.
-A pair is a (token, choice) of a rank. A pair is masked if its choice names no expert, and dropped
-if its row does not fit in the capacity. bfloat16 arrays have the dtype that the package `ml_dtypes`
-registers; this module does not import it.
+There are N ranks and E experts. Each rank has L = E / N experts: rank r owns experts
+r * L ... r * L + L - 1. Each rank has T tokens, and each token has K choices of experts (top-k). A
+receive buffer has R rows (the capacity). H is the hidden size of a token, and F the hidden size of
+an expert. A pair is a (token, choice) of a rank. A pair is masked if its choice names no expert,
+and dropped if its row does not fit in the capacity. bfloat16 arrays have the dtype that the package
+`ml_dtypes` registers; this module does not import it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Routes(NamedTuple):
 
     Attributes:
       ranks: [T, K] int: the rank that owns the chosen expert; -1 where masked or dropped.
-      rows: [T, K] int: the pair's row on that rank; -1 where masked or dropped.
-      capacity: R.
+      rows: [T, K] int: the pair's row in the receive buffer of that rank; -1 where masked or
+        dropped.
+      capacity: R, the number of rows of a receive buffer.
     """
 
     ranks: Array
@@ -41,16 +42,18 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The result of `dispatch` on one rank: received rows, their counts, and routes.
+    """The result of `dispatch` on one rank: the rows that it received, and the routes that it sent.
 
     Attributes:
       tokens: [R, H]: the received rows, grouped by local expert. Padding and unused rows are zero.
-      group_sizes: [L] int32: the rows of each expert's block within R, padding included.
-      expert_counts: [L] int32: the received rows of each expert; they come first in its block.
-      num_dropped: [] int32: the pairs for this rank that did not fit in R.
-      rows_needed: [] int32: the least R that drops nothing on this rank.
-      dropped_counts: [L] int32: the dropped pairs of each local expert.
-      routes: where the tokens that this rank sent have gone.
+      group_sizes: [L] int32: the number of rows in each expert's block, padding included.
+      expert_counts: [L] int32: the number of received rows of each expert, which are the first rows
+        of its block.
+      num_dropped: [] int32: the number of pairs that chose this rank's experts and were dropped.
+      rows_needed: [] int32: the least capacity R with which no row that is sent to this rank is
+        dropped.
+      dropped_counts: [L] int32: the number of dropped pairs of each local expert.
+      routes: the ranks and rows that this rank's own tokens were sent to.
     """
 
     tokens: Array
@@ -63,7 +66,7 @@ class Dispatched(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Returns the least multiple of `multiple` that is at least `value`."""
+    """Rounds `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
@@ -74,10 +77,10 @@ def dropless_capacity(
     num_local_experts: int,
     expert_alignment: int = 1,
 ) -> int:
-    """Returns a capacity R that holds the rows of any routing.
+    """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case all N * T * K pairs go to one rank, because a token may choose an expert
-    repeatedly, and each expert that has rows is padded by `expert_alignment` - 1 rows.
+    In the worst case, all N * T * K pairs go to one rank, because a token may choose an expert
+    repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -102,14 +105,15 @@ def dispatch(
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
         outside 0 ... E - 1, chooses no expert. A token may choose an expert repeatedly.
       num_experts: E, a multiple of N.
-      capacity: R, the rows of each rank's result; None: `dropless_capacity`, which drops nothing.
-      expert_alignment: each expert's block starts at a multiple of this. The block of an expert
-        that receives nothing has no rows.
-      overflow: selects the rows to drop where R is too small; "tail" or "fair".
-      num_hosts: M; host m has ranks m * N / M ... (m + 1) * N / M - 1.
-      host_capacity: the most tokens that a rank sends to each other host; None: all. Choices of
-        further tokens are masked for that host, and the rank of the chosen expert counts them as
-        dropped.
+      capacity: R, the rows of each rank's receive buffer. None means `dropless_capacity`, with
+        which nothing is dropped.
+      expert_alignment: each expert's block starts at a multiple of this number of rows. The block
+        of an expert that receives nothing has no rows.
+      overflow: "tail" or "fair", which rows are dropped where R is too small; see Returns.
+      num_hosts: M, the number of hosts; host m has ranks m * N / M ... (m + 1) * N / M - 1.
+      host_capacity: the most tokens that a rank sends to each other host. None sets no limit.
+        Choices of later tokens for experts on that host are masked, and the rank that owns the
+        chosen expert counts them as dropped.
 
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
@@ -147,12 +151,14 @@ def dispatch(
         quota = max(wanted)
         if overflow == "fair":
             quota = fair_quota(wanted, capacity, expert_alignment)
-        start = 0  # where the expert's block would start with unlimited capacity
+        # The row at which the local expert's block would start if the capacity were unlimited.
+        start = 0
         for local in range(num_local):
             row = start
             for source in range(num_ranks):
                 chosen = topk_idx_per_rank[source] == rank * num_local + local
-                for token, choice in zip(*np.nonzero(chosen), strict=True):  # token by token
+                # Visits the pairs in the order of tokens, and of choices within a token.
+                for token, choice in zip(*np.nonzero(chosen), strict=True):
                     if row < min(capacity, start + quota):
                         tokens[row] = x_per_rank[source][token]
                         route_ranks[source][token, choice] = rank
@@ -180,10 +186,10 @@ def dispatch(
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Masks the choices [T, K] of a rank on `host` that exceed `host_capacity`.
+    """Masks the choices [T, K] of one rank that exceed `host_capacity`; the rank is on `host`.
 
-    The first `host_capacity` tokens for each other host keep their choices there; the choices of
-    later tokens become -1.
+    For each other host, the first `host_capacity` tokens that chose experts there keep these
+    choices. Such choices of later tokens become -1. `host_capacity` None masks nothing.
     """
     kept = np.array(topk_idx)
     for other in range(num_hosts):
@@ -197,10 +203,11 @@ def _within_host_capacity(
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
-    """Returns the largest number q of rows per expert that fits in `capacity` rows.
+    """Returns the largest q such that all experts fit in `capacity` if each gets at most q rows.
 
-    An expert to which c rows are sent (`wanted` lists c of each expert) gets min(c, q) rows, and
-    its block is padded to `expert_alignment`. q is at most max(wanted), which drops nothing.
+    `wanted` lists the number c of rows that are sent to each of a rank's experts. An expert gets
+    min(c, q) rows, and its block is padded to a multiple of `expert_alignment`. q is at most
+    max(wanted), with which no row is dropped.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(
@@ -222,9 +229,9 @@ def combine(
     Args:
       y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. Rows without a pair
         (padding and unused rows) are never read.
-      routes_per_rank: N `Routes`.
+      routes_per_rank: the `Dispatched.routes` of the N ranks.
       topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
-      num_hosts: M; host m has ranks m * N / M ... (m + 1) * N / M - 1.
+      num_hosts: M, the number of hosts; host m has ranks m * N / M ... (m + 1) * N / M - 1.
 
     Returns:
       N arrays [T, H] of y's dtype. Masked and dropped pairs add nothing. A token's rows on one host
@@ -246,14 +253,18 @@ def combine(
                     y = np.float32(topk_weights_per_rank[rank][token, choice]) * y
                 sums[routes.ranks[token, choice] // ranks_of_host, token] += y
         out = np.zeros(sums.shape[1:], np.float32)
-        for host_sums in sums.astype(dtype):  # a host's sum travels in y's dtype
+        # Hosts send their sums in y's dtype, so each sum is rounded before the hosts are summed.
+        for host_sums in sums.astype(dtype):
             out += host_sums.astype(np.float32)
         outputs.append(out.astype(dtype))
     return outputs
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Sends another payload along the routes of a dispatch: N arrays [T, H'] become [R, H']."""
+    """Sends other arrays of the same tokens, [T, H'], to the rows that a dispatch sent them to.
+
+    Takes and returns one array per rank; the results are [R, H'], zero in rows without a pair.
+    """
     return _scatter(x_per_rank, routes_per_rank, None, x_per_rank[0].dtype)
 
 
@@ -262,7 +273,7 @@ def dispatch_grad(
 ) -> list[Array]:
     """Computes the gradient of `dispatch` with respect to x.
 
-    Sums the cotangents of each token's rows: takes N arrays [R, H], returns N arrays [T, H].
+    Sums the cotangents of each token's rows. Takes N arrays [R, H] and returns N arrays [T, H].
     """
     return combine(grad_tokens_per_rank, routes_per_rank)
 
@@ -276,16 +287,17 @@ def combine_grad(
     """Computes the gradients of `combine` with respect to y and to the weights.
 
     Args:
-      grad_out_per_rank: N arrays [T, H], the cotangents of the result.
+      grad_out_per_rank: N arrays [T, H], the cotangents of the result of `combine`.
       y_per_rank: N arrays [R, H], as given to `combine`.
-      routes_per_rank: N `Routes`.
+      routes_per_rank: the `Dispatched.routes` of the N ranks.
       topk_weights_per_rank: N arrays [T, K], as given to `combine`, or None.
 
     Returns:
-      The gradients of y, N arrays [R, H] of its dtype: the row of pair (t, k) is
-      weights[t, k] * grad_out[t]; rows without a pair are zero. Then the gradients of the weights,
-      N arrays [T, K] of their dtype: the inner product of grad_out[t] and y[row of (t, k)], zero
-      for masked and dropped pairs; an empty list without weights.
+      A list of the gradients of y and a list of the gradients of the weights. The gradients of y
+      are N arrays [R, H] of y's dtype: the row of pair (t, k) is weights[t, k] * grad_out[t], and
+      rows without a pair are zero. The gradients of the weights are N arrays [T, K] of the weights'
+      dtype: the inner products of grad_out[t] and y[row of (t, k)], zero for masked and dropped
+      pairs. The second list is empty without weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -313,9 +325,10 @@ def _scatter(
     weights_per_rank: Sequence[Array] | None,
     dtype: Any,
 ) -> list[Array]:
-    """Copies each token to the row of each of its choices, times the weight if there are weights.
+    """Copies each token to the rows of its pairs, multiplied by the pairs' weights if given.
 
-    Returns N arrays [R, H] of `dtype`, zero in rows without a pair.
+    Takes one array [T, H] per rank, and returns one array [R, H] per rank, of `dtype`. Rows without
+    a pair are zero.
     """
     capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
     received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]
@@ -336,9 +349,12 @@ class RankDispatched(NamedTuple):
     """The result of `rank_dispatch` on one rank: one row for each (source rank, token).
 
     Attributes:
-      tokens: [N, T, H]: row (s, t) is token t of rank s; zero if the token chose no expert here.
-      local_topk_idx: [N, T, K] int32: choices as local expert ids; -1 for other ranks' experts.
-      topk_weights: [N, T, K]: the choices' weights, 0 where local_topk_idx is -1; or None.
+      tokens: [N, T, H]: row (s, t) is token t of rank s, or zero if that token chose no expert of
+        this rank.
+      local_topk_idx: [N, T, K] int32: the tokens' choices as ids of this rank's experts, in [0, L);
+        -1 where a choice is an expert of another rank, or none.
+      topk_weights: [N, T, K]: the weights of the choices, 0 where local_topk_idx is -1. None if no
+        weights were sent.
     """
 
     tokens: Array
@@ -363,7 +379,7 @@ def rank_dispatch(
       num_experts: E, a multiple of N.
 
     Returns:
-      N `RankDispatched`.
+      N `RankDispatched`, one for each rank.
     """
     num_local = num_experts // len(x_per_rank)
     received = []
@@ -384,11 +400,12 @@ def rank_dispatch(
 def rank_combine(
     y_per_rank: Sequence[Array], local_topk_idx_per_rank: Sequence[Array]
 ) -> list[Array]:
-    """Sums partial sums over ranks: out[t] of rank s is the sum over all ranks of y[s, t].
+    """Sums the ranks' partial outputs: out[t] of rank s is the sum of y[s, t] over all ranks.
 
     Args:
-      y_per_rank: N arrays [N, T, H]: each rank's partial sum for every (source rank, token). A
-        rank's row is added only if the token chose an expert of that rank.
+      y_per_rank: N arrays [N, T, H]: each rank's weighted sum of its own experts' outputs, for
+        every (source rank, token). A rank's row is added only if the token chose one of its
+        experts.
       local_topk_idx_per_rank: N arrays [N, T, K], as `rank_dispatch` returned them.
 
     Returns:
@@ -411,9 +428,9 @@ class Routing(NamedTuple):
     """The result of `top_k_routing`.
 
     Attributes:
-      topk_idx: [T, K] int32: the chosen experts, best first.
-      topk_weights: [T, K]: their weights.
-      probs: [T, E]: the score of every expert, before bias, groups and normalization.
+      topk_idx: [T, K] int32: the ids of the chosen experts, best first.
+      topk_weights: [T, K] float64: the weights of the chosen experts.
+      probs: [T, E] float64: the score of every expert, before bias, groups and normalization.
     """
 
     topk_idx: Array
@@ -435,14 +452,14 @@ def top_k_routing(
     normalize_epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Routing:
-    """Chooses each token's k experts from logits [T, E], in float64.
+    """Chooses k experts for each token from logits [T, E]; computes in float64.
 
-    For the choice only, `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
-    or with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal
-    consecutive groups. The score of a group is the sum of its two best biased scores ("top2") or
-    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Equal biased
-    scores are ordered by larger logit, then by lower id. Weights are computed from logarithms of
-    the scores, so scores that underflow still have exact ratios.
+    `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2), or with
+    `choose_by="logit"` to the logits, for the choice only. With `num_groups` > 1 the experts form
+    equal groups of consecutive ids. The score of a group is the sum of its two best biased scores
+    ("top2") or its best one ("max"), and experts are chosen from the `groups_kept` best groups.
+    Equal biased scores are ordered by larger logit, then by lower id. Weights are computed from
+    logarithms of the scores, so scores that underflow still have exact ratios.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -465,8 +482,9 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
+            # For the sigmoid, log_score - logit is log(1 - score).
             if score == "sigmoid":
-                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)  # log(1 - score)
+                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
         tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
         kept = _best_first(groups_kept, of_group.sum(axis=-1), tie)
         group_of_expert = np.arange(num_experts) // group_size
@@ -479,7 +497,7 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # Dividing by the largest term first keeps scores that underflow in float64 usable.
+        # All terms are divided by the largest one first, so that they do not all underflow to 0.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -488,29 +506,33 @@ def top_k_routing(
 
 
 def _log_scores(logits: Array, score: str) -> Array:
-    """Computes the logarithms of the scores [T, E], finite even where a score underflows."""
+    """Computes the logarithms of the scores of logits [T, E]; finite where a score underflows."""
     if score == "softmax":
         return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     if score == "sigmoid":
         return -np.logaddexp(0, -logits)
     if score == "sqrt_softplus":
-        low = np.minimum(logits, -40)  # softplus equals exp below -40
+        # Below -40, softplus equals exp in float64.
+        low = np.minimum(logits, -40)
         return 0.5 * np.where(logits < -40, low, np.log(np.logaddexp(0, np.maximum(logits, -40))))
     raise ValueError(f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}.")
 
 
 def _best_first(number: int, scores: Array, ties: Array) -> Array:
-    """Returns the indices of the largest scores, best first; larger `ties` win among equals."""
+    """Returns the indices of the `number` largest scores along the last axis, best first.
+
+    Among equal scores, the larger of `ties` comes first, then the lower index.
+    """
     return np.lexsort((-ties, -scores), axis=-1)[..., :number]
 
 
 def load_balance_loss(probs: Array, topk_idx: Array) -> float:
     """Computes the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4).
 
-    The loss is E * sum_e f_e * p_e, where f_e is the share of choices that name expert e, and p_e
-    the mean over tokens of e's score, normalized over experts. It is 1 if both are uniform.
-    `probs` [T, E] and `topk_idx` [T, K] hold the tokens of all ranks. Choices outside [0, E), such
-    as -1, do not count, nor do tokens without any other choice.
+    The loss is E * sum_e f_e * p_e. Here f_e is the fraction of choices that name expert e, and p_e
+    is the mean over tokens of e's score, normalized over experts. The loss is 1 if f and p are
+    uniform. `probs` [T, E] and `topk_idx` [T, K] hold the tokens of all ranks. Choices outside
+    [0, E), such as -1, do not count. Tokens that have only such choices do not count either.
     """
     num_experts = probs.shape[1]
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -526,7 +548,7 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
 def router_z_loss(logits: Array) -> float:
     """Computes the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) for logits [T, E].
 
-    The loss is mean_t (logsumexp_e logits[t, e])^2.
+    The loss is mean_t (logsumexp_e logits[t, e])^2, which keeps logits small.
     """
     logits = logits.astype(np.float64)
     top = logits.max(axis=-1)
@@ -534,7 +556,7 @@ def router_z_loss(logits: Array) -> float:
 
 
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
-    """Returns the routing bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
+    """Returns the selection bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
 
     The bias rises by `rate` for experts with fewer tokens than the mean of `expert_counts`
     [..., E] over E, and falls by `rate` for experts with more.
@@ -547,9 +569,10 @@ def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
 
 
 def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Multiplies the rows of group l of lhs [R, H] by rhs[l], where rhs is [L, H, F], in float64.
+    """Multiplies each group of rows of lhs [R, H] by the group's matrix of rhs [L, H, F].
 
-    Groups are consecutive runs of `group_sizes[l]` rows. Returns [R, F], zero past the last group.
+    Group l has the `group_sizes[l]` rows that follow group l - 1. Returns [R, F] float64, zero past
+    the last group.
     """
     out = np.zeros((lhs.shape[0], rhs.shape[2]), np.float64)
     start = 0
@@ -598,22 +621,22 @@ def moe_layer(
 
 # -------------------------------------------------------------------------------- float8 experts
 
-# With float8 operands, an implementation's sums of products may differ from those in float64 by
-# this factor times the sum of |products|: tensor cores add 128 products in about 14 bits.
+# The tests allow matmuls of float8 operands to differ from float64 sums by this factor times the
+# sum of |products|, because tensor cores add 128 products in about 14 bits.
 FLOAT8_SUM_ERROR = 2.0**-12
 
 
 def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
-    """Returns the numbers that float8_e4m3fn stores of x, with a scale for each block, in float64.
+    """Rounds x to float8_e4m3fn with one scale per block; returns the rounded numbers in float64.
 
-    A number is its value times the scale of its block, exactly, and the scale is the block's
-    largest finite |x| / 448 in float32, at least 2^-117. Values have 4 significant bits, and are
-    multiples of 2^-9. NaN and infinities become NaN, without effect on the rest of their block.
-    The numbers of finite x are off by at most max(2^-4 |x|, 2^-10 scale).
+    A number is the exact product of a float8 value and the scale of its block. The scale is the
+    block's largest finite |x| / 448 in float32, at least 2^-117. Values have 4 significant bits,
+    and are multiples of 2^-9. NaN and infinities become NaN, without effect on the rest of their
+    block. The rounding error of a finite x is at most max(2^-4 |x|, 2^-10 scale).
 
     Args:
-      x: [..., R, C] floating, taken as float32.
-      block: the rows and columns of a block. The last blocks may be partial.
+      x: [..., R, C] floating, cast to float32 first.
+      block: the numbers of rows and columns of a block. The last blocks may be partial.
     """
     height, width = block
     numbers = np.empty(x.shape, np.float64)
@@ -625,10 +648,10 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
 
 
 def _float8_block(x: Array) -> Array:
-    """Rounds blocks [..., R, C] float32 to the numbers of float8, in float64."""
+    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C]; in float64."""
     finite = np.isfinite(x)
     largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
-    # A little less than 1 / 448, so that 448 scales never round to more than the largest.
+    # The factor is a little less than 1 / 448, so that 448 * scale never exceeds `largest`.
     scale = np.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
     value = (np.where(finite, x, 0) * (1 / scale)).astype(np.float64)
     spacing = np.exp2(np.maximum(np.frexp(value)[1], -5) - 4)
@@ -637,19 +660,19 @@ def _float8_block(x: Array) -> Array:
 
 
 def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Multiplies the rows of group l by rhs[l] as float8: `grouped_matmul` of quantized operands.
+    """Computes `grouped_matmul` of lhs [R, H] and rhs [L, H, F], both rounded to float8.
 
-    Rows have a scale for 128 numbers of a row, and matrices for 128 x 128. The gradient of lhs is
-    `float8_matmul(grad, rhs.swapaxes(1, 2), group_sizes)`.
+    Rows of lhs have one scale per 128 numbers of a row, and matrices have one scale per block of
+    128 x 128. The gradient of lhs is `float8_matmul(grad, rhs.swapaxes(1, 2), group_sizes)`.
     """
     return grouped_matmul(float8(lhs), float8(rhs, (128, 128)), group_sizes)
 
 
 def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
-    """Computes the gradient of rhs [L, H, F] from lhs [R, H] and grad [R, F], both as float8.
+    """Computes the gradient of rhs [L, H, F] from lhs [R, H] and grad [R, F], rounded to float8.
 
-    The sums run over rows, so a scale is for 128 rows of a group: of each column of lhs, and of 128
-    columns of grad.
+    The gradient sums over the rows of a group. Therefore lhs has one scale per 128 rows of a group
+    and one column, and grad one scale per 128 rows of a group and 128 columns.
     """
     drhs = np.zeros((len(group_sizes), lhs.shape[1], grad.shape[1]), np.float64)
     start = 0
@@ -663,9 +686,9 @@ def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
 def float8_expert_mlp(
     tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> Array:
-    """Applies each local expert to its group of rows [R, H] as `expert_mlp` does, but as float8.
+    """Computes `expert_mlp` of rows [R, H] with the operands of all matmuls rounded to float8.
 
-    The operands of all three matmuls are quantized; all else is float64.
+    Everything else is computed in float64.
     """
     gate, up = (float8_matmul(tokens, wi, group_sizes) for wi in (wi_0, wi_1))
     return float8_matmul(_silu(gate) * up, wo, group_sizes)
@@ -674,14 +697,15 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp`, straight through the rounding of operands.
+    """Computes the gradients of `float8_expert_mlp`; they treat rounding as the identity.
 
-    Both pre-activations are kept as float8, with a scale for 128 numbers of a row. The gradients of
-    matrices multiply tokens and output cotangents that have been quantized by rows before.
+    The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
+    and the backward pass computes from these. For the gradients of the matrices, tokens and output
+    cotangents are quantized along their rows first, and then again along the rows of each group.
 
     Args:
       grad: [R, H], the cotangents of the output.
-      tokens, group_sizes, wi_0, wi_1, wo: as in `expert_mlp`.
+      tokens, group_sizes, wi_0, wi_1, wo: the arguments of `expert_mlp`.
 
     Returns:
       The gradients of tokens, wi_0, wi_1 and wo, in float64.

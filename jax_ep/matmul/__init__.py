@@ -1,1 +1,4 @@
-"""Implements grouped matmul: start at `api`; each backend has its own module."""
+"""Implements grouped matmuls, which multiply each group of rows by the group's own matrix.
+
+`api` has the public function, `grouped_matmul`. Each backend has its own module.
+"""

@@ -1,9 +1,10 @@
-"""Multiplies each row by its group's matrix. Start at `grouped_matmul`.
+"""Defines grouped matmuls, which multiply each row by the matrix of the row's group.
 
-Three JAX primitives make one jaxpr lower to the right backend on each platform: `grouped_matmul`
-(a product, or the sum of several), `grouped_matmul_gated` (a gating function of two products) and
-`grouped_matmul_drhs` (the gradients of matrices). `grouped_matmul` and `grouped_matmul_drhs`
-compute the gradients of all three, so gradients of any order work.
+The public function is `grouped_matmul`. There are three JAX primitives, so that one jaxpr can be
+lowered to the fastest backend of each platform: `grouped_matmul` (a product, or the sum of several
+products), `grouped_matmul_gated` (a gating function of two products) and `grouped_matmul_drhs` (the
+gradients of matrices). The gradients of all three are computed by `grouped_matmul` and
+`grouped_matmul_drhs`, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Implementation = Literal["pallas", "xla", "loop"] | None
 # The backends, in the order in which implementation=None tries them. It follows the times in the
 # section "Grouped matmul" of pallas_kernels/TUNING.md.
 IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
-# The platforms that have a lowering of their own; all other platforms share one.
+# The platforms for which primitives register a lowering. All other platforms share one lowering.
 _PLATFORMS = ("cpu", "cuda")
 
 
@@ -45,7 +46,7 @@ def grouped_matmul(
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Multiplies consecutive groups of rows by one matrix each, as the experts of an MoE layer do.
+    """Multiplies consecutive groups of rows by one matrix per group, such as an expert's weights.
 
     Rows [0, group_sizes[0]) of `lhs` are multiplied by `rhs[0]`, the next `group_sizes[1]` rows
     by `rhs[1]`, and so on. Sums are float32. Works anywhere in a JAX program: `jit`, `grad` (of
@@ -53,21 +54,22 @@ def grouped_matmul(
     and inside `shard_map` with `check_vma` on or off.
 
     Rows of `lhs` past the last group may hold anything, even NaN. The result and the gradient of
-    `lhs` are zero there, and the gradient of `rhs` does not depend on them; it is zero for an empty
-    group. For these rows "pallas" and "loop" only write zeros.
+    `lhs` are zero in these rows, and the gradient of `rhs` does not depend on them. The gradient of
+    `rhs` is zero for an empty group. "pallas" and "loop" do not multiply rows past the last group.
 
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
-      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Rows past
-        R are ignored. The result is undefined for a negative size or a sum above 2^31 - 1.
+      group_sizes: [L] integer, 0 or more: the number of rows of each group; their sum is at most R.
+        If the sum is larger, rows past R are ignored. The result is undefined for a negative size
+        or a sum above 2^31 - 1.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
-        None      the fastest of them that supports the operands on the platform the program is
-                  compiled for.
+        None      the fastest backend that supports the operands on the platform that the program
+                  is compiled for.
 
     Returns:
       [R, F], the dtype of lhs.
@@ -104,15 +106,16 @@ def grouped_matmul(
 def check_implementation(
     implementation: Implementation, rhs: jax.Array, name: str = "implementation"
 ) -> None:
-    """Raises ValueError, with the reason, if the named implementation cannot multiply by rhs.
+    """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
-    rhs is [L, H, F]. An `implementation` of None passes. The message calls the argument `name`.
+    `rhs` is [L, H, F]. If `implementation` is None, nothing is raised. The message calls the
+    argument `name`.
     """
     IMPLEMENTATIONS.check(implementation, Problem(rhs.shape[1:], rhs.dtype), name)
 
 
 def default_platform() -> str:
-    """Returns JAX's default platform by the name that lowering uses, such as "cuda"."""
+    """Returns the platform of JAX's default backend: "cuda" or "rocm" instead of JAX's "gpu"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -129,9 +132,9 @@ def product(
 ) -> jax.Array:
     """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
 
-    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero, or undefined without
-    `zero_unused`. Operands must have been checked and have one varying-axes type; group_sizes must
-    be int32.
+    With `transpose_rhs`, rhs is [L, N, K]. Rows of the result past the last group are zero, or
+    undefined without `zero_unused`. Operands must have been checked and must have the same varying
+    manual axes (vma); group_sizes [L] must be int32.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
 
@@ -144,11 +147,12 @@ def sum_of_products(
     transpose_rhs: bool = False,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the grouped products of (lhs, rhs) pairs, which have equal shapes and one dtype.
+    """Sums the grouped products of several (lhs, rhs) pairs; returns [R, N].
 
-    "pallas" computes the sum in one kernel, in float32 and rounded once; the other implementations
-    round each product. `zero_unused` is that of `product`. Operands must have been checked and
-    have one varying-axes type; group_sizes must be int32.
+    All lhs are [R, K] and all rhs are [L, K, N], of one dtype; see `product` for `transpose_rhs`
+    and `zero_unused`. "pallas" computes the sum in float32, in one kernel, and rounds it once. The
+    other implementations round each product. Operands must have been checked and must have the same
+    varying manual axes (vma); group_sizes [L] must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
     return bind(
@@ -173,14 +177,14 @@ def gated_product(
 ) -> tuple[jax.Array, ...]:
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, for lhs [R, K] and two rhs [L, K, N].
 
-    The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
-    as float32 or wider. "pallas" computes everything in one kernel, with the same bits, if it
-    supports the operations of `gating`. Operands must have been checked and have one varying-axes
-    type; group_sizes must be int32.
+    The products are rounded to the operands' dtype. `gating`, elementwise and hashable, gets them
+    as float32 or wider. "pallas" computes both products and the gating in one kernel, with the same
+    bits, if it supports the operations of `gating`. Operands must have been checked and must have
+    the same varying manual axes (vma); group_sizes [L] must be int32.
 
-    Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
-    Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden; without
-    `zero_unused` they are undefined.
+    Returns (hidden,), or with `keep` (hidden, product, product), [R, N] each, of the operands'
+    dtype. Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden;
+    without `zero_unused`, they are undefined.
     """
     return tuple(
         bind(
@@ -199,10 +203,10 @@ def gated_product(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Multiplies each group's rows of lhs [R, K], transposed, by its rows of grad [R, N].
+    """Computes the gradient [L, K, N] of the rhs of a product from lhs [R, K] and grad [R, N].
 
-    Returns [L, K, N], the gradient of a product's rhs. Operands must have been checked and have
-    one varying-axes type; group_sizes must be int32.
+    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l]. Operands must have been
+    checked and must have the same varying manual axes (vma); group_sizes [L] must be int32.
     """
     return drhs_of_each(lhs, (grad,), group_sizes, implementation)[0]
 
@@ -214,14 +218,20 @@ def drhs_of_each(
     group_sizes: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `drhs` of lhs and each of `grads`, of one shape; "pallas" does so in one kernel."""
+    """Computes `drhs` of lhs [R, K] and each array of `grads`, [R, N] each.
+
+    Returns one array [L, K, N] for each of them. "pallas" computes all of them in one kernel.
+    """
     return tuple(
         bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
     )
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive with operands and results replicated over the mesh's Explicit axes."""
+    """Binds a primitive, with operands and results replicated over the mesh's Explicit axes.
+
+    `params` are the static parameters of the primitive. Returns the results of the primitive.
+    """
     bind_here = functools.partial(primitive.bind, **params)
     return replicated_over_explicit_axes(bind_here, *operands)
 
@@ -279,7 +289,11 @@ drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 def _select(
     implementation: Implementation, platform: str, lhs: jax.Array, matrix_shape: Sequence[int]
 ) -> Backend:
-    """Selects the backend to lower to; raises ValueError if a named one cannot run there."""
+    """Selects the backend that computes a grouped matmul on `platform`.
+
+    `matrix_shape` is the shape [K, N] of one group's matrix. Raises ValueError if `implementation`
+    names a backend that cannot run there.
+    """
     problem = Problem(matrix_shape, lhs.dtype, platform, lhs.shape[0])
     return IMPLEMENTATIONS.select(implementation, problem)
 
@@ -333,10 +347,18 @@ def _drhs_shapes(lhs, *operands, **_):
 def make_primitive(
     name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
 ) -> Primitive:
-    """Makes a primitive from a function that computes it on a platform.
+    """Makes a JAX primitive from a function that computes its results on a given platform.
 
-    `shape` returns the shape or shapes of its results. A result has the dtype of the first operand,
-    unless a `jax.ShapeDtypeStruct` is in place of its shape.
+    Under `jax.vmap`, the primitive is run for one element of the batch after another.
+
+    Args:
+      name: the name of the primitive.
+      shape: takes the types of the operands and the parameters, and returns the shape of the
+        result, or a list of shapes if there are `several` results. A result has the dtype of the
+        first operand, unless `shape` returns a `jax.ShapeDtypeStruct` for it.
+      compute: takes the operands, the parameters and `platform`, and returns the results.
+      several: whether the primitive has a list of results instead of one result.
+      options: further arguments of `define_primitive`.
     """
 
     def type_of(lhs, result):
@@ -390,9 +412,10 @@ def make_primitive(
 
 
 def _without_unused_products(used, params):
-    """Drops `keep` where the two products are not used; a rule of `define_primitive(unused=...)`.
+    """Drops `keep` if neither product is used; `grouped_matmul_gated`'s rule for unused results.
 
-    Returns the new parameters, the indices of the kept results, and None, which keeps all operands.
+    `used` says for each result whether it is used. Returns the new parameters of the primitive, the
+    indices of the results that remain, and None, since all operands remain.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -400,9 +423,10 @@ def _without_unused_products(used, params):
 
 
 def _without_unused_gradients(used, params):
-    """Drops unused gradients and their operands; a rule of `define_primitive(unused=...)`.
+    """Drops unused gradients and their operands; `grouped_matmul_drhs`'s rule for unused results.
 
-    Returns the parameters, the indices of the kept results, and those of the kept operands.
+    `used` says for each result whether it is used. Returns the parameters of the primitive, the
+    indices of the results that remain, and the indices of the operands that remain.
     """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]

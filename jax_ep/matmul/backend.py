@@ -6,14 +6,16 @@ All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
       `transpose_rhs`; rows from num_rows on are zero, whatever lhs holds there.
   sum_of_products([(lhs, rhs), ...], group_sizes, transpose_rhs=..., zero_unused=...) -> [R, N]
-      the sum of these products; without `zero_unused`, rows from num_rows on hold anything.
+      the sum of `product` over the pairs; without `zero_unused`, rows from num_rows on are
+      undefined.
   gated_product(lhs [R, K], (rhs [L, K, N], rhs [L, K, N]), group_sizes [L], gating, keep) ->
-      (hidden [R, N],), with `keep` (hidden, product, product), [R, N] each: the two products, each
-      rounded to the operands' dtype, and gating of the two; `zero_unused` as above.
+      (hidden [R, N],), or with `keep` (hidden, product, product), [R, N] each. A product is rounded
+      to the operands' dtype, and hidden = gating(product, product). `zero_unused` is that of
+      `sum_of_products`.
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.
-  drhs_of_each(lhs, grads, group_sizes) -> drhs of lhs and each grad.
+  drhs_of_each(lhs, grads, group_sizes) -> a tuple: drhs of lhs and each array of `grads`.
 
 Sums are float32 (float64 for float64 operands); results have the operands' dtype.
 """
@@ -32,12 +34,14 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
 
-# The GPU kernels' tiles have this many rows; operands with other numbers of rows are copied.
+# The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. Other operands are
+# copied to add rows.
 TILE_ROWS = 8
-Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs) pairs of equal shapes and dtypes
-# An elementwise function of two arrays, float32 or wider.
+# (lhs, rhs) pairs; all lhs have one shape, all rhs have one shape, and all arrays have one dtype.
+Pairs = Sequence[tuple[jax.Array, jax.Array]]
+# An elementwise function (lhs @ rhs[0], lhs @ rhs[1]) -> hidden of arrays in float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# A function (lhs, grads, group_sizes) -> the results of `drhs_of_each`.
+# A function (lhs [R, K], grads [R, N] each, group_sizes [L]) -> gradients of matrices [L, K, N].
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
@@ -54,7 +58,10 @@ class SumOfProducts(Protocol):
 
 
 class FusedGate(Protocol):
-    """Computes `Backend.gated_product`; returns None for an unsupported gating."""
+    """A function that computes `Backend.gated_product` in one kernel.
+
+    It returns None if the kernel does not support the operations of `gating`.
+    """
 
     def __call__(
         self,
@@ -73,11 +80,12 @@ class Problem:
     """The properties of a grouped matmul by which its backend is selected.
 
     Attributes:
-      matrix_shape: (H, F), the shape of each group's matrix.
+      matrix_shape: (K, N), the shape of each group's matrix.
       dtype: the dtype of the operands.
       platform: the platform to run on ("cpu", "cuda", ...); None during tracing, when it is not
         known.
-      num_rows: R, which is symbolic in some exported programs; None where it is not known.
+      num_rows: R, the number of rows of lhs, which may be a symbolic dimension under `jax.export`;
+        None where it is not known.
     """
 
     matrix_shape: Sequence[int]
@@ -87,7 +95,10 @@ class Problem:
 
 
 def symbolic_rows_reason(problem: Problem) -> str | None:
-    """Returns why a backend that needs the number of rows cannot run, or None if it is known."""
+    """Returns a reason if the number of rows is symbolic, as `Implementation.unavailable_reason`.
+
+    It is for backends that need a static number of rows. Returns None if the number is static.
+    """
     if problem.num_rows is None or not checks.is_symbolic(problem.num_rows):
         return None
     return "the number of rows is symbolic, as it may be for jax.export"
@@ -95,15 +106,17 @@ def symbolic_rows_reason(problem: Problem) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Implementation):
-    """A way to compute grouped matmuls; its `Implementation` methods take a `Problem`.
+    """An implementation of grouped matmuls, which is selected by a `Problem`.
 
     Attributes:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
-      fused_sum: sums products in one accumulator; None: products are computed separately and added.
-      fused_gate: computes a gated product in one kernel, or returns None for an unsupported gating;
-        None: products are computed separately, and XLA computes the gating.
-      fused_drhs: computes several gradients of matrices in one kernel; None: one by one.
+      fused_sum: sums several products in one accumulator. None means that products are computed
+        separately and added.
+      fused_gate: computes a gated product in one kernel, or returns None for an unsupported gating.
+        None means that products are computed separately, and XLA computes the gating.
+      fused_drhs: computes several gradients of matrices in one kernel. None means that they are
+        computed one by one.
     """
 
     product: Product
@@ -115,7 +128,10 @@ class Backend(Implementation):
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
-        """Sums the products of (lhs, rhs) pairs, rounded once if fused, else after each product."""
+        """Sums the grouped products of (lhs, rhs) pairs; returns [R, N].
+
+        With `fused_sum`, the sum is rounded once. Otherwise each product is rounded.
+        """
         if self.fused_sum is not None:
             return self.fused_sum(
                 pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
@@ -133,7 +149,10 @@ class Backend(Implementation):
         *,
         zero_unused: bool = True,
     ) -> tuple[jax.Array, ...]:
-        """Gates the products of lhs and both rhs; with `keep` returns the products too."""
+        """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups; returns (hidden,), [R, N].
+
+        With `keep`, also returns the two products: (hidden, product, product).
+        """
         if self.fused_gate is not None:
             fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep, zero_unused=zero_unused)
             if fused is not None:
@@ -145,24 +164,24 @@ class Backend(Implementation):
     def drhs_of_each(
         self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Computes the gradients of matrices from one lhs and several grads, of one shape."""
+        """Computes `drhs` of lhs [R, K] and each of `grads` [R, N]; returns [L, K, N] each."""
         if self.fused_drhs is not None:
             return self.fused_drhs(lhs, grads, group_sizes)
         return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
 
 
 def gated(gating: Gating, *products: jax.Array) -> jax.Array:
-    """Returns gating of the products, computed in float32 or wider and rounded to their dtype."""
+    """Computes gating(*products) in float32 or wider, and rounds it to the products' dtype."""
     dtype = products[0].dtype
     return gating(*(product.astype(wide_dtype(dtype)) for product in products)).astype(dtype)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to x [R, C], up to the next multiple of TILE_ROWS rows."""
+    """Appends rows of zeros to x [R, C], so that the number of rows is a multiple of TILE_ROWS."""
     return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Sets the rows of x [R, ...] past the last group to zero."""
+    """Returns x [R, C] with zeros in the rows past the last group, from sum(group_sizes) on."""
     live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     return jnp.where(live[:, None], x, 0)

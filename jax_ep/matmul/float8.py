@@ -1,16 +1,17 @@
 """Grouped matmuls of float8 rows and matrices, and the quantization of their operands.
 
-A product is the sum of the products of the numbers, values times scales, in float32. Only "pallas"
-multiplies float8; "loop" and "xla" multiply the numbers as float32. Its kernels add 128 products in
-about 14 bits, and then add these sums in float32: with k = K / 128 of them
+A quantized operand consists of float8 values and of scales; its numbers are values times scales.
+Only "pallas" multiplies float8 values; "loop" and "xla" multiply the numbers as float32. The
+kernels of "pallas" add 128 products in about 14 bits, and then add these sums in float32, so
 
     |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds.
 
-The tensor cores need the summed dimension innermost, in both operands. So a product takes matrices
-[L, N, K]; and the gradient of matrices takes rows transposed, which `transpose_rows` makes, with
-scales along the rows.
+The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
+matrices [L, N, K], and `drhs_of_each`, which contracts rows, takes rows that `transpose_rows` has
+transposed and quantized along the rows of each group.
 
-Nothing here has a gradient of its own: `jax_ep.moe.expert_matmuls` has those of the experts.
+The functions of this module have no gradients; `jax_ep.moe.expert_matmuls` computes the gradients
+of the experts with them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
-# Of transposed rows: a scale for 128 rows and 128 columns, the format of gradients' transposes.
+# A format of transposed rows with one scale per 128 rows and 128 columns. `drhs_of_each` takes its
+# `grads` in this format.
 _BLOCKS_OF_ROWS = Float8.of(DTYPE, (BLOCK, BLOCK))
 
 
 class QuantizedMatrices(NamedTuple):
-    """Matrices in the two orders that products and their gradients need, with the same numbers.
+    """Float8 matrices, stored twice: as they are and transposed, with the same numbers.
+
+    A product and its gradient contract different dimensions, and kernels need the contracted
+    dimension innermost.
 
     Attributes:
       matrices: [L, K, N], in the format `jax_ep.formats.FLOAT8_MATRICES`.
-      transposed: [L, N, K], likewise.
+      transposed: [L, N, K], in the format `jax_ep.formats.FLOAT8_MATRICES`.
     """
 
     matrices: QuantizedArray
@@ -49,7 +54,10 @@ class QuantizedMatrices(NamedTuple):
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
-    """Quantizes matrices [L, K, N], K and N multiples of 128, in both orders."""
+    """Quantizes matrices [L, K, N], with K and N multiples of 128, and transposes the result.
+
+    Returns the float8 matrices as they are and transposed.
+    """
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype
     parts = bind(quantize_matrices_p, matrices, implementation=implementation)
@@ -63,7 +71,7 @@ def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedA
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
-    """Quantizes rows [R, K], K a multiple of 128."""
+    """Quantizes rows [R, K] to float8, with one scale per 128 numbers of a row; 128 divides K."""
     return quantize(rows, FLOAT8_ROWS)
 
 
@@ -75,17 +83,22 @@ def transpose_rows(
     keep_order: bool = False,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray | None, TransposedRows]:
-    """Quantizes rows [R, K] along the rows of each group; returns them transposed.
+    """Quantizes rows [R, K] with scales for blocks of 128 rows of one group; transposes them.
+
+    The result is an operand of `drhs_of_each`.
 
     Args:
-      rows: [R, K] floating or quantized, K a multiple of 128.
-      blocks: [P / 128, 2] int32, the first result of `row_blocks`.
-      by_column: whether 128 rows of each column have a scale, or 128 rows of 128 columns.
-      keep_order: whether to return them quantized as they lie too, a scale for 128 of a row.
-      implementation: that of the matmuls.
+      rows: [R, K] floating or quantized, with K a multiple of 128.
+      blocks: [P / 128, 2] int32, the first result of `row_blocks`: the first row of each block of
+        128 rows, and the number of its rows.
+      by_column: whether a scale is for 128 rows of one column (True), as for the `lhs` of
+        `drhs_of_each`, or for 128 rows of 128 columns (False), as for its `grads`.
+      keep_order: whether to also quantize the rows without transposing them, with one scale per 128
+        numbers of a row.
+      implementation: the implementation of the matmuls.
 
     Returns:
-      (rows as they lie or None, transposed rows).
+      The quantized rows [R, K], or None without `keep_order`; and the transposed rows.
     """
     operands = (rows.values, rows.scales) if isinstance(rows, QuantizedArray) else (rows,)
     *kept, values, scales = bind(
@@ -107,9 +120,14 @@ def product(
     implementation: Implementation = None,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the products of each row of [R, K] and its group's matrix of [L, N, K]: [R, N].
+    """Multiplies rows [R, K] by their groups' matrices [L, N, K]; sums over the pairs: [R, N].
 
-    Rows past the last group are zero; without `zero_unused` they hold anything.
+    Args:
+      pairs: (rows, matrices) pairs of equal shapes.
+      group_sizes: [L] int32: the rows of each group.
+      dtype: the dtype of the result.
+      implementation: the implementation of the matmuls.
+      zero_unused: whether rows past the last group are zero; otherwise they are undefined.
     """
     operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
     return bind(
@@ -130,10 +148,11 @@ def gated_product(
     keep: bool,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) of float32 products, quantized: rows [R, N].
+    """Computes gating of the grouped products of lhs and both rhs; returns it as float8 rows.
 
-    lhs is [R, K], and rhs [L, N, K] each. With `keep` also returns both products, quantized. Rows
-    past the last group hold anything.
+    lhs is [R, K], and each rhs is [L, N, K], of which each matrix is transposed for the product.
+    `gating` gets the products [R, N] as float32. Returns (hidden,), or with `keep` (hidden,
+    product, product), [R, N] each, quantized. Rows past the last group are undefined.
     """
     parts = bind(
         float8_gated_p,
@@ -153,14 +172,17 @@ def drhs_of_each(
     dtype: Any,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies each group's rows of lhs by its rows of each grad: [L, K, N] each.
+    """Computes the gradients of matrices, [L, K, N] for each of `grads`, from transposed rows.
+
+    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l].
 
     Args:
-      lhs: values [K, P], scales of columns.
-      grads: one or two, values [N, P], scales of 128 columns.
-      groups: [L, 2] int32, the second result of `row_blocks`.
+      lhs: the result of `transpose_rows` with by_column=True, with values [K, P].
+      grads: one or two results of `transpose_rows` with by_column=False, with values [N, P].
+      groups: [L, 2] int32, the second result of `row_blocks`: the first block of 128 rows of each
+        group, and the number of its blocks.
       dtype: the dtype of the results.
-      implementation: that of the matmuls.
+      implementation: the implementation of the matmuls.
     """
     return tuple(
         bind(
@@ -183,7 +205,7 @@ def _select(implementation: Implementation, platform: str, matrix_shape, num_row
 
 
 def _kernels(backend: Backend) -> Any:
-    """Returns the module that runs the kernels, or None for a backend that has none."""
+    """Returns the module that calls the float8 kernels if the backend is "pallas", else None."""
     if backend.name != "pallas":
         return None
     from jax_ep.matmul import float8_pallas
@@ -254,10 +276,11 @@ def _sum_of_products(
     group_sizes: jax.Array,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums products of float32 numbers, [R, K] by [L, N, K].
+    """Sums the grouped products of float32 pairs, rows [R, K] by matrices [L, N, K]; [R, N].
 
-    XLA multiplies other groups' rows by zero, so a matrix' NaN would reach them. It is replaced by
-    zero, and its column of the result by NaN, in the rows of its own group.
+    A backend may multiply each matrix by all rows, with other groups' rows set to zero, so a NaN in
+    a matrix would reach the results of other groups. Therefore NaNs in matrices are replaced by
+    zeros, and the results that depend on them, in the rows of the same group, by NaN.
     """
     finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
     out = backend.sum_of_products(finite, group_sizes, transpose_rhs=True, zero_unused=zero_unused)

@@ -1,4 +1,4 @@
-"""Calls the float8 kernels, for `jax_ep.matmul.float8`: pads rows, and chooses blocks."""
+"""Calls the float8 kernels for `jax_ep.matmul.float8`, on padded rows and one block per core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def product(pairs: Any, group_sizes: jax.Array, dtype: Any) -> jax.Array:
 def gated_product(
     lhs: Any, rhs: Any, group_sizes: jax.Array, gating: Any, keep: bool
 ) -> list[jax.Array] | None:
-    """Returns None for a gating with operations that the kernel does not support."""
+    """Computes `float8.gated_product` in one kernel; returns values and scales of each result.
+
+    Returns None if the kernel does not support the operations of `gating`.
+    """
     first, second = (Scaled(*each) for each in rhs)
     with jax.enable_x64(False):
         if (function := emitted(gating)) is None:

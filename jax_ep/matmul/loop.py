@@ -1,8 +1,9 @@
 """Implements the backend "loop": a loop over groups and tiles of rows, made for CPUs.
 
 On a CPU, `lax.ragged_dot` multiplies every row by every group's matrix. This backend loops over the
-groups, and within a group over tiles of its rows, and multiplies them by the group's matrix only.
-A group's last tile is padded, so tiles are the smallest that still keep the CPU's matmul busy.
+groups, and within a group over tiles of its rows, and multiplies each tile by the group's matrix
+only. The last tile of a group computes rows that are not used, so tiles have few rows, but enough
+to keep the CPU's matmul efficient.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
-    """Returns the first row of tile i of a group, and a mask [tile] of the rows to compute.
+    """Returns the first row of tile i of a group, and a bool mask [tile] of the rows to compute.
 
-    A tile that would extend past R is moved up. The mask leaves out the rows that the move adds in
-    front, and the rows past the group's end.
+    A tile has `tile` rows of lhs [R, K]. If it would extend past R, it starts at an earlier row.
+    The mask is False for the rows before the tile's regular start, and past the group's end.
     """
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)

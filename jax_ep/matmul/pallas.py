@@ -1,7 +1,7 @@
 """Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels (`pallas_kernels.matmul`) are imported when the first program with them
-is lowered, so a machine without GPUs does not load them.
+The kernels (`pallas_kernels.matmul`) are imported when the first program that uses them is lowered,
+so a machine without GPUs does not load them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-# The dtypes that the kernels multiply. Both sides of a matrix are multiples of the number.
+# The dtypes that the kernels multiply. Both dimensions of each group's matrix must be multiples of
+# the number.
 _MULTIPLES = {
     jnp.dtype(jnp.bfloat16): 64,
     jnp.dtype(jnp.float16): 64,
     jnp.dtype(jnp.float8_e4m3fn): 128,
 }
-_FEW_ROWS = 64  # groups of fewer rows take the time of reading their matrices
-HOPPER_CORES = 132  # an H100 or H200 SXM has this many multiprocessors
+# If groups have fewer rows than this on average, reading their matrices limits the speed.
+_FEW_ROWS = 64
+# The number of streaming multiprocessors of an H100 or H200 SXM.
+HOPPER_CORES = 132
 
 
 def unavailable_reason(problem: Problem) -> str | None:
-    """Returns why the kernels cannot compute a grouped matmul, or None if they can."""
+    """Returns why the kernels do not support a grouped matmul, or None if they do.
+
+    The reason completes an error message after "cannot run here: ".
+    """
     if reason := symbolic_rows_reason(problem):
         return reason
     dtype = jnp.dtype(problem.dtype)
@@ -53,7 +59,7 @@ def unavailable_reason(problem: Problem) -> str | None:
 def _platform_reason(platform: str | None) -> str | None:
     """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can.
 
-    A platform of None is not known yet.
+    `platform` is None during tracing, when the platform is not known.
     """
     if platform not in ("cuda", None):
         return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
@@ -64,7 +70,8 @@ def _platform_reason(platform: str | None) -> str | None:
     if reason := availability.mosaic_unavailable_reason():
         return reason
     device = jax.devices()[0]
-    if device.platform != "gpu":  # the program is lowered for another machine
+    # Without a GPU here, the program is compiled for another machine, whose GPU is not known.
+    if device.platform != "gpu":
         return None
     capability = float(device.compute_capability)
     if not 9 <= capability < 10:
@@ -83,9 +90,9 @@ def product(
     transpose_rhs: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Multiplies each row by its group's matrix with the kernel; zeroes rows past the last group.
+    """Computes `Backend.product` by a kernel; rows of the result past the last group are zero.
 
-    If `tiles` is None, `product_tiles` chooses them.
+    If `tiles` is None, `product_tiles` chooses the tile sizes.
     """
     pairs = [(lhs, rhs)]
     return sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs, tiles=tiles)
@@ -99,7 +106,10 @@ def sum_of_products(
     zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Sums the products of several (lhs, rhs) pairs in the same float32 accumulators."""
+    """Computes `Backend.sum_of_products` by one kernel, in the same float32 accumulators.
+
+    If `tiles` is None, `product_tiles` chooses the tile sizes.
+    """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     lhs, rhs = pairs[0]
@@ -125,10 +135,10 @@ def gated_product(
     zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, ...] | None:
-    """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
+    """Computes `Backend.gated_product` by one kernel.
 
-    Returns None for a gating with operations that the kernel does not support. If `tiles` is None,
-    `gated_tiles` chooses them.
+    Returns None if the kernel does not support the operations of `gating`. If `tiles` is None,
+    `gated_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 
@@ -153,9 +163,9 @@ def gated_product(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: DrhsTiles | None = None
 ) -> jax.Array:
-    """Computes the gradient of rhs with the kernel; rows past the last group are left out.
+    """Computes `Backend.drhs`, the gradient of rhs, by a kernel; skips rows past the last group.
 
-    If `tiles` is None, `drhs_tiles` chooses them.
+    If `tiles` is None, `drhs_tiles` chooses the tile sizes.
     """
     return drhs_of_each(lhs, [grad], group_sizes, tiles=tiles)[0]
 
@@ -167,7 +177,7 @@ def drhs_of_each(
     *,
     tiles: DrhsTiles | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes `drhs` of lhs and each of the grads, of one shape, in one kernel."""
+    """Computes `drhs` of lhs [R, K] and each of `grads`, [R, N] each, by one kernel."""
     from pallas_kernels.matmul import drhs as kernels
 
     with jax.enable_x64(False):
@@ -181,10 +191,9 @@ def drhs_of_each(
 
 
 def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tiles for a product of [num_rows, K] and [num_groups, K, num_cols].
+    """Chooses tile sizes for a product of rows [num_rows, K] and [num_groups, K, num_cols].
 
-    Larger tiles read less memory for each multiplication, but too few tiles leave multiprocessors
-    idle.
+    Larger tiles read less memory per multiplication, but too few tiles leave multiprocessors idle.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -200,9 +209,9 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
+    """Chooses tile sizes for a gated product of [num_rows, K] and two [num_groups, K, num_cols].
 
-    A tile of the accumulators holds a tile of each product, side by side.
+    The accumulators of a block hold one tile of each of the two products.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -213,7 +222,7 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
-    """Chooses tiles for the gradient of rhs [L, K, num_cols]."""
+    """Chooses tile sizes for `drhs`, which computes the gradient of rhs [L, K, num_cols]."""
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
@@ -221,17 +230,21 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:
-    """Chooses `Tiles.band`: at most `most` columns of tiles, in bands of about the same width.
+    """Chooses `Tiles.band`, the number of columns of tiles that all blocks sweep together.
 
-    The tiles that all blocks compute at a time then form about a square, for which the least memory
-    is read.
+    The columns of tiles, of width `block_n`, are divided into bands of about the same width, of at
+    most `most` columns. The tiles that all blocks compute at a time then form about a square, which
+    reads the least memory.
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))
 
 
 def emitted(gating: Gating) -> Any:
-    """Returns a gating as kernels emit it, or None if it has operations that they do not."""
+    """Converts a gating function of two arrays to code that a kernel can emit.
+
+    Returns None if the kernels do not support an operation of the function.
+    """
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
@@ -241,7 +254,10 @@ def emitted(gating: Gating) -> Any:
 
 
 def core_count() -> int:
-    """Returns the number of the first GPU's multiprocessors, or a Hopper's if there is no GPU."""
+    """Returns the number of streaming multiprocessors of the first GPU.
+
+    Without a GPU, returns that of an H100, for programs that are compiled for another machine.
+    """
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

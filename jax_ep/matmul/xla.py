@@ -36,7 +36,10 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 @functools.cache
 def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
-    """Returns the dimension numbers of a product, for `jax.lax.ragged_dot_general`."""
+    """Returns the dimension numbers with which `jax.lax.ragged_dot_general` computes `product`.
+
+    lhs is [R, K], ragged in its rows; rhs is [L, K, N], or [L, N, K] with `transpose_rhs`.
+    """
     return lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
         lhs_ragged_dimensions=[0],

@@ -1,1 +1,1 @@
-"""The Mixture-of-Experts layer as functions."""
+"""Implements the Mixture-of-Experts layer as pure functions, which both Flax layers call."""

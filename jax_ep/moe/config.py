@@ -1,8 +1,8 @@
-"""Defines the configuration of an MoE layer, whose fields both Flax layers take.
+"""Defines `MoEConfig`, the options of an MoE layer; both Flax layers take them as arguments.
 
-To add an option, declare a field of `MoEConfig`; or a field of `RoutingOptions` or `ExpertOptions`,
-and one of the same name here. Then compute with it. Options that add a parameter are declared in
-`jax_ep.moe.params`.
+To add an option of the whole layer, declare a field of `MoEConfig`. To add an option of the router
+or of the experts, declare a field of `RoutingOptions` or `ExpertOptions`, and repeat it in
+`MoEConfig` with `same_option`. Options that add a parameter are declared in `jax_ep.moe.params`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
 
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless matmuls can compute in `dtype`; appends `hint` to the message."""
+    """Raises TypeError unless `dtype` is a floating dtype of 16 bits or more, as matmuls need.
+
+    The message calls the argument `name` and ends with `hint`.
+    """
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
         raise TypeError(
@@ -79,7 +82,7 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
 
 
 def _check_fsdp_axes(name: str, value: Any) -> None:
-    # A mapping has become the tuple of its items.
+    # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items.
     if not isinstance(value, tuple) or any(
         not isinstance(item, tuple) or len(item) != 2 for item in value
     ):
@@ -96,82 +99,88 @@ def _check_fsdp_axes(name: str, value: Any) -> None:
 @documented(RoutingOptions, ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The options of a layer, without its parameters; hashable, and can be pickled.
+    """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
-    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts compute with
-    `activation`, `gating` and `clamp` too.
+    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which compute
+    every token, use `activation`, `gating` and `clamp` too.
 
     Attributes:
-        num_experts: E, a multiple of the ranks along `expert_axis`.
-        num_experts_per_token: K.
+        num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
+        num_experts_per_token: K, the number of experts that each token chooses.
         {RoutingOptions}
         router: None, or your own router: a function of one rank's tokens [T, H] and their logits
             [T, E] float32 that returns a `jax_ep.Routing` of K choices. The logits are None if the
             layer has no gate. The function is a static argument, so trained values must reach it
             through the logits. It is not called if the layer's call gets `topk_idx` and
-            `topk_weights`. It is given no selection bias, and must itself read the fields above if
-            it needs them.
-        router_dtype: the dtype that logits are computed in and rounded to, of 16 or 32 bits;
-            None: `dtype`. Scores are always float32.
+            `topk_weights`. It gets no selection bias. It must read the routing options, such as
+            `scale`, itself if it needs them.
+        router_dtype: the dtype that logits are computed in and rounded to, of 16 or 32 bits. None
+            means `dtype`. Scores are always float32.
         balance_convention: the definition of `MoEMetrics.load_balance_loss`: "switch",
             "transformers" or "deepseek_v3"; see `jax_ep.load_balance_loss`. "transformers" takes
             the softmax of the logits and its top-k, whatever the router chooses. "deepseek_v3"
             balances each sequence separately, and needs x of shape [..., sequence, H].
-        capacity_factor: None: a receive buffer that fits any routing, so nothing is dropped.
-            A number c above 0: a buffer of c times the rows that a rank receives on average,
-            T * K, plus room for `expert_alignment`, rounded up to a multiple of 8; rows that do not
-            fit are dropped and counted.
+        capacity_factor: None gives each rank a receive buffer that fits any routing, so nothing is
+            dropped. A number c above 0 gives a buffer of c times the rows that a rank receives on
+            average, T * K, plus room for `expert_alignment`, rounded up to a multiple of 8. Rows
+            that do not fit are dropped and counted.
         overflow: selects the rows to drop. "fair" drops rows of a rank's experts with most rows;
             "tail" drops rows of its last experts first. See `jax_ep.dispatch`.
-        host_capacity_factor: None; or a number c above 0: where the expert axis spans hosts, a rank
+        host_capacity_factor: None, or a number c above 0: where the expert axis spans hosts, a rank
             sends at most c * T (rounded up) of its T tokens to each other host. Choices of further
             tokens are dropped and counted; see `host_capacity` of `jax_ep.dispatch`. It suits
             routers that limit a token to few hosts, such as 0.6 for 4 of 8 hosts.
-        num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P slots with
-            copies of experts, and each call is given a `placement`, which says which expert each
-            slot holds. E may then be any number.
+        num_slots: None, or P, a multiple of the ranks, at least E. Each of the P slots holds the
+            weights of one expert, so experts may have several copies, and each rank holds P / N
+            slots. Each call is given a `placement`, which says which expert each slot holds. E may
+            then be any number.
         zero_experts, identity_experts, constant_experts: the numbers of free experts, which have
             almost no cost. They return 0, the token, or a mix of the token and a trained vector
-            (MoE++, LongCat-Flash). The router chooses them like other experts: in this order, their
-            ids follow those of the E experts, and the gate, its biases and `expert_counts` have
-            entries for them. Choices of free experts are not sent.
+            (MoE++, LongCat-Flash). The router chooses them like other experts. Their ids follow the
+            E experts' ids, in this order, and the gate, its biases and `expert_counts` have entries
+            for them. Choices of free experts are not sent.
         free_expert_factor: the factor, above 0, of the free experts' terms in the load-balance loss
             (MoE++'s tau). Below 1, tokens choose free experts more.
-        record_choices: whether `MoEMetrics.topk_idx` is given: the choices of all tokens, which a
-            later call takes as `topk_idx`.
+        record_choices: whether the metrics include `MoEMetrics.topk_idx`, the choices of all
+            tokens, which a later call takes as `topk_idx`.
         token_chunks: the number c of chunks of consecutive tokens in which a rank dispatches,
             computes and combines, one after the other. Buffers then have 1 / c of the rows, and the
-            backward pass dispatches each chunk and computes its first products again. Outputs and
-            gradients are the same up to rounding (with `matmul_dtype`, that of float8, since other
-            rows share a scale); losses and counts are those of all tokens, which are routed at
-            once. A chunk has ceil(T / c) of a rank's T tokens, and the last one is
-            padded. Both capacity factors limit each chunk by itself.
-        expert_alignment: each expert's block of rows starts at a multiple of this.
+            backward pass dispatches each chunk and computes its products with wi_0 and wi_1 again.
+            Outputs and gradients are the same up to rounding (with `matmul_dtype`, up to float8
+            rounding, since different rows share a scale). Losses and counts do not change, since
+            all tokens are routed at once. A chunk has ceil(T / c) of a rank's T tokens, and the
+            last one is padded. Both capacity factors limit each chunk by itself.
+        expert_alignment: a number of rows; each expert's block of received rows starts at a
+            multiple of it.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
             H must be a multiple of 128; see `jax_ep.dispatch`. Outputs and gradients are sent in
             `dtype`.
         {ExpertOptions}
-        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None: the
-            dtype that x and wi_0 promote to. If that is float64, the logits and the sums over a
-            token's experts are still float32.
+        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
+            means the dtype that x and wi_0 promote to. If they promote to float64, the logits and
+            the sums over a token's experts are still float32.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
             a tuple defines the order of the ranks and of the experts; in the caller's
             `jax.shard_map` it must be that of the specs: see `axis_name` of `jax_ep.dispatch`.
-        batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
-            them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
-            the axes that x varies over, which must run the same layer.
-        sequence_axes: None, or those of `batch_axes`, one or a tuple, over which the sequences of x
-            [batch, ..., sequence, H] are split; the others then split its leading dimension. The
-            layer takes tokens that lie so without moving them. None: what the type of x shows on
-            Explicit axes, or else (). See the page "Sharding".
+        batch_axes: the mesh axis, or tuple of axes, that the tokens are spread over, including the
+            expert axis. None means every axis of the mesh except `tensor_axis`. In the caller's
+            `jax.shard_map`, None means the axes that x varies over and the expert axis; the ranks
+            along all of them must run the same layer, since its metrics are sums over these ranks.
+        sequence_axes: the axis, or tuple of axes, among `batch_axes` over which the sequence
+            dimension of x [batch, ..., sequence, H] is split. The remaining `batch_axes` then split
+            x's leading dimension. Tokens that are already sharded in this way are not moved. None
+            means the Explicit axes over which x's type shows that the sequences are split. See the
+            page "Sharding".
         fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
             to the further mesh axis, or tuple of axes, over which their dimensions are split, such
-            as {"embed": "fsdp"}; tokens are spread over these axes, too. The layer gathers such
-            parameters where it uses them, in the compute dtype, and scatters the sums of their
-            gradients. None: the axes that it finds; {}: none. See the page "Sharding".
-        tensor_axis: None, or a mesh axis, or tuple of axes, over which F of every expert and of the
-            shared experts is split. Ranks along it hold the same tokens, or different tokens if
-            `batch_axes` include it; see `jax_ep.moe_layer`. A mesh without it splits nothing.
+            as {"embed": "fsdp"}. Tokens must be spread over these axes, too. The layer gathers such
+            parameters where it uses them, in the compute dtype, and reduce-scatters their
+            gradients. None means the axes that the layer finds in the parameters' types or in the
+            axis rules; {} means no axes. See the page "Sharding".
+        tensor_axis: None, or a mesh axis, or tuple of axes, over which the hidden size F of every
+            expert and of the shared experts is split. Ranks along it hold the same tokens, or
+            different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. On a mesh without
+            this axis, F is not split.
         mesh: the mesh to run on where no ambient mesh is set.
         implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
             needs a mesh with `expert_axis`.
@@ -225,8 +234,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
+            # Lists become tuples, so that the configuration is hashable.
             if isinstance(axes := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(axes))  # a list would not be hashable
+                object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
             items = sorted(self.fsdp_axes.items(), key=str)
             named = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in items)
@@ -234,7 +244,7 @@ class MoEConfig:
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
-        """Makes the configuration from a layer's attributes of the same names."""
+        """Makes the configuration from a layer whose attributes are named like the fields."""
         return options_of(cls, layer)
 
     @property
@@ -244,26 +254,31 @@ class MoEConfig:
 
     @property
     def num_choosable(self) -> int:
-        """The number of experts that the router chooses among: E, and the free experts."""
+        """The number of experts that the router chooses among: E plus the free experts."""
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        """Returns the options of the router, as `jax_ep.top_k_routing` takes them."""
+        """Returns the fields that are options of `jax_ep.top_k_routing`, as one object."""
         return options_of(RoutingOptions, self)
 
     def expert_options(self) -> ExpertOptions:
-        """Returns the options of the experts; called, they are the function between the matmuls."""
+        """Returns the fields that are options of the experts.
+
+        The result is also the function between an expert's matmuls: called with x @ wi_0 and
+        x @ wi_1, it returns the hidden values.
+        """
         return options_of(ExpertOptions, self)
 
     @property
     def num_held(self) -> int:
-        """The number of experts, copies included, that all ranks hold: P, or E without slots."""
+        """The number of experts that all ranks hold together: `num_slots`, or E if that is None."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def split_axes(self) -> dict[str, tuple[str, ...]]:
-        """Maps "expert_axis" and "tensor_axis" to the mesh axes that they name.
+        """Maps the field names "expert_axis" and "tensor_axis" to tuples of mesh axes.
 
-        Raises TypeError or ValueError, naming the field, if an axis is not a name, or is in both.
+        Raises TypeError or ValueError, naming the field, if an axis is not a string, or if both
+        fields have the same axis.
         """
         expert_axes = checks.as_axes(self.expert_axis, "expert_axis")
         tensor_axis = self.tensor_axis
@@ -276,16 +291,23 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def further_axes(self) -> dict[str, tuple[str, ...]]:
-        """Maps logical axes to the mesh axes that `fsdp_axes` gives."""
+        """Returns `fsdp_axes` as a dict from logical axes, such as "embed", to tuples of axes.
+
+        The dict is empty if `fsdp_axes` is None.
+        """
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Returns the fields that hold a function, by name."""
+        """Maps the names of the fields that hold a function, such as "router", to the function.
+
+        Fields that are None are left out.
+        """
         fields = {name: getattr(self, name) for name in function_names(type(self))}
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle looks a function up by its name, where a jitted function is a different object.
+        # pickle stores a function by its name, and refuses a jitted one such as jax.nn.silu, since
+        # it finds another object by that name. So functions are stored as a `_Reference`.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 
@@ -297,7 +319,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, if a value is never valid."""
+    """Raises TypeError or ValueError, naming the field, for a value that is wrong on any mesh."""
     check_options(config)
     split = config.split_axes()
     further = [axis for names in config.further_axes().values() for axis in names]
@@ -327,14 +349,17 @@ def check_config(config: MoEConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """The module and name of a function, which pickle stores in its place."""
+    """The module and name of a function; pickle stores them instead of the function."""
 
     module: str
     name: str
 
     @classmethod
     def of(cls, function: Any) -> Any:
-        """Returns a reference that resolves to `function`, or `function` itself if none does."""
+        """Returns a reference from which `resolve` gets `function`.
+
+        Returns `function` itself if no module has it under its name, as for a lambda.
+        """
         name = getattr(function, "__qualname__", "")
         for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
             reference = cls(module or "", name)

@@ -2,17 +2,17 @@
 
 Each class is one kind of matmul: `Matmuls` multiplies arrays, `Float8Matmuls` quantizes its
 operands, and `DequantizedMatmuls` and `StoredFloat8Matmuls` take matrices that are stored
-quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls their methods, which are the same
-for all kinds:
+quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of these classes:
 
-  rows(x)       returns rows x [R, C] as operands of a matmul: x, or x quantized
+  rows(x)       converts rows x [R, C] to an operand of a matmul: x itself, or x quantized
   saved         returns the part of the experts' weights that the backward pass reads
-  gated, up     the products with wi_0 and wi_1, gated or not
-  kept(product) returns what to keep of a product for the backward pass
+  gated         computes the hidden values, gating(x @ wi_0, x @ wi_1), [R, F]
+  up            computes the products x @ wi_0 and x @ wi_1, [R, F] each
+  kept(product) converts a product [R, F] to the form that is kept for the backward pass
   numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
-  down          the product with wo
-  dhidden       the gradient of the hidden values
-  gradients     the gradients of the tokens, wi_0, wi_1 and wo
+  down          computes the product of the hidden values with wo, [R, H]
+  dhidden       computes the gradient of the hidden values, [R, F]
+  gradients     computes the gradients of the tokens, wi_0, wi_1 and wo
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MATMUL_DTYPES = (jnp.float8_e4m3fn,)
 
 
 def check_matmul_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError unless matmuls can quantize their operands to `dtype`."""
+    """Raises ValueError, naming the option `name`, unless matmuls can quantize to `dtype`."""
     known = checks.floating(dtype)
     if known not in [jnp.dtype(each) for each in MATMUL_DTYPES]:
         names = ", ".join(jnp.dtype(each).name for each in MATMUL_DTYPES)
@@ -48,7 +48,10 @@ def check_matmul_dtype(name: str, dtype: Any) -> None:
 
 
 class QuantizedExperts(NamedTuple):
-    """The matrices of L experts in float8, made of wi_0, wi_1 and wo by `quantize_experts`."""
+    """The matrices of L experts in float8: what `quantize_experts` makes of wi_0, wi_1 and wo.
+
+    wi_1 is None for experts without a gate.
+    """
 
     wi_0: QuantizedMatrices
     wi_1: QuantizedMatrices | None
@@ -62,8 +65,8 @@ class QuantizedExperts(NamedTuple):
 class Experts(NamedTuple):
     """The weights of L experts, as `expert_mlp` takes them; wi_1 and the biases may be None.
 
-    The matrices are either all arrays or all `QuantizedArray`s. `quantized` has their float8
-    operands; it is None where the matmuls do not quantize.
+    wi_0, wi_1 and wo are either all arrays or all `QuantizedArray`s. `quantized` has the float8
+    operands made from these matrices, and is None where the matmuls do not multiply float8.
     """
 
     wi_0: Any
@@ -85,12 +88,15 @@ class Experts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Multiplies arrays without quantization, by an implementation of `grouped_matmul`."""
+    """Computes the experts' grouped matmuls on arrays, without quantization.
+
+    `implementation` is that of `grouped_matmul`, such as "pallas".
+    """
 
     implementation: Implementation
 
-    # Whether `kept` rounds a product. If so, the hidden values are computed from the product before
-    # it is rounded.
+    # Whether the method `kept` rounds a product x @ wi. If True, the forward pass computes the
+    # hidden values from the product before this rounding.
     keeps_rounded = False
 
     def rows(self, x: jax.Array) -> Any:
@@ -108,9 +114,10 @@ class Matmuls:
     def gated(
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
-        """Returns the hidden values, converted by `rows`.
+        """Computes the hidden values unit(x @ wi_0, x @ wi_1) [R, F] of the tokens `rows` [R, H].
 
-        With `keep`, also returns both products, converted by `kept`.
+        Returns the hidden values as operands of a matmul, as the method `rows` returns operands.
+        With `keep`, also returns both products, in the form of the method `kept`.
         """
         gate, up = experts.wi
         return api.gated_product(
@@ -118,7 +125,7 @@ class Matmuls:
         )
 
     def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
-        """Returns the products with wi_0 and, if there is one, with wi_1."""
+        """Returns the products of the tokens `rows` with wi_0 and any wi_1, [R, F] each."""
         return [
             api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
             for wi in experts.wi
@@ -127,7 +134,10 @@ class Matmuls:
     def down(
         self, hidden: Any, experts: Experts, group_sizes: jax.Array, dtype: Any, zero_unused: bool
     ) -> jax.Array:
-        """Returns the product of rows of hidden values with wo."""
+        """Returns the product of the hidden values [R, F] with wo, [R, H].
+
+        Without `zero_unused`, rows past the last group are undefined.
+        """
         return api.product(
             hidden, experts.wo, group_sizes, self.implementation, zero_unused=zero_unused
         )
@@ -157,12 +167,12 @@ class Matmuls:
         """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
         Args:
-          rows: the result of `rows` for the tokens [R, H].
-          hidden: the hidden values [R, F], times the rows' weights if there are any.
+          rows: the tokens [R, H], converted by the method `rows`.
+          hidden: the hidden values [R, F], multiplied by the rows' top-k weights if there are any.
           dpre: the gradients of the products with wi_0 and wi_1, [R, F] each.
-          grad_rows: the result of `rows` for the output's gradient [R, H].
-          experts: the weights.
-          group_sizes: [L] int32.
+          grad_rows: the output's gradient [R, H], converted by the method `rows`.
+          experts: the weights of the experts.
+          group_sizes: [L] int32: the rows of each expert.
           zero_unused: whether the tokens' gradient is zero past the last group.
         """
         dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
@@ -176,7 +186,10 @@ class Matmuls:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Matmuls(Matmuls):
-    """Quantizes operands to float8; gradients pass straight through their rounding."""
+    """Multiplies operands that it quantizes to float8; gradients ignore the rounding.
+
+    Each gradient is computed as if quantization were the identity (straight-through).
+    """
 
     keeps_rounded = True
 
@@ -184,8 +197,8 @@ class Float8Matmuls(Matmuls):
         return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
 
     def saved(self, experts: Experts) -> Experts:
-        # The gradients read the quantized matrices in only one order, and only the dtypes of the
-        # parameters.
+        # The backward pass reads each quantized matrix in one of its two orders, and only the
+        # dtypes of wi_0, wi_1 and wo. Empty arrays stand for these three.
         assert experts.quantized is not None
         dtypes: dict[str, Any] = {
             name: jnp.zeros(0, matrices.dtype)
@@ -254,7 +267,10 @@ class Float8Matmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedMatmuls(Matmuls):
-    """Multiplies by matrices that are stored quantized, which each matmul dequantizes."""
+    """Dequantizes matrices that are stored quantized in each matmul, right before it multiplies.
+
+    The matrices get no gradient.
+    """
 
     def gated(self, rows, experts, *others):
         return super().gated(rows, _dequantized(experts), *others)
@@ -276,7 +292,10 @@ class DequantizedMatmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class StoredFloat8Matmuls(Float8Matmuls):
-    """Quantizes rows to float8, and multiplies them by matrices that are stored quantized."""
+    """Quantizes rows to float8, and multiplies them by matrices that are stored quantized.
+
+    The matrices get no gradient.
+    """
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
         dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
@@ -284,10 +303,10 @@ class StoredFloat8Matmuls(Float8Matmuls):
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
-    """Casts matrices to `dtype`; dequantizes quantized matrices."""
+    """Returns matrices as an array of `dtype`: casts an array, dequantizes a `QuantizedArray`."""
     if not isinstance(matrices, QuantizedArray):
         return matrices.astype(dtype)
-    # Without the barrier XLA may leave out the rounding to `dtype`.
+    # Without the barrier, XLA may fuse the dequantization with its use and not round to `dtype`.
     return lax.optimization_barrier(matrices.dequantize(dtype))
 
 
@@ -300,7 +319,10 @@ def _dequantized(experts: Experts) -> Experts:
 
 
 def without_gradient(name: str, matrices: Any) -> Any:
-    """Returns matrices; differentiating quantized ones raises TypeError with their `name`."""
+    """Returns `matrices` unchanged; a `QuantizedArray` then refuses to be differentiated.
+
+    Differentiating with respect to a `QuantizedArray` raises TypeError, which calls it `name`.
+    """
     if not isinstance(matrices, QuantizedArray):
         return matrices
     return jax.tree.map(lax.stop_gradient, _constant(name, matrices))
@@ -323,7 +345,11 @@ def _constant_jvp(name, primals, tangents):
 
 
 def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
-    """Returns experts with the operands for an option `matmul_dtype`, quantized unless they are."""
+    """Returns the experts with `quantized` filled in if the option `matmul_dtype` needs it.
+
+    `quantized` stays as it is if it is given already, or if `matmul_dtype` is None. Matrices that
+    are stored quantized raise TypeError if they are differentiated.
+    """
     names = QuantizedExperts._fields
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
     experts = experts._replace(**constant)
@@ -336,7 +362,10 @@ def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implement
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
-    """Returns the matmuls for an option `matmul_dtype`, and the experts with their operands."""
+    """Selects the class of matmuls for the option `matmul_dtype` and the type of the matrices.
+
+    Returns an object of that class, and the experts with the float8 operands that it multiplies.
+    """
     kinds = (Matmuls, Float8Matmuls)
     if isinstance(experts.wi_0, QuantizedArray):
         kinds = (DequantizedMatmuls, StoredFloat8Matmuls)
@@ -345,9 +374,10 @@ def matmuls_of(
 
 
 def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:
-    """Returns how quantized experts are sharded, from the `PartitionSpec` of each matrix.
+    """Returns the `PartitionSpec` of each array in `quantized`, in the same structure.
 
-    `specs` has an attribute for each field of `QuantizedExperts`.
+    `specs` has the `PartitionSpec` of the matrices [L, ...] as attributes wi_0, wi_1 and wo. The
+    transposed copies get the spec with its last two entries exchanged.
     """
 
     def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
@@ -364,7 +394,11 @@ def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExpe
 
 
 def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
-    """Raises TypeError or ValueError unless quantized experts are None or fit the matrices."""
+    """Raises TypeError or ValueError unless a layer's argument `quantized_experts` is valid.
+
+    It may be None. Otherwise it must be a `QuantizedExperts` with the shapes of wi_0, wi_1 and wo
+    in `experts`, and `matmul_dtype` must be set.
+    """
     if quantized is None:
         return
     if not isinstance(quantized, QuantizedExperts):
@@ -386,7 +420,10 @@ def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
 
 
 def check_not_stored(must: str, experts: Any) -> None:
-    """Raises ValueError, which begins with `must`, if matrices of experts are stored quantized."""
+    """Raises ValueError if wi_0, wi_1 or wo of `experts` is stored as a `QuantizedArray`.
+
+    The message begins with `must`, which states the requirement.
+    """
     for name in QuantizedExperts._fields:
         if isinstance(matrices := getattr(experts, name), QuantizedArray):
             raise ValueError(
@@ -397,7 +434,7 @@ def check_not_stored(must: str, experts: Any) -> None:
 
 
 def check_all_stored(experts: Any) -> None:
-    """Raises TypeError if some matrices of experts are stored quantized, and others are not."""
+    """Raises TypeError unless wi_0, wi_1 and wo are all arrays or all `QuantizedArray`s."""
     given = {n: m for n in QuantizedExperts._fields if (m := getattr(experts, n)) is not None}
     if len({isinstance(matrices, QuantizedArray) for matrices in given.values()}) > 1:
         kinds = ", ".join(f"{name} is {checks.described(m)}" for name, m in given.items())
@@ -412,10 +449,10 @@ def quantize_experts_of_rank(
     wo: jax.Array | QuantizedArray,
     implementation: Implementation = None,
 ) -> QuantizedExperts:
-    """Quantizes wi_0 and wi_1 [L, H, F], and wo [L, F, H], of a rank; wi_1 may be None.
+    """Quantizes one rank's wi_0 and wi_1 [L, H, F], and wo [L, F, H]; wi_1 may be None.
 
-    Matrices that are stored in the format of the matmuls, whatever their order, are not quantized
-    again. Others that are stored quantized are dequantized first.
+    A `QuantizedArray` in the format of the float8 matmuls, transposed or not, is not quantized
+    again. A `QuantizedArray` in another format is dequantized first.
     """
 
     def quantize(name: str, matrices: Any) -> QuantizedMatrices | None:
@@ -433,9 +470,10 @@ def quantize_experts_of_rank(
 
 
 def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
-    """Returns the stored values and scales as operands; None if they are in another format.
+    """Returns stored matrices as operands of float8 matmuls, without quantizing them again.
 
-    Scales in bfloat16 or float16 become float32, which changes no number.
+    Returns None if their dtype or block shape is not that of `FLOAT8_MATRICES`. Scales in bfloat16
+    or float16 are cast to float32, which is exact.
     """
     format, is_transposed = stored.format, False
     if isinstance(format, Transposed):

@@ -1,4 +1,4 @@
-"""Computes the expert MLP by grouped matmuls, with a custom gradient that keeps little memory."""
+"""Computes the expert MLP by grouped matmuls, with a custom VJP that keeps few residuals."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The function between the matmuls of an expert, of gate = x @ wi_0 and up = x @ wi_1.
+    """The elementwise function between an expert's matmuls: (gate, up) -> hidden values.
+
+    Here gate = x @ wi_0 and up = x @ wi_1, each plus its bias if there is one.
 
     Attributes:
         activation: an elementwise function of one array, finite at zero. The expert computes
             (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
-        gating: None, or an elementwise function of gate and up, biases included, that replaces
-            activation(gate) * up. Both functions are static arguments: other values that they read
-            are constants, which are not trained.
-        clamp: None, or a number above 0: before activation or gating, gate is clamped to at most
-            this number, and up to between minus this number and it (GPT-OSS, DeepSeek-V4).
+        gating: None, or an elementwise function of gate and up that replaces activation(gate) * up.
+            `activation` and `gating` are static arguments, so values that they read besides their
+            arguments are constants, which are not trained.
+        clamp: None, or a number c above 0: before activation or gating, gate is clamped to at most
+            c, and up to [-c, c] (GPT-OSS, DeepSeek-V4).
     """
 
     activation: Activation = function_option(
@@ -74,7 +76,7 @@ class HiddenUnit:
 @documented(HiddenUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertUnit(HiddenUnit):
-    """What experts compute, and in which numbers.
+    """The function between an expert's matmuls, and the dtype that the matmuls multiply.
 
     Attributes:
         {HiddenUnit}
@@ -123,15 +125,16 @@ def expert_mlp(
     are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
 
     The three matrices may each be a `QuantizedArray`, which has no gradient. Those in the format
-    `jax_ep.formats.FLOAT8_MATRICES` or, as kernels read them, its `Transposed` are the operands of
-    `matmul_dtype=jnp.float8_e4m3fn` as they are. All others are dequantized before each matmul, to
-    the tokens' dtype.
+    `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, are multiplied as they are stored
+    with `matmul_dtype=jnp.float8_e4m3fn`. Without `matmul_dtype`, each matmul dequantizes its
+    matrix to the tokens' dtype. A matrix in another format is dequantized in both cases, and with
+    `matmul_dtype` quantized again.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
       wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
       wi_1: [L, H, F]: the projection that the activation is multiplied by; or None.
-      wo: [L, F, H]: the projection back.
+      wo: [L, F, H]: the projection from the hidden size F back to H.
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
@@ -175,12 +178,12 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] and, with `keep`, the residuals for `backward`.
+    """Returns the output [R, H] of the experts and, with `keep`, the residuals for `backward`.
 
-    Without `zero_unused`, rows of the output past the last group are undefined. These rows of the
-    hidden values are always undefined: no product and no gradient of a matrix reads them. The
-    operands must have been checked and have one varying-axes type. Tokens may be quantized if
-    `matmuls` multiply quantized rows.
+    Without `zero_unused`, the output's rows past the last group are undefined. The hidden values
+    [R, F] are always undefined there, since no product and no gradient reads these rows. The
+    operands must have been checked and must have the same varying manual axes (vma). The tokens
+    may be a `QuantizedArray` if `matmuls` multiply float8.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
@@ -212,13 +215,21 @@ def backward(
     matmuls: Matmuls,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
-    """Returns the gradients of tokens and experts, and of the weights if there are any.
+    """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
     Without `zero_unused`, gradients of tokens and weights are undefined past the last group.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output. The computation
-    multiplies the hidden values by the weights instead of the output. The result is the same, since
-    the output without its bias is linear in the hidden values.
+    With `weights` [R] float32, the gradients are those of weights[:, None] * output. The weights
+    multiply the hidden values instead of the output, which gives the same result, since the output
+    without its bias is linear in the hidden values.
+
+    Args:
+      saved: the residuals that `forward` returned.
+      grad: [R, H], the cotangent of the output, or of the weighted output with `weights`.
+      weights: [R] float32, the top-k weight of each row; None for an output without weights.
+      unit: the function between the matmuls.
+      matmuls: the matmuls that `forward` used.
+      zero_unused: whether the gradients of tokens and weights are zero past the last group.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -264,7 +275,11 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the hidden values from the pre-activations, with biases and the rows' weights."""
+    """Computes the hidden values [R, F] from the pre-activations `pre`, one or two of [R, F].
+
+    Adds the `biases`, [R, F] each, to the pre-activations first. Multiplies the hidden values by
+    the `weights` [R] if these are given.
+    """
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]
@@ -278,14 +293,17 @@ def _hidden(
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns [R] int32: the group of each row; L for rows past the last group."""
+    """Returns [R] int32: the index of each row's group, in [0, L); L past the last group."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Returns the biases of the pre-activations for each of R rows, [R, F] each, or None."""
+    """Expands wi_0_bias and wi_1_bias [L, F] to one bias for each row's expert, [R, F] each.
+
+    A bias that is None stays None.
+    """
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
         return biases
@@ -294,15 +312,19 @@ def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax
 
 
 def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the bias [L, F] of each row's group: [R, F] of dtype, zero past the last group."""
+    """Looks up the bias of each row's group: [L, F] and groups [R] give [R, F] of `dtype`.
+
+    The bias is zero past the last group.
+    """
     return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums each group's rows [R, F], which gives the gradient of the bias [L, F].
+    """Sums the cotangents `rows` [R, F] of each group, which gives the gradient of a bias [L, F].
 
-    Uses a matmul, which is deterministic, unlike a scatter-add. In the matmul, zero times a NaN or
-    an infinity would spoil other groups' sums, so NaN and infinities are counted separately.
+    Uses a matmul with the one-hot groups, which is deterministic, unlike a scatter-add. In this
+    matmul, zero times a NaN or an infinity would spoil other groups' sums, so NaN and infinities
+    are replaced by zero and added to their own group's sum afterwards.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -312,7 +334,8 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    for value, found in (  # a group with both infinities gets NaN
+    # A group with both infinities or with a NaN gets inf + (-inf), which is NaN.
+    for value, found in (
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
     ):
@@ -328,7 +351,10 @@ def check_operands(
     implementation: gmm.Implementation,
     name_of_implementation: str = "implementation",
 ) -> None:
-    """Raises TypeError or ValueError for operands that `expert_mlp` does not support."""
+    """Raises TypeError or ValueError unless `expert_mlp` supports the operands and options.
+
+    Messages about `implementation` call it `name_of_implementation`.
+    """
     shapes = dict(
         wi_0="[L, H, F]",
         wi_1="[L, H, F]",
@@ -388,10 +414,10 @@ def check_operands(
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless the unit's function is elementwise and returns floats.
+    """Raises ValueError unless the unit's activation or gating is elementwise and returns floats.
 
-    It may not read a traced array, since other values that it reads are constants of the program,
-    without a gradient.
+    `rows` is the type [R, F] of its arguments. Raises ValueError, too, if the function reads a
+    traced array besides its arguments, since such a value would get no gradient.
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
@@ -411,9 +437,11 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 
 
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
-    """Traces a unit's functions now, for rows in float32 or wider, and for scalars in kernels.
+    """Traces a unit at once, for pre-activations [R, F] in float32 or wider.
 
-    Tokens and experts must have been checked and have one varying-axes type.
+    Traces it for float32 scalars, too, because the kernels evaluate the function element by
+    element. Tokens and experts must have been checked and must have the same varying manual axes
+    (vma).
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
     count = 1 if experts.wi_1 is None else 2
@@ -426,10 +454,12 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        with contextlib.suppress(Exception):  # without a scalar trace, kernels refuse the function
+        # If the trace for scalars fails, kernels do not support the function, and XLA computes it.
+        with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens
 
     run_as_here(tokens)
-    replicated_over_explicit_axes(run_as_here, tokens)  # replicated types, too
+    # Traces the unit again, for types that are replicated over the mesh's Explicit axes.
+    replicated_over_explicit_axes(run_as_here, tokens)
     return traced

@@ -1,9 +1,10 @@
 """Computes free experts, which have almost no cost: they return zero, the token, or a constant.
 
-MoE++ (arXiv:2410.07348) adds them to the E experts of a layer, for tokens that need fewer experts;
-LongCat-Flash has identity experts. The router chooses among all: ids from E on are the zero
-experts, then the identity experts, then the constant experts. Every rank computes the free experts
-of its own tokens, so a choice of a free expert is not sent and takes no row of a buffer.
+MoE++ (arXiv:2410.07348) adds free experts to the E experts of a layer, for tokens that need less
+computation; LongCat-Flash has identity experts. The router chooses among all experts. The ids from
+E on are the zero experts, then the identity experts, then the constant experts. Every rank computes
+the free experts of its own tokens, so a choice of a free expert is not sent and takes no row of a
+receive buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
-    """Replaces choices of free experts by -1, so that they are not sent."""
+    """Replaces the free experts' ids in `topk_idx` [T, K] by -1, so that dispatch skips them."""
     return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
 
 
@@ -39,9 +40,10 @@ def output(
     Args:
         x: [T, H] floating: this rank's tokens.
         topk_idx: [T, K] int32: ids among all experts, free ones included.
-        topk_weights: [T, K] float32.
-        params: the parameters of the layer.
-        config: the configuration of the layer.
+        topk_weights: [T, K] float32: the weights of the choices.
+        params: the parameters of the layer, of which constant experts use `constant_value` and
+            `constant_gate`.
+        config: the configuration of the layer, which says how many free experts there are.
     """
     x = x.astype(jnp.float32)
     first_identity = config.num_experts + config.zero_experts
@@ -52,7 +54,8 @@ def output(
         assert params.constant_value is not None and params.constant_gate is not None
         ids = first_constant + jnp.arange(config.constant_experts, dtype=jnp.int32)
         chosen = topk_idx[:, :, None] == ids[None, None, :]
-        weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)  # [T, constant]
+        # The weights of the constant experts, [T, constant_experts].
+        weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)
         exact = jax.lax.Precision.HIGHEST
         gate = params.constant_gate.astype(jnp.float32)
         shares = jax.nn.softmax(jnp.einsum("th,chs->tcs", x, gate, precision=exact), axis=-1)
@@ -64,7 +67,11 @@ def output(
 
 
 def factors(config: MoEConfig) -> jax.Array | None:
-    """Returns each expert's factor in the load-balance loss, [E + free]; None if all are 1."""
+    """Returns the factors of the experts' terms in the load-balance loss; None if all are 1.
+
+    The result is float32 with one factor for each of the E experts, 1, and then one for each free
+    expert, `config.free_expert_factor`.
+    """
     if not config.num_free or config.free_expert_factor == 1.0:
         return None
     is_free = jnp.arange(config.num_choosable) >= config.num_experts

@@ -1,9 +1,11 @@
-"""Gathers parameters that are split over further mesh axes than those of experts and F (FSDP).
+"""Gathers parameters that fully sharded data parallelism (FSDP) splits over further mesh axes.
 
-Such a parameter enters the layer's `jax.shard_map` in parts, and is gathered inside, where it is
-used. Matrices are gathered in the compute dtype, or in float8 if the experts multiply float8. The
-transpose of the gather is a reduce-scatter: it sums the gradients of the ranks in the parameter's
-dtype, and leaves each rank its own part. `LayerMesh.further_axes` has the axes of each parameter.
+Further axes are mesh axes besides the expert axes, which split the experts, and the tensor axes,
+which split F. A parameter that is split over them enters the layer's `jax.shard_map` as shards, and
+is gathered inside, where it is used. Matrices are gathered in the compute dtype, or in float8 if
+the experts multiply float8. The transpose of the gather is a reduce-scatter: it sums the ranks'
+gradients in the parameter's dtype, and leaves each rank its own shard. `LayerMesh.further_axes`
+has the further axes of each parameter.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from jax_ep.runtime.jax_compat import to_varying, varying_axes
 def with_further_axes(
     where: LayerMesh, params: MoEParams, config: MoEConfig, axis_rules: AxisRules
 ) -> LayerMesh:
-    """Adds to a call's mesh how its parameters are split over further axes.
+    """Returns `where` with `further_axes`: the FSDP axes that each parameter is split over.
 
     The axes are those of `config.fsdp_axes`. If that is None, Explicit axes are read from the types
-    of the parameters, and Auto axes from the caller's axis rules. XLA gathers what the layer
-    cannot.
+    of the parameters, and Auto axes are guessed from the caller's axis rules. XLA gathers a
+    parameter that is split over any other axes.
 
     Raises:
         ValueError: `config.fsdp_axes` does not fit the mesh or the parameters.
@@ -97,7 +99,10 @@ def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
 def _given(
     name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
 ) -> tuple[Axes, ...]:
-    """Returns the further axes of each dimension that the configuration gives."""
+    """Returns the FSDP axes of each dimension of the parameter `name` by `config.fsdp_axes`.
+
+    `given` maps logical axes to mesh axes. Raises ValueError if the axes do not divide a dimension.
+    """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
     further = tuple(given.get(axis or "", ()) for axis in logical)
@@ -115,9 +120,11 @@ def _given(
 def _found(
     name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
-    """Returns the further axes of each dimension over which the array is probably split.
+    """Finds the FSDP axes of each dimension of the parameter `name` where `fsdp_axes` is None.
 
-    A dimension gets no further axes unless it is split over its own axes first.
+    The type of the array shows its Explicit axes; `axis_rules` say which Auto axes it is probably
+    split over. A dimension that the layer splits over the expert or tensor axes gets FSDP axes only
+    if the expert or tensor axes come first in its sharding.
     """
     assert where.mesh is not None
     explicit = explicit_axes(where.mesh)
@@ -141,9 +148,10 @@ def _found(
 
 
 def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
-    """Returns the mesh axes of each logical axis by rules, as Flax assigns them.
+    """Returns the mesh axes of each logical axis by the axis rules, as Flax applies them.
 
-    The first rule whose mesh axes no other dimension has taken applies.
+    For each logical axis, the first rule whose mesh axes are not yet assigned to another logical
+    axis applies. A logical axis without such a rule gets ().
     """
     assigned: dict[str, Axes] = {}
     for name, mesh_axes in axis_rules:
@@ -155,7 +163,10 @@ def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
 
 
 def _names(part: Any) -> Axes | None:
-    """Returns the mesh axes of one dimension of a `PartitionSpec`; None for anything else."""
+    """Returns the mesh axes in one entry of a `PartitionSpec` as a tuple; () if it is None.
+
+    Returns None for an entry that is not a name or a tuple of names, such as UNCONSTRAINED.
+    """
     axes = (part,) if isinstance(part, str) else part
     if axes is None:
         return ()
@@ -163,7 +174,10 @@ def _names(part: Any) -> Axes | None:
 
 
 def spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
-    """Returns a parameter's spec: first the axes of experts and F, then the further axes."""
+    """Returns the `PartitionSpec` of a parameter, as it enters the layer's `jax.shard_map`.
+
+    Each dimension is split over its expert or tensor axes first, then over its FSDP axes.
+    """
     return PartitionSpec(*(axes or None for axes in _all_axes(name, where)))
 
 
@@ -174,10 +188,10 @@ def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
-    """Returns the mesh for quantized matrices, which may lack the further axes.
+    """Returns a `LayerMesh` with the axes that the float8 copies of wi_0, wi_1 and wo are split by.
 
-    Quantized matrices are split over the same axes as the matrices if each part has whole blocks.
-    Otherwise they are split over the axes of experts and F only.
+    The copies are split over the same axes as the matrices if each rank's shard consists of whole
+    blocks of 128 x 128. Otherwise they are split only over the expert and tensor axes.
     """
     arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
     shapes = [_part_shape(name, a, where) for name, a in arrays.items() if a is not None]
@@ -185,7 +199,7 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether matrices of these shapes [L, K, N] can be quantized."""
+    """Returns whether K and N of all shapes [L, K, N] are multiples of a float8 block's sides."""
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 
@@ -196,9 +210,10 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
-    """Gathers a parameter along its further axes, in `dtype`; None: in the parameter's dtype.
+    """Gathers a rank's shard `part` of the parameter `name` along the parameter's FSDP axes.
 
-    A parameter without further axes is only cast.
+    The shard is cast to `dtype` first; None keeps its dtype. A parameter without FSDP axes is only
+    cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -208,14 +223,16 @@ def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> j
     return checkpoint_name(whole, GATHERED)
 
 
-# The name of gathered parameters for policies of `jax.checkpoint`.
+# The name that gathered parameters carry (`checkpoint_name`), for policies of `jax.checkpoint`.
 GATHERED = "gathered_parameters"
 
 
 def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
-    """Returns zeros of the gathered parameter's type, with the gradient of `gather`.
+    """Returns zeros in place of the gathered parameter `name`, without communication.
 
-    The zeros replace matrices that are read only as quantized matrices.
+    The zeros have the shape and the gradient of `gather`'s result. They stand for matrices whose
+    numbers no matmul reads, because the matmuls multiply float8 copies. A parameter without FSDP
+    axes is only cast.
     """
     dims = _dims(name, where)
     if not dims:
@@ -224,7 +241,10 @@ def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Ar
 
 
 def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
-    """Gathers quantized matrices along their further axes, and transposes the gathered ones."""
+    """Gathers the float8 matrices along their FSDP axes, and then transposes them.
+
+    The transposed copies are made from the gathered matrices, so each matrix is sent once.
+    """
 
     def whole(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
         if matrices is None or not (dims := _dims(name, where)):
@@ -250,9 +270,10 @@ def _dims(name: str, where: LayerMesh) -> _Dims:
 
 
 def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
-    """Types a part as varying over all axes of the tokens.
+    """Casts a shard so that its type varies over all mesh axes of the tokens (vma).
 
-    The gradients of ranks with equal parts are then summed after the reduce-scatter, not before.
+    The gradients of ranks that hold the same shard are then summed after the reduce-scatter, when
+    they are smaller, and not before it.
     """
     return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
 
@@ -265,7 +286,10 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
-    """Gathers a part cast to `dtype`; or, if `zeros`, returns zeros of the same type."""
+    """Casts a shard to `dtype` and gathers it; if `zeros`, returns zeros of the result's type.
+
+    `dims` lists each dimension to gather and its mesh axes. Gradients are summed in `grad_dtype`.
+    """
     if not zeros:
         return _all_gather(part.astype(dtype), dims)
     shape = list(part.shape)

@@ -1,7 +1,7 @@
-"""Computes the MoE layer, as one function of arrays that both Flax layers call.
+"""Computes the MoE layer as a pure function, `moe_layer`; both Flax layers call it.
 
 `moe_layer` routes every token, dispatches it to its experts, runs the experts, combines their
-outputs, and adds the shared experts. On a mesh it does so in its own `jax.shard_map`.
+outputs, and adds the shared experts. On a mesh, it opens a `jax.shard_map` for these steps.
 """
 
 from __future__ import annotations
@@ -75,20 +75,21 @@ def moe_layer(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; on any mesh the output is the same up to rounding.
 
-    Where it runs:
+    Where the layer runs:
     - Inside a `jax.shard_map` that binds `expert_axis`, it runs in that `shard_map`. x is this
       rank's tokens; wi_0, wi_1 and wo are this rank's experts, [E / N, ...], or all experts. Give
       `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
-    - Elsewhere, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
+    - Outside, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
       or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
       split over `batch_axes` along x's leading dimension, and with `sequence_axes` along its
-      sequences; or if the ranks do not divide these, along all leading dimensions, flattened and
-      padded. On a mesh without `expert_axis` every rank has all experts (data parallelism).
+      sequence dimension, too. If the ranks do not divide these dimensions, all dimensions of x but
+      H are flattened, padded and split. On a mesh without `expert_axis`, every rank has all experts
+      (data parallelism).
     - Without a mesh, it runs unsharded.
 
-    If every rank would have to gather all experts on each call, the layer raises an error (experts
-    sharded over `expert_axis`, but no mesh set) or warns (sharded over other axes; or not known,
-    as under `jax.jit`).
+    If every rank would have to gather all experts on each call, the layer raises ValueError or
+    warns. It raises if the experts are sharded over `expert_axis`, but no mesh is set. It warns if
+    the experts are sharded over other axes, or if their sharding is not known, as under `jax.jit`.
 
     With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
     computes them for the tokens of all n ranks. If these ranks hold the same tokens, each
@@ -99,34 +100,36 @@ def moe_layer(
 
     wi_0, wi_1 and wo may each be a `QuantizedArray`, of which only values and scales stay in
     memory. With `config.matmul_dtype`, float8 matrices in blocks of 128 x 128 are multiplied as
-    they are stored. Others are dequantized to `config.dtype` in each call, right before they are
-    multiplied. They have no gradient; differentiating with respect to them raises TypeError.
+    they are stored. All other quantized matrices are dequantized to `config.dtype` in each call,
+    right before they are multiplied. Quantized matrices have no gradient; differentiating with
+    respect to them raises TypeError.
 
     Args:
-        params: the parameters; their global shapes do not depend on the mesh.
-        x: [..., H] floating.
+        params: the parameters of the layer; their global shapes do not depend on the mesh.
+        x: [..., H] floating: the tokens.
         config: the layer's options.
         mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
             and the metrics. A masked token may hold NaN or infinities, which reach no gradient of a
             parameter. Its finite values must not overflow in the shared experts.
         placement: for `config.num_slots`, a `jax_ep.placement.Placement` of this layer, which says
-            which expert each slot holds. It is an array argument, so another placement needs no
-            other program. wi_0, wi_1 and wo are then [P, ...], as `jax_ep.placement.to_slots` makes
-            them, and all copies of an expert get the same gradient.
+            which expert each of the P slots holds. It consists of arrays, so a new placement does
+            not recompile the program. wi_0, wi_1 and wo are then [P, ...], as
+            `jax_ep.placement.to_slots` makes them, and all copies of an expert get the same
+            gradient.
         router_x: [..., H'] floating, or None for x: the input of the gate [H', E], if it differs
             from the experts' input (Gemma 4; Nemotron's latent experts).
-        topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
-            gate then only computes their weights, by `score`, `normalize` and `scale` (as in
-            DeepSeek-V4's hash layers). With `config.router`, which gives weights only to its own
-            choices, topk_weights must be given too.
-        topk_weights: [..., K] floating, or None: the weights of `topk_idx`. With it no router runs,
-            the two losses are 0, and `gate` may be None.
+        topk_idx: [..., K] integer expert ids, or None: choices made by the caller, where -1 chooses
+            no expert. The gate then only computes the weights of these choices, by `score`,
+            `normalize` and `scale` (as in DeepSeek-V4's hash layers). With `config.router`, which
+            gives weights only to its own choices, topk_weights must be given too.
+        topk_weights: [..., K] floating, or None: the weights of `topk_idx`. If they are given, no
+            router runs, the two losses are 0, and `gate` may be None.
         quantized_experts: with `config.matmul_dtype`, what `jax_ep.quantize_experts` returned for
             these parameters; None quantizes them in each call.
 
     Returns:
-        The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks except
-        `topk_idx`, which is of x's tokens.
+        The output, [..., H] of the compute dtype, and `MoEMetrics`. The metrics are equal on all
+        ranks, except `topk_idx`, which has the choices of the tokens in x.
 
     Raises:
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
@@ -148,8 +151,9 @@ def run_layer(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; see `moe_layer`.
 
-    `axis_rules` are the mesh axes over which logical axes of the parameters are probably sharded,
-    for warnings and where `config.fsdp_axes` is None.
+    `axis_rules` are pairs of a logical axis and mesh axes, as in Flax. They say how parameters are
+    probably sharded where their types do not show it. They are used for warnings, and for FSDP
+    where `config.fsdp_axes` is None.
     """
     _check_types(params, config)
     check_config(config)
@@ -169,14 +173,19 @@ def run_layer(
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
     program = _moe_layer
-    if any(function.key is None for function in traced.values()):  # such a function equals no other
+    # A function without a key equals only itself, so a cached program would never be used again.
+    if any(function.key is None for function in traced.values()):
         program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
     config = dataclasses.replace(config, **traced)
     return program(params, call, placement, quantized, config=config, where=where)
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
-    """Returns the configuration with dtypes and implementation filled in where they are None."""
+    """Returns the configuration with defaults in place of None for dtypes and implementation.
+
+    `dtype` and `router_dtype` become dtypes. `implementation` becomes "xla" if there is no expert
+    axis.
+    """
     dtype = config.dtype
     if dtype is None:
         for name, array in (("x", x), ("wi_0", params.wi_0)):
@@ -185,11 +194,12 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
-    if router_dtype.itemsize > 4:  # logits are never wider than float32
+    # Logits are never wider than float32, even if x is float64.
+    if router_dtype.itemsize > 4:
         router_dtype = jnp.dtype(jnp.float32)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
-        # One rank exchanges nothing, and the kernels need a mesh to find their ranks.
+        # A single rank exchanges no rows, and the kernels run only on a mesh.
         implementation = "xla"
     return dataclasses.replace(
         config,
@@ -202,9 +212,11 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 def _traced_functions(
     config: MoEConfig, params: MoEParams, call: _Call, where: LayerMesh
 ) -> dict[str, Any]:
-    """Returns the configuration's functions as `Traced`, so that equal functions compile once.
+    """Wraps the functions in `config` in `Traced`, so that equal functions compile only once.
 
-    The sample arguments have the shapes of one rank: one row of an MLP, or all tokens of a router.
+    Returns a dict by field name: "router" if there is one, and "gating" or else "activation". The
+    samples for tracing have the shapes on one rank: one row of the pre-activations [1, F], and the
+    rank's tokens [T, H] with their logits.
     """
     wide, dtype = wide_dtype(config.dtype), config.dtype
     split = where.num_tensor_ranks() if where.mesh is not None else 1
@@ -226,9 +238,10 @@ def _traced_functions(
 
 
 class _Call(NamedTuple):
-    """The arrays of one call, each None or with the leading dimensions of x.
+    """The array arguments of one call of the layer; each is None or has x's leading dimensions.
 
-    `sequence_ids` [...] int32 is given if the tokens of a sequence may be on several ranks.
+    `sequence_ids` [...] int32 numbers the sequence of each token, for the load-balance loss. It is
+    given if the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
@@ -252,8 +265,8 @@ def _layer(
     operands = params, call, placement, quantized
     if not explicit_axes(ambient):
         return on_rank(*operands)
-    # In a shard_map over some axes of the mesh, all ranks along the Explicit axes that it leaves
-    # out compute the same.
+    # The caller's shard_map maps over some axes of the mesh and leaves Explicit axes out. All
+    # arrays are replicated over the latter, so the ranks along them compute the same.
     spec = jax.typeof(call.x).sharding.spec
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = on_rank(*args)
@@ -263,7 +276,7 @@ def _layer(
     return reshard(out, ambient, spec), metrics
 
 
-# Jitted, so that equal layers are traced once and eager calls are compiled.
+# Jitted, so that layers with equal configurations are traced once, and eager calls are compiled.
 _STATIC = ("config", "where")
 _moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
@@ -276,7 +289,11 @@ def _on_mesh(
     quantized: QuantizedExperts | None,
     where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer in a `jax.shard_map` that it opens over the mesh."""
+    """Opens a `jax.shard_map` over the mesh, and runs `on_rank` on each rank's shards in it.
+
+    Flattens and pads the tokens first if the ranks do not divide the dimensions of x. Returns the
+    output in x's shape and sharding, and the metrics.
+    """
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
@@ -298,7 +315,7 @@ def _on_mesh(
         padding = -num_tokens % parts
 
         def flattened(array: jax.Array) -> jax.Array:
-            # Explicit axes may not divide the new shape, so x is first replicated over them.
+            # Explicit axes may not divide the flattened shape, so replicate the array over them.
             array = reshard(array, mesh, PartitionSpec())
             array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
             return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
@@ -332,24 +349,25 @@ def _on_mesh(
 
     if (choices := metrics.topk_idx) is not None:
         metrics = metrics._replace(topk_idx=like_x(choices, PartitionSpec(*[*spec][:-1])))
-    # On Explicit axes, the output must be sharded like x, since callers add them.
+    # On Explicit axes, the output must be sharded like x, so that callers can add it to x.
     return like_x(out, spec), metrics
 
 
 def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     """Quantizes the experts' matrices once, for all calls of a layer with the same parameters.
 
-    A training step quantizes them before its microbatches, and gives each the result as
-    `quantized_experts`. Gradients go to `params`, straight through the rounding. The result has
-    each matrix in both orders, 2 bytes a number, and is sharded as the parameters are (over
-    `fsdp_axes` only if the parts have whole blocks of 128 x 128 numbers).
+    A training step quantizes them before its microbatches, and passes the result to the call of
+    each microbatch as `quantized_experts`. Gradients go to `params`, as if quantization were the
+    identity (straight-through). The result has each matrix twice, as it is and transposed, with 2
+    bytes per number in total. It is sharded as the parameters are, but over `fsdp_axes` only if
+    each rank's shard has whole blocks of 128 x 128 numbers.
 
     Args:
         params: the parameters of a layer.
-        config: its configuration, with a `matmul_dtype`.
+        config: the configuration of the layer, with a `matmul_dtype`.
 
     Returns:
-        What the calls take as `quantized_experts`.
+        The quantized matrices, which `moe_layer` takes as `quantized_experts`.
 
     Raises:
         ValueError: `config.matmul_dtype` is None, or H or F is not a multiple of 128.
@@ -360,7 +378,10 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 def quantize_by_rules(
     params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
 ) -> QuantizedExperts:
-    """Runs `quantize_experts` for any caller; `axis_rules` are those of `run_layer`."""
+    """Runs `quantize_experts` with Flax's axis rules, from which FSDP axes are found.
+
+    `axis_rules` are those of `run_layer`: pairs of a logical axis and mesh axes.
+    """
     _check_types(params, config)
     if config.matmul_dtype is None:
         raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
@@ -371,7 +392,8 @@ def quantize_by_rules(
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
-    if config.dtype is not None:  # a layer quantizes what it would multiply
+    # A layer casts its matrices to the compute dtype before it quantizes them.
+    if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
     def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
@@ -410,19 +432,27 @@ def _on_rank(
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer on one rank's tokens and experts."""
+    """Runs the layer on one rank's tokens and experts, inside a `jax.shard_map` if there is a mesh.
+
+    Returns the output in the shape of this rank's `call.x`, and the metrics of all ranks' tokens.
+    `num_sequences` counts the sequences of all ranks, for `call.sequence_ids`; None means that each
+    rank holds whole sequences.
+    """
     shape = call.x.shape
     num_lead = len(shape) - 1
     x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
     sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
-    tokens = x  # the routed experts' tokens; the shared experts run on all of x
+    # `tokens` go to the routed experts, with masked tokens set to 0; shared experts run on `x`.
+    tokens = x
     if mask is not None:
-        # The NaN of a masked token times a zero cotangent would be NaN in the gate's gradient.
+        # In the gate's gradient, a masked token's NaN or infinity times a zero cotangent would give
+        # NaN, so masked tokens are set to 0.
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.router_x is not None:
             inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
-    own_tokens = tokens  # the free experts take only this rank's own tokens
+    # Free experts run on this rank's own tokens, before tokens are gathered over the tensor axes.
+    own_tokens = tokens
     router_x = tokens if inputs.router_x is None else inputs.router_x
     with jax.named_scope("router"):
         params = _gathered(params, ("gate",), where)
@@ -465,7 +495,11 @@ def _run_routed_experts(
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
+    """Dispatches tokens [T, H], runs the routed experts, and combines their outputs.
+
+    Returns the output [T, H], and the number of rows that this rank dropped as a receiver, by
+    expert, [E] int32. `distinct` says whether the K choices of each token are known to differ.
+    """
     with jax.named_scope("dispatch"):
         held = topk_idx
         if placement is not None:
@@ -499,8 +533,13 @@ def _run_chunk(
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [T, H] of tokens, and the drops of each expert or slot of this rank."""
-    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
+    """Dispatches one chunk of tokens [T, H], runs the experts, and combines their outputs.
+
+    Returns the output [T, H], and the dropped rows of each of this rank's L experts or slots, [L]
+    int32. `topk_idx` [T, K] has ids of slots if the layer has slots.
+    """
+    # Rows that arrive as float8 stay quantized if the matmuls multiply float8. Quantized rows have
+    # no gradient, so `run_experts` sends the gradient of the received rows to `tokens` itself.
     stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     with jax.named_scope("dispatch"):
         received = dispatch(
@@ -510,7 +549,7 @@ def _run_chunk(
             axis_name=where.expert_axes,
             capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
             expert_alignment=config.expert_alignment,
-            # Without a capacity factor nothing overflows, so both rules give the same result.
+            # Without a capacity factor, nothing overflows, so "tail" and "fair" are equivalent.
             overflow="tail" if config.capacity_factor is None else config.overflow,
             host_capacity=_host_capacity(config, tokens.shape[0], where),
             wire_dtype=config.wire_dtype,
@@ -537,7 +576,11 @@ def _experts_of_rank(
     config: MoEConfig,
     where: LayerMesh,
 ) -> Experts:
-    """Returns the weights of this rank's experts, as the matmuls take them."""
+    """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype.
+
+    If the matmuls multiply float8 and FSDP axes split the matrices, `Experts.quantized` is gathered
+    instead of the matrices.
+    """
     own: dict[str, Any] = {
         name: _own_experts(name, weights, placement, config, where)
         for name in ROUTED_WEIGHTS
@@ -561,7 +604,8 @@ def _experts_of_rank(
         quantized = jax.tree.map(of_rank, quantized)
     experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
     experts = experts._replace(**own, quantized=quantized)
-    if where.tensor_axes and experts.wo_bias is not None:  # one partial sum has the bias
+    # The tensor ranks' partial outputs are summed, so only the first rank adds the output's bias.
+    if where.tensor_axes and experts.wo_bias is not None:
         is_first = lax.axis_index(where.tensor_axes) == 0
         experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
     return experts
@@ -570,12 +614,13 @@ def _experts_of_rank(
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
 ) -> int | None:
-    """Returns R, the rows of a receive buffer, or None for any routing if `num_tokens` is symbolic.
+    """Returns the capacity R, the number of rows in a rank's receive buffer, for `dispatch`.
 
-    If the choices of a token are `distinct`, a rank receives at most one row per token for each of
-    its experts.
+    R fits any routing if `config.capacity_factor` is None. If the K choices of a token are
+    `distinct`, a rank receives at most one row per token for each of its experts, so R is smaller.
+    If `num_tokens` is symbolic, returns None, which lets `dispatch` choose.
 
-    Raises ValueError if a factor is given, and `num_tokens` is symbolic.
+    Raises ValueError if a capacity factor is given and `num_tokens` is symbolic.
     """
     if checks.is_symbolic(num_tokens):
         for name in ("capacity_factor", "host_capacity_factor"):
@@ -592,13 +637,13 @@ def receive_capacity(
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
     rows = dropless_capacity(rows, num_local_experts, config.expert_alignment)
-    # A matmul kernel copies a receive buffer whose number of rows is not such a multiple.
+    # The matmul kernels copy a receive buffer whose rows are not a multiple of TILE_ROWS.
     multiple = math.lcm(config.expert_alignment, TILE_ROWS)
     return -(-rows // multiple) * multiple
 
 
 def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int | None:
-    """Returns the most rows that a rank sends to each other host; None: no limit."""
+    """Returns the most tokens that a rank sends to each other host; None means no limit."""
     if config.host_capacity_factor is None or not where.expert_axes:
         return None
     return math.ceil(config.host_capacity_factor * num_tokens)
@@ -611,24 +656,32 @@ def _own_experts(
     config: MoEConfig,
     where: LayerMesh,
 ) -> jax.Array | QuantizedArray:
-    """Returns this rank's part of a parameter that has all experts, or this rank's only."""
+    """Returns this rank's experts of the parameter `name`, whose leading dimension counts experts.
+
+    `weights` has either all experts or only this rank's experts. With a placement, the gradients of
+    an expert's copies are summed, so that all copies get the same gradient.
+    """
     axes = where.expert_axes + (where.further(name) or ((),))[0]
     own = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
     weights = jax.tree.map(own, weights)
-    if placement is None or isinstance(weights, QuantizedArray):  # these have no gradients
+    # Quantized matrices have no gradient that copies would have to share.
+    if placement is None or isinstance(weights, QuantizedArray):
         return weights
     return equal_copies(weights, placement, axes)
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
-    """Returns the weights of this rank's `num` experts from those of all experts, or its own."""
+    """Returns the weights [num, ...] of this rank's experts.
+
+    `weights` is [num, ...] already, or has the experts of all ranks along the expert axes.
+    """
     if weights.shape[0] == num:
         return weights
     return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
-    """Expands the counts [L] of this rank's experts to [E] int32, with zeros for other experts."""
+    """Expands counts [L] of this rank's experts to [E], with zeros for other ranks' experts."""
     experts = jnp.arange(counts.shape[0] * where.num_ranks(), dtype=jnp.int32)
     rank_of_expert = experts // counts.shape[0]
     here = rank_of_expert == lax.axis_index(where.expert_axes)
@@ -636,7 +689,7 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
-    """Gathers some of the parameters in their own dtypes."""
+    """Returns the parameters with those in `names` gathered over their FSDP axes, dtypes kept."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
 
@@ -644,7 +697,11 @@ def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> Mo
 def _shared_experts(
     params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh
 ) -> jax.Array:
-    """Runs the shared experts, which compute every token, as one MLP."""
+    """Runs the shared experts, which compute every token x [T, H], as one MLP of hidden size S.
+
+    Returns [T, H], multiplied by sigmoid(x @ shared_gate) if there is a `shared_gate`. With tensor
+    axes, the result is this rank's partial sum.
+    """
     *wi, wo = (
         dequantized(fsdp.gather(name, without_gradient(name, w), where, config.dtype), config.dtype)
         for name in SHARED_WEIGHTS
@@ -687,7 +744,10 @@ def _check_types(params: Any, config: Any) -> None:
 
 
 def _check_blocks(params: MoEParams, where: LayerMesh) -> None:
-    """Raises ValueError if a rank along the tensor axes would hold parts of quantized blocks."""
+    """Raises ValueError if splitting F over the tensor axes would cut a quantized block.
+
+    A block of a `QuantizedArray` has one scale, so the numbers of a block must be on one rank.
+    """
     num_ranks = where.num_tensor_ranks()
     for name, array in params._asdict().items():
         if isinstance(array, QuantizedArray):
@@ -705,7 +765,8 @@ def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> No
             f"{where.expert_axes}, but is {config.num_held}."
         )
     allowed = {config.num_held}
-    if where.mesh is None:  # in the caller's shard_map, a rank may hold its own columns
+    # In the caller's shard_map, the arrays may hold only this rank's experts.
+    if where.mesh is None:
         allowed.add(config.num_held // num_ranks)
     check_num_held(params, config.num_experts, allowed)
     if where.mesh is not None:

@@ -1,7 +1,8 @@
 """Computes the load-balance loss and the router z-loss, as published models define them.
 
-Each loss is computed from sums over tokens. To pool a loss over ranks, layers or microbatches, add
-the sums first and compute the loss from the total. `BalanceSums` holds the sums of one call.
+Each loss is computed from sums over tokens. To compute one loss for several ranks, layers or
+microbatches, add their sums first and compute the loss from the total. `BalanceSums` holds the
+sums of the load-balance loss.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def load_balance_loss(
       package transformers, for Mixtral, Qwen, OLMoE and others. That function takes P_e from the
       softmax of the logits, its top-k as the choices, and the tokens of all layers: see
       `pooled_load_balance_loss`.
-    - "deepseek_v3": the mean of the sequences' "switch" losses: DeepSeek-V3's complementary
-      sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), with the choices that the router made,
-      as DeepSeek-V2 computes it.
+    - "deepseek_v3": computes the "switch" loss of each sequence, and returns the mean over
+      sequences. This is DeepSeek-V3's complementary sequence-wise loss (arXiv:2412.19437, eq. 17
+      to 20), but c counts the choices that the router made, as in DeepSeek-V2.
 
     A token's probabilities are its row of `probs` divided by the row's sum. This leaves softmax
     rows as they are, and turns sigmoid scores into DeepSeek-V3's probabilities (eq. 19); a row of
@@ -76,18 +77,19 @@ def load_balance_loss(
     token that chooses no expert is left out, even if it holds NaN.
 
     Args:
-        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
+        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows only through it.
         topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, chooses no expert.
         convention: "switch", "transformers" or "deepseek_v3".
         num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a
             rank's T tokens are B sequences of equal length, one after the other, all of them on
             this rank.
-        sequence_ids: [T] integer, or None: each token's sequence, in [0, B). Give it where lengths
-            differ or a sequence is on several ranks; B and ids then count over all ranks.
+        sequence_ids: [T] integer, or None: the sequence of each token, in [0, B). Give it where
+            lengths differ or a sequence is on several ranks. B then is the number of sequences on
+            all ranks, and ids are the same on all ranks.
         expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
             MoE++'s tau (arXiv:2410.07348) for free experts and 1 for others.
-        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
-            for the loss of this rank's tokens.
+        axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
+            `jax.shard_map`; None for the loss of this rank's tokens.
 
     Returns:
         [] float32, the same on every rank along `axis_name`. The derivative follows the rule of
@@ -133,8 +135,8 @@ def pooled_load_balance_loss(
     transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
 
     Args:
-        sums: `MoEMetrics.balance` of a layer; an iterable of them; or one with leading axes, as
-            `lax.scan` over layers stacks them.
+        sums: the `MoEMetrics.balance` of one layer; an iterable of `BalanceSums`, one per layer; or
+            one `BalanceSums` whose arrays have leading axes, as `lax.scan` over layers stacks them.
         convention: "transformers" or "switch"; see `load_balance_loss`.
         expert_factors: [E] floating, or None; see `load_balance_loss`.
 
@@ -142,7 +144,8 @@ def pooled_load_balance_loss(
         [] float32.
 
     Raises:
-        ValueError: the convention is another one, or the layers differ in their number of experts.
+        ValueError: the convention is neither "transformers" nor "switch", or the layers differ in
+            their number of experts.
         TypeError: `sums` holds anything but `BalanceSums`.
     """
     checks.check_name("convention", convention, ("transformers", "switch"))
@@ -173,9 +176,10 @@ def balance_sums(
     num_sequences: int | None = None,
     sequence_ids: jax.Array | None = None,
 ) -> BalanceSums:
-    """Returns this rank's sums over its tokens, or over the tokens of each sequence.
+    """Returns the sums of this rank's tokens, from which `load_balance_loss` is computed.
 
-    The arguments are those of `load_balance_loss`.
+    With `num_sequences` B, returns one sum for each sequence, with a leading axis of B. The
+    arguments are those of `load_balance_loss`.
     """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
@@ -187,7 +191,8 @@ def balance_sums(
         )
     topk_idx = expert_ids(topk_idx, num_experts)
     routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
-    # Selects before dividing: the gradient of a masked NaN would be zero times NaN.
+    # A masked token's NaN is replaced before the division. Selecting after the division would give
+    # it the gradient zero times NaN, which is NaN.
     probs = _shares(jnp.where(routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
@@ -213,16 +218,18 @@ def balance_sums(
             f"{sequence_ids.shape}."
         )
     members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
-    exact = lax.Precision.HIGHEST  # keeps the counts exact integers
+    # On GPUs, a lower precision would round counts, which must stay exact integers.
+    exact = lax.Precision.HIGHEST
     sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
     return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
 
 
 def _shares(probs: jax.Array) -> jax.Array:
-    """Divides each row [T, E] by its sum; returns float32. A row of zeros or subnormals gives 0.
+    """Divides each row of probs [T, E] by the row's sum; returns [T, E] float32.
 
-    Divides each row by its largest number first. The row's sum is then at least 1, so that neither
-    the division nor its derivative overflows, however small the numbers are.
+    A row of zeros or subnormal numbers becomes zeros. Each row is divided by its largest number
+    first. The row's sum is then at least 1, so neither the division by the sum nor its derivative
+    overflows.
     """
     if probs.dtype.itemsize < 4:
         probs = probs.astype(jnp.float32)
@@ -238,7 +245,10 @@ def _sum_dtype(array: jax.Array) -> Any:
 
 
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
-    """Computes the loss, [...] float32, from sums [..., E]; 0 where there are no tokens."""
+    """Computes the load-balance loss from sums with arrays [..., E]; returns [...] float32.
+
+    The loss is 0 where `sums` count no tokens. `convention` is "switch" or "transformers".
+    """
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
     share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
@@ -264,10 +274,10 @@ def router_z_loss(
     hold NaN.
 
     Args:
-        logits: [T, E] floating.
+        logits: [T, E] floating: the router's logits.
         mask: [T] bool or integer, or None: False or 0 leaves a token out.
-        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
-            for the loss of this rank's tokens.
+        axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
+            `jax.shard_map`; None for the loss of this rank's tokens.
 
     Returns:
         [] float32, the same on every rank along `axis_name`.
@@ -294,7 +304,10 @@ def router_z_loss(
 
 
 def check_mask(mask: jax.Array, shape: str) -> None:
-    """Raises TypeError unless `mask` is a bool or integer array; `shape` is for the message."""
+    """Raises TypeError unless `mask` is a bool or integer array.
+
+    The message quotes `shape`, such as "[T]". The shape itself is not checked.
+    """
     wanted = f"mask must be a bool or integer array {shape}"
     if not hasattr(mask, "dtype"):
         raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
@@ -303,7 +316,10 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Sums arrays over the ranks along `axis_name`; returns them unchanged for None."""
+    """Sums each array of the pytree `sums` over the ranks along `axis_name`.
+
+    Returns the arrays unchanged if `axis_name` is None.
+    """
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

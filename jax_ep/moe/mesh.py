@@ -1,4 +1,4 @@
-"""Finds the mesh of a call of the layer, and the axes over which its arrays are split."""
+"""Finds the mesh that a call of the MoE layer runs on, and the axes that split its arrays."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.runtime import jax_compat
 
 Axes = tuple[str, ...]
-AxisRules = Sequence[tuple[str, Any]]  # logical axes and their mesh axes, as in Flax
+# Pairs of a logical axis and the mesh axis or axes that it is sharded over, as in Flax.
+AxisRules = Sequence[tuple[str, Any]]
 
 
 class LayerMesh(NamedTuple):
     """The mesh and the mesh axes of one call of the layer.
 
     Attributes:
-        expert_axes: the axes that experts are spread over; (): every rank holds every expert.
+        expert_axes: the axes that experts are spread over. () means that every rank holds every
+            expert.
         batch_axes: the axes that tokens are spread over.
         mesh: the mesh for which the call opens a `jax.shard_map`; None if it opens none.
-        tensor_axes: the axes that F is split over; (): every rank holds whole experts.
-        sequence_axes: those of `batch_axes` over which the sequences of x [..., sequence, H] are
-            split; the others split the leading dimension.
-        further_axes: names of parameters, and for each of their dimensions the further axes that it
-            is split over, along which the layer gathers it; see `jax_ep.moe.fsdp`.
+        tensor_axes: the axes that the experts' hidden size F is split over. () means that every
+            rank holds whole experts.
+        sequence_axes: the axes among `batch_axes` that split the sequence dimension of x
+            [..., sequence, H]. The remaining `batch_axes` split x's leading dimension.
+        further_axes: pairs of a parameter's name and a tuple. The tuple has, for each dimension of
+            the parameter, the FSDP axes that split it and along which the layer gathers it; see
+            `jax_ep.moe.fsdp`.
     """
 
     expert_axes: Axes
@@ -47,27 +51,36 @@ class LayerMesh(NamedTuple):
         return self.size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
-        """Returns the number of ranks that F is split over."""
+        """Returns the number of ranks that the experts' hidden size F is split over."""
         return self.size(self.tensor_axes)
 
     def axes_of(self, logical_axes: Sequence[str | None]) -> tuple[Axes, ...]:
-        """Returns the axes of experts or F that each logical axis of a parameter is split over."""
+        """Returns, for each logical axis of a parameter, the expert or tensor axes that split it.
+
+        "exp" is split over the expert axes, "mlp" over the tensor axes, and any other over none.
+        """
         axes = {"exp": self.expert_axes, "mlp": self.tensor_axes}
         return tuple(axes.get(axis or "", ()) for axis in logical_axes)
 
     def further(self, name: str) -> tuple[Axes, ...]:
-        """Returns the further axes of each dimension of a parameter; (): it has none."""
+        """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
+
+        Returns () if the parameter has no such axes.
+        """
         return dict(self.further_axes).get(name, ())
 
     def axes_of_tokens(self, ndim: int) -> tuple[Axes, ...]:
-        """Returns the axes that each leading dimension of x [..., H], of `ndim` ones, is over."""
+        """Returns the mesh axes that split the leading dimensions of x [..., H], one tuple each.
+
+        `ndim` is the number of x's dimensions. Dimensions beyond the result are not split.
+        """
         if not self.sequence_axes:
             return (self.batch_axes,)
         others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
         return others, *[()] * (ndim - 3), self.sequence_axes
 
     def splits_further(self, *names: str) -> bool:
-        """Returns whether one of the parameters is split over further axes."""
+        """Returns whether FSDP axes split any of the parameters called `names`."""
         return any(name in names for name, _ in self.further_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:
@@ -82,7 +95,10 @@ class LayerMesh(NamedTuple):
 
 
 def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
-    """Finds the mesh that a call on x runs on, and its axes; x is None for a call without tokens.
+    """Finds the mesh that a call of the layer runs on, and the roles of its axes.
+
+    x is [..., H], the tokens of the call; None for a call without tokens, such as to quantize
+    experts.
 
     Raises:
         ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` names an
@@ -120,9 +136,10 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns `axes` if the caller's shard_map binds them, or () if its mesh has none of them.
+    """Returns the mesh axes of the option `name` that the caller's shard_map binds.
 
-    Raises ValueError if the shard_map binds only some of them.
+    Returns `axes` if the shard_map binds all of them, or () if the mesh `ambient` has none of them.
+    Raises ValueError if the shard_map does not bind all of them.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()
@@ -137,9 +154,10 @@ def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str
 def _on_mesh(
     name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> tuple[str, ...]:
-    """Returns `axes` if the mesh has all of them, or () if an ambient mesh has none of them.
+    """Returns the mesh axes of the option `name` that the mesh has.
 
-    Raises ValueError in all other cases.
+    Returns `axes` if the mesh has all of them, or () if it is an ambient mesh and has none of them.
+    Raises ValueError in all other cases; `config.mesh` must have all of them.
     """
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(axes)):
@@ -152,9 +170,9 @@ def check_mesh_of_experts(
 ) -> None:
     """Raises or warns if every rank would gather all experts [E, H, F] on each call.
 
-    `experts` is an array or a `QuantizedArray`. Every rank gathers them if they are sharded over a
-    mesh that is not set, or only over axes that `config` does not name. The results would still be
-    right. The type of a traced array on Auto axes shows its mesh, but not whether it is sharded.
+    `experts` is wi_0, an array or a `QuantizedArray`. Every rank gathers it if it is sharded over a
+    mesh that is not set, or only over axes that `config` does not name. The results are right, but
+    each call is slow. The type of a traced array on Auto axes shows its mesh, but not its sharding.
     The sharding is then guessed from the caller's axis rules, or from the names of the mesh's axes.
 
     Raises:
@@ -217,15 +235,19 @@ def _warns_that_no_mesh_is_set(
 
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the axes of one dimension of a PartitionSpec that have more than one rank."""
+    """Returns the mesh axes with more than one rank in one entry of a `PartitionSpec`.
+
+    `part` is the entry: None, a name or a tuple of names.
+    """
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
 
 
 def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Guesses which axes of a mesh without any of `axes` the caller means by the option `name`.
+    """Guesses which axes of the mesh the caller means, if the mesh has none of `axes`.
 
-    Returns axes with similar names, and an axis named like the option, such as "expert".
+    `axes` is the value of the option `name`, such as "expert_axis". Returns the mesh's axes with
+    similar names, and the axis named like the option, "expert".
     """
     kind = name.removesuffix("_axis")
     alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
@@ -234,13 +256,16 @@ def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    """Returns the Explicit axes of a mesh; an array's type shows its sharding over them."""
+    """Returns the names of a mesh's Explicit axes, whose shardings are part of array types."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Reshards an array by `spec` over the mesh's Explicit axes; XLA decides about other axes."""
+    """Reshards an array by `spec` over the mesh's Explicit axes.
+
+    Axes of other types are dropped from the spec, since XLA chooses the sharding over them.
+    """
     explicit = explicit_axes(mesh)
     if not explicit:
         return array
@@ -254,13 +279,13 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # UNCONSTRAINED keeps a dimension that an Explicit axis shards; None would gather it.
+    # None would gather a dimension that an Explicit axis shards; UNCONSTRAINED leaves it sharded.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Drops the mesh axes that are not among `axes` from one dimension of a PartitionSpec."""
+    """Returns one entry of a `PartitionSpec` without the mesh axes that are not among `axes`."""
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None
@@ -273,10 +298,14 @@ def _callers_batch_axes(
     ambient: AbstractMesh,
     x: jax.Array,
 ) -> tuple[str, ...]:
-    """Returns the axes of the caller's shard_map that its tokens are spread over."""
+    """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over.
+
+    The type of x shows these axes, except under check_vma=False, where `config.batch_axes` does.
+    """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    if not jax_compat.varying_axes(lax.axis_index(bound)):  # check_vma=False: types show no axes
+    # Under check_vma=False, types show no varying axes, not even that of an axis index.
+    if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(
                 f"batch_axes must be given in a jax.shard_map over {bound} with check_vma=False, "
@@ -307,7 +336,11 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns `config.batch_axes`, or by default all of `axes` but the tensor axes."""
+    """Returns `config.batch_axes` as a tuple; if that is None, all `axes` except the tensor axes.
+
+    `axes` are the axes of the mesh. Raises ValueError if `batch_axes` has others, lacks an expert
+    axis, or has only some of the tensor axes.
+    """
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")
@@ -325,7 +358,11 @@ def _batch_axes(
 
 
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
-    """Returns `config.sequence_axes`, or by default what x's type shows of them."""
+    """Returns the mesh axes that split the sequence dimension of x [..., sequence, H].
+
+    The axes are `config.sequence_axes`. If that is None, they are the Explicit axes in x's type, if
+    all of them are among `batch_axes`. If x has fewer than 3 dimensions, the result is ().
+    """
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")
         if not set(axes) <= set(batch_axes):

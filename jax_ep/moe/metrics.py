@@ -1,8 +1,8 @@
-"""Computes the losses and counts that a call of the layer returns.
+"""Computes `MoEMetrics`, the losses and counts that a call of the layer returns.
 
-`lax.psum` sums them over ranks, and not the library's `all_reduce`. The counts are int32, which no
-kernel sums. XLA sums all counts and losses of a layer, some kilobytes, in one collective, where
-`all_reduce` would be a kernel for each array. And the ranks of a batch are often on several hosts.
+`lax.psum` sums the losses and counts over ranks. The library's `all_reduce` is not used, because
+its kernels do not sum int32 counts, it runs one kernel per array, where XLA sums all arrays of a
+layer, some kilobytes, in one collective, and the ranks of a batch are often on several hosts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class MoEMetrics(NamedTuple):
         load_balance_loss: [] float32, by the layer's `balance_convention`; see
             `jax_ep.load_balance_loss`.
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: int32, [E], or with free experts [E + free experts]: the number of (token,
-            choice) pairs that chose each expert, dropped pairs included.
-        num_dropped: [] int32: the pairs that no expert computed, because a receive buffer was full
-            or a rank had more tokens for a host than `host_capacity_factor` allows.
-        dropped_counts: [E] int32: the dropped pairs of each expert.
+        expert_counts: [E] int32, or [E + number of free experts]: the number of (token, choice)
+            pairs that chose each expert, dropped pairs included.
+        num_dropped: [] int32: the number of pairs that no expert computed, because a receive buffer
+            was full or a rank had more tokens for a host than `host_capacity_factor` allows.
+        dropped_counts: [E] int32: the number of dropped pairs of each expert.
         balance: the sums over all tokens from which the load-balance loss is computed, for
             `jax_ep.pooled_load_balance_loss` over layers or microbatches.
         topk_idx: [..., K] int32 with `MoEConfig.record_choices`, or None: the expert ids that each
@@ -55,15 +55,16 @@ class MoEMetrics(NamedTuple):
         instead of a scalar. Free experts are left out. If there are no choices, all numbers but
         `idle_experts` are 0.
 
-        - `busiest_expert`: the load of the expert with most choices, over the experts' mean; from 1
-          to E.
-        - `busiest_rank`, with `num_ranks`: the load of the rank with most choices, over the ranks'
-          mean; from 1 to N. Expert e is on rank e // (E / N), as in a layer without `num_slots`;
-          with slots, `Placement.rank_load` of the counts gives the ranks' loads.
-        - `entropy`: the entropy of the experts' loads over its largest value, log(E); from 0, all
-          choices of one expert, to 1, all experts alike.
+        - `busiest_expert`: the load of the expert with most choices, divided by the experts' mean
+          load; from 1 to E.
+        - `busiest_rank`, with `num_ranks`: the load of the rank with most choices, divided by the
+          ranks' mean load; from 1 to N. Expert e is on rank e // (E / N), as in a layer without
+          `num_slots`; with slots, `Placement.rank_load` of the counts gives the ranks' loads.
+        - `entropy`: the entropy of the experts' loads, divided by its largest value, log(E); 0 if
+          one expert has all choices, 1 if all experts have equally many.
         - `idle_experts`: the number of experts that no token chose.
-        - `drop_share`: the dropped choices over all choices; from 0 to 1.
+        - `drop_share`: the number of dropped choices, divided by the number of choices; from 0 to
+          1.
 
         Args:
             num_ranks: N, the number of ranks that the experts are spread over, or None.
@@ -103,11 +104,12 @@ register_for_export(MoEMetrics)
 
 
 class Sequences(NamedTuple):
-    """The sequences of the tokens, for a loss by sequence.
+    """The sequences that a rank's T tokens belong to, for the "deepseek_v3" load-balance loss.
 
     Attributes:
         number: the number of sequences of this rank, or of all ranks if `ids` are given.
-        ids: [T] int32, each token's sequence; None for sequences of equal length on one rank each.
+        ids: [T] int32, the sequence of each token, in [0, number). None means that the T tokens are
+            `number` sequences of equal length, and no sequence is on several ranks.
     """
 
     number: int
@@ -123,9 +125,16 @@ def metrics_of(
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
-    """Computes the metrics over all ranks' tokens, from the routing of this rank's T tokens.
+    """Computes the metrics of all ranks' tokens, from the routing of this rank's T tokens.
 
-    `dropped` [E] int32 counts this rank's dropped pairs by expert.
+    Args:
+        routed: the routing of this rank's tokens.
+        logits: [T, E] float32; None if no gate ran, and the z-loss is then 0.
+        mask: [T] bool, or None: False leaves a token out.
+        dropped: [E] int32: the (token, choice) pairs that this rank dropped, by expert.
+        sequences: the sequences of this rank's tokens.
+        config: the configuration of the layer.
+        where: the mesh axes of the call, over which losses and counts are summed.
     """
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
@@ -133,9 +142,10 @@ def metrics_of(
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
-    if config.balance_convention == "transformers":  # its choices are the top-k of the logits
+    # By "transformers", `balance.choices` are the top-k of the logits, not the router's choices.
+    if config.balance_convention == "transformers":
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
-    # The ranks along the tensor axes drop the same rows.
+    # The ranks along the tensor axes drop the same rows, so the sum counts each row several times.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
     return MoEMetrics(
@@ -156,7 +166,10 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Computes the load-balance loss by the layer's convention, and its sums over all tokens."""
+    """Computes the load-balance loss by `config.balance_convention`; returns it and its sums.
+
+    The sums are over the tokens of all ranks. The loss is 0 if the routing has no `probs`.
+    """
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:

@@ -1,4 +1,4 @@
-"""Declares options of functions and layers: each one once, as a field of a dataclass.
+"""Declares options of functions and layers; each option is declared once, as a dataclass field.
 
 A field states an option's name, type, default and check; the section `Attributes:` of the class's
 docstring states its meaning. The signatures and docstrings of the Flax layers, and of functions
@@ -43,14 +43,17 @@ Check = Callable[[str, Any], object]
 
 
 def option(default: T, check: Check) -> T:
-    """Declares an option; `check(name, value)` raises an error for a value that does not fit."""
+    """Declares an option, as a dataclass field with a default.
+
+    `check(name, value)` must raise TypeError or ValueError for a value that is not allowed.
+    """
     return dataclasses.field(default=default, metadata={"check": check})
 
 
 def function_option(default: T, wanted: str) -> T:
-    """Declares an option that holds a function, or None if that is the default.
+    """Declares an option whose value is a function; None is allowed only as the default.
 
-    The error for another value quotes `wanted`, such as "a function of one array".
+    The error for any other value quotes `wanted`, such as "a function of one array".
     """
 
     def check(name: str, value: Any) -> None:
@@ -61,13 +64,16 @@ def function_option(default: T, wanted: str) -> T:
 
 
 def same_option(cls: Any, name: str) -> Any:
-    """Declares an option with the default and check that another class gives it."""
+    """Declares an option again, with the default and check of the field `name` in class `cls`."""
     field = cls.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def check_options(options: Any) -> None:
-    """Raises TypeError or ValueError, naming the field, for a value that fails its check."""
+    """Runs the check of each field of `options`, an instance of a class of options.
+
+    Raises TypeError or ValueError, naming the field, for a value that is not allowed.
+    """
     for field in dataclasses.fields(options):
         if "check" in field.metadata:
             field.metadata["check"](field.name, getattr(options, field.name))
@@ -78,29 +84,38 @@ def _names(cls: Any) -> list[str]:
 
 
 def function_names(cls: Any) -> tuple[str, ...]:
-    """Returns the names of the fields that hold a function."""
+    """Returns the names of the options of class `cls` that `function_option` declares."""
     return tuple(f.name for f in dataclasses.fields(cls) if "is_function" in f.metadata)
 
 
 def options_of(cls: type[T], holder: Any) -> T:
-    """Makes options from an object's attributes of the same names, such as a layer's."""
+    """Makes an instance of `cls` from the attributes of `holder`, such as a layer.
+
+    For each field of `cls`, `holder` must have an attribute with the field's name.
+    """
     return cls(**{name: getattr(holder, name) for name in _names(cls)})
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes options from keyword arguments, and removes these arguments from the dictionary."""
+    """Makes an instance of `cls` from keyword arguments; leaves other keywords in the dictionary.
+
+    The keywords that are fields of `cls` are removed from the dictionary `keywords`.
+    """
     return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 
 def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
-    """Makes options from keyword arguments; raises TypeError for an unknown keyword."""
+    """Makes an instance of `cls` from the keyword arguments of the function named `function`.
+
+    Raises TypeError, as Python does, for a keyword that is not a field of `cls`.
+    """
     options = pop_options(cls, keywords)
     if keywords:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(keywords)!r}")
     return options
 
 
-# Checks that take a name and a value, in addition to those of `jax_ep.checks`.
+# Checks for `option`. They take an option's name and value; `jax_ep.checks` has more of them.
 
 
 def integer_or_zero(name: str, value: Any) -> None:
@@ -114,7 +129,7 @@ def number_or_zero(name: str, value: Any) -> None:
 
 
 def one_of(literal: Any) -> Check:
-    """Requires one of the names of a `typing.Literal`."""
+    """Returns a check that requires one of the strings of a `typing.Literal`."""
     return lambda name, value: checks.check_name(name, value, get_args(literal))
 
 
@@ -124,26 +139,32 @@ def axes(name: str, value: Any) -> None:
 
 
 def optional(check: Check) -> Check:
-    """Requires None, or what `check` requires."""
+    """Returns a check that allows None, and checks any other value by `check`."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def number_or_none(otherwise: str = ", or None") -> Check:
-    """Requires None or a finite number above 0; errors quote `otherwise`, what None stands for."""
+    """Returns a check that allows None and finite numbers above 0.
+
+    Error messages quote `otherwise`, which may say what None means.
+    """
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 
 
-# Signatures and docstrings.
+# Decorators that write options into the signature and the docstring of a function or class.
 
 
 def takes(cls: Any, *, before: str, others: bool = False) -> Callable[[T], T]:
-    """Shows the fields of `cls` as keyword arguments of a function that takes them by `**`.
+    """Decorates a function whose `**` argument takes the fields of `cls` as keywords.
+
+    The decorator replaces the `**` argument in the function's `__signature__` by one keyword-only
+    argument for each field, so that `help` and the documentation show the options.
 
     Args:
         cls: a class of options.
-        before: the argument that follows the fields in the signature.
-        others: whether the function also takes other keywords by `**`; the signature then keeps
-            that argument.
+        before: the name of the argument before which the fields are inserted.
+        others: whether the `**` argument also takes keywords that are not fields of `cls`. The
+            signature then keeps the `**` argument, too.
     """
 
     def show(function: Any) -> Any:
@@ -166,11 +187,16 @@ def _as_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def documented(*classes: Any, **texts: str) -> Callable[[T], T]:
-    """Fills a docstring: replaces a line `{Name}` by the attributes of class Name, or by a text."""
+    """Decorates a function or class whose docstring has placeholders, lines such as `{Name}`.
+
+    The decorator replaces `{Name}` by the section "Attributes:" in the docstring of the class
+    called Name among `classes`, or by the keyword argument `Name`.
+    """
     contents = {cls.__name__: _attributes(cls) for cls in classes} | texts
 
     def fill(documented: Any) -> Any:
-        if documented.__doc__ is not None:  # python -OO has no docstrings
+        # Under python -OO, `__doc__` is None.
+        if documented.__doc__ is not None:
             documented.__doc__ = re.sub(
                 r"^( *)\{(\w+)\}$",
                 lambda found: _indented(contents[found[2]], found[1]),
@@ -183,7 +209,7 @@ def documented(*classes: Any, **texts: str) -> Callable[[T], T]:
 
 
 def _attributes(cls: Any) -> str:
-    """Returns the section `Attributes:` of a class's docstring, without indentation."""
+    """Returns the entries of the section "Attributes:" in a class's docstring, not indented."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     section = re.search(r"^Attributes:\n((?:[ ].*\n?|\n(?=[ ]))*)", doc, re.MULTILINE)
     return inspect.cleandoc("\n" + section[1]) if section else ""

@@ -38,24 +38,27 @@ class ParameterOptions:
     """Options that decide which parameters a Flax layer has, and how they are initialized.
 
     Attributes:
-        num_shared_experts: the number of experts of width F that compute every token.
-        shared_dim: S, the width of all shared experts together; None: num_shared_experts * F.
+        num_shared_experts: the number of shared experts, MLPs of hidden size F that compute every
+            token.
+        shared_dim: S, the hidden size of all shared experts together. None means
+            num_shared_experts * F.
         use_shared_gate: whether to multiply the shared experts' output by sigmoid(x @ shared_gate)
             (Qwen2-MoE).
-        gated: whether experts, also shared ones, have a gate; without (Nemotron-H) there is no
-            wi_1.
+        gated: whether routed and shared experts multiply the activation by x @ wi_1. If False, as
+            in Nemotron-H, the layer has no wi_1 and no shared_wi_1.
         use_mlp_bias: whether the routed experts' matmuls have biases (GPT-OSS).
         selection_bias: whether there is a DeepSeek-V3 selection bias, which changes only the choice
             of experts.
-        use_gate_bias: whether to add a trained bias to the logits, for choice and weights
-            (GPT-OSS).
-        use_expert_scale: whether to multiply each choice's weight by a trained factor of its expert
-            (Gemma 4).
+        use_gate_bias: whether to add a trained bias to the router's logits, which changes both the
+            choice of experts and their weights (GPT-OSS).
+        use_expert_scale: whether to multiply the weight of each choice by a trained factor of the
+            chosen expert (Gemma 4).
         param_dtype: the dtype of the parameters.
-        kernel_init: the initializer of one expert's matrix, called for each expert with [H, F] or
-            [F, H].
-        gate_init: the initializer of gate.kernel; None: there is no gate, and each call is given
-            `topk_idx` and `topk_weights`, or `router` needs no logits.
+        kernel_init: the initializer of one expert's matrix, called for each expert with the shape
+            [H, F] or [F, H].
+        gate_init: the initializer of the router's kernel, gate.kernel. None means that there is no
+            gate. Each call must then be given `topk_idx` and `topk_weights`, unless `router` needs
+            no logits.
     """
 
     num_shared_experts: int = option(0, integer_or_zero)
@@ -72,8 +75,12 @@ class ParameterOptions:
 
     @classmethod
     def of_params(cls, params: MoEParams) -> ParameterOptions:
-        """Returns the options of a layer that has these parameters."""
-        names: dict[str, list[str]] = {}  # the parameters that each option enables
+        """Returns the options with which a Flax layer has exactly the parameters in `params`.
+
+        Initializers and `param_dtype` keep their defaults.
+        """
+        # Maps each option to the names of the parameters that it enables.
+        names: dict[str, list[str]] = {}
         for name, parameter in PARAMETERS.items():
             for needed in parameter.needs:
                 names.setdefault(needed, []).append(name)
@@ -86,9 +93,9 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """Raises TypeError or ValueError, naming the option, if a value is never valid.
+    """Raises TypeError or ValueError, naming the option, for values that no layer supports.
 
-    `router_dim` is the size of the router's tokens if a layer has that argument, or None.
+    `router_dim` is the size H' of the router's input if the layer is given it, or None.
     """
     check_options(options)
     shared_dim, number = options.shared_dim, options.num_shared_experts
@@ -116,16 +123,18 @@ def check_parameter_options(options: ParameterOptions, router_dim: int | None = 
 
 
 class Parameter(NamedTuple):
-    """A parameter of the layer.
+    """The shape, sharding and initializer of one parameter of the layer.
 
     Attributes:
-        dims: its shape, one character per dimension: E is the number of experts that all ranks
-            hold, R of experts that the router chooses among, C of constant experts; H is the hidden
-            size, F that of an expert, S that of the shared experts together; a digit is a size.
+        dims: the shape, with one character per dimension. E is the number of experts that all ranks
+            hold, R the number of experts that the router chooses among, and C the number of
+            constant experts. H is the hidden size of a token, F the hidden size of an expert, and S
+            the hidden size of all shared experts together. A digit stands for itself.
         logical_axes: the logical axis of each dimension. Map "exp" to the mesh's expert axis.
-        init: its initializer; "kernel" and "gate" name the layer's initializers.
-        needs: the options that must be True for a Flax layer to have it. A parameter with a
-            dimension of size 0 is absent too.
+        init: the initializer: "kernel" and "gate" are the options `kernel_init` and `gate_init` of
+            the layer; "zeros" and "ones" fill the parameter.
+        needs: the names of the options that must be True for a Flax layer to have the parameter. A
+            parameter with a dimension of size 0 is absent, too.
     """
 
     dims: str
@@ -134,7 +143,8 @@ class Parameter(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-# The parameters, by their names in `MoEParams`. The Flax layers keep the first two in `gate`.
+# Maps the name of each field of `MoEParams` to its shape, sharding and initializer. The Flax layers
+# keep "gate" and "bias" in a submodule called `gate`.
 PARAMETERS = {
     "gate": Parameter("HR", ("embed", None), "gate"),
     "bias": Parameter("R", (None,), "zeros", ("selection_bias",)),
@@ -156,27 +166,28 @@ PARAMETERS = {
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name not in ("gate", "bias"))
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
-# The experts' matrices, also of shared experts: the only parameters that may be stored quantized.
+# Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps parameters to the parameter without which they must be None.
+# Maps a parameter to another one: if the other parameter is None, this one must be None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
 class MoEParams(NamedTuple):
     """The parameters of a layer; a pytree.
 
-    E is the number of experts, R of experts that the router chooses among (E and the free experts),
-    and C of constant experts. H is the hidden size of a token, F that of an expert, and S that of
-    the shared experts together. The matrices of experts, wi_0, wi_1 and wo or those of the shared
-    experts, may each be a `jax_ep.QuantizedArray` of its shape, which has no gradient.
+    E is the number of routed experts. R is the number of experts that the router chooses among (the
+    E experts and the free experts), and C the number of constant experts. H is the hidden size of a
+    token, F the hidden size of an expert, and S the hidden size of all shared experts together. The
+    matrices of routed and shared experts may each be a `jax_ep.QuantizedArray` of the given shape,
+    which has no gradient.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
         wi_0: [E, H, F], the projection that the activation is applied to.
-        wi_1: [E, H, F], the projection that the activation is multiplied by; None: experts without
-            a gate.
-        wo: [E, F, H], the projection back.
+        wi_1: [E, H, F], the projection that the activation is multiplied by; None for experts
+            without a gate.
+        wo: [E, F, H], the projection from the hidden size F back to H.
         bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which changes
             only the choice of experts. (The bias of a router that is a linear layer, such as
             GPT-OSS's, is `gate_bias`.)
@@ -192,8 +203,8 @@ class MoEParams(NamedTuple):
             sigmoid(x @ shared_gate) (Qwen2-MoE, Qwen3-Next).
         constant_value: [C, H], the vector of each constant expert, or None; see
             `MoEConfig.constant_experts`.
-        constant_gate: [C, H, 2], or None: softmax(x @ constant_gate) gives the shares of token and
-            vector in a constant expert's output.
+        constant_gate: [C, H, 2], or None: softmax(x @ constant_gate) gives the two factors with
+            which a constant expert mixes the token x and its vector.
     """
 
     gate: jax.Array | None
@@ -215,7 +226,7 @@ class MoEParams(NamedTuple):
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
-        """Makes the parameters from the given arrays; all others are None."""
+        """Makes the parameters from the given arrays; parameters that are not given are None."""
         absent: dict[str, Any] = dict.fromkeys(cls._fields)
         return cls(**(absent | given))
 
@@ -226,7 +237,9 @@ register_for_export(MoEParams)
 def weight_shapes(
     config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes of a layer's parameters by name, without those of its gate.
+    """Maps the names of a layer's parameters, except `gate` and `bias`, to their global shapes.
+
+    Parameters that the layer does not have are left out. `hidden` is H, and `mlp_dim` is F.
 
     Raises:
         ValueError, TypeError: `hidden` or `mlp_dim` is not an integer of at least 1.
@@ -255,13 +268,14 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def table() -> str:
-    """Returns the table of parameters in the docstrings of the Flax layers."""
+    """Renders the table of parameters, shapes and logical axes for the Flax layers' docstrings."""
     return "\n".join(_rows())
 
 
 def _rows() -> Iterator[str]:
     for name, parameter in PARAMETERS.items():
-        if name == "bias":  # the bias is not trained, so Flax keeps it apart
+        # In the Flax layers, the selection bias is state and not a parameter.
+        if name == "bias":
             continue
         shown = "gate.kernel" if name == "gate" else name
         dims = f"[{', '.join(parameter.dims)}]"
@@ -274,7 +288,11 @@ def _rows() -> Iterator[str]:
 
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
-    """Returns the initializer of a parameter other than the gate; `kernel_init` draws matrices."""
+    """Returns the initializer of the parameter `name`, for any parameter except the gate.
+
+    A matrix of experts is drawn by `options.kernel_init`, expert by expert. If the layer has slots,
+    the initializer draws E experts and copies them to the P slots.
+    """
     kind = PARAMETERS[name].init
     if kind == "kernel":
         init = per_expert(options.kernel_init)
@@ -286,7 +304,10 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Init
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
-    """Returns an initializer for [P, ...] that draws E experts and repeats them in order."""
+    """Returns an initializer for slots [P, ...] that draws E experts by `init`.
+
+    E is `num_experts`. Slot s gets the weights of expert s modulo E.
+    """
 
     def init_slots(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
@@ -298,12 +319,16 @@ def in_order(init: Initializer, num_experts: int) -> Initializer:
 
 
 def per_expert(init: Initializer) -> Initializer:
-    """Returns an initializer for [E, ...] that draws each expert's matrix separately."""
+    """Returns an initializer for [E, ...] that draws each expert's matrix separately by `init`.
+
+    A parameter with two dimensions, such as a matrix of the shared experts, is drawn at once.
+    """
 
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
-        options = () if out_sharding is None else (out_sharding,)  # `init` may lack the argument
+        # `init` may have no argument for out_sharding, so None is not passed on.
+        options = () if out_sharding is None else (out_sharding,)
         if len(shape) == 2:
             return init(key, shape, dtype, *options)
         keys = jax.random.split(key, shape[0])
@@ -315,8 +340,9 @@ def per_expert(init: Initializer) -> Initializer:
 def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
     """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
 
-    `num_experts` includes free experts, `num_constant` of them constant. The number of experts in
-    wi_0, wi_1 and wo depends on the mesh and is not checked here.
+    `num_experts` is the number of experts that the router chooses among, free experts included.
+    `num_constant` is the number of constant experts. The number of experts in wi_0, wi_1 and wo is
+    not checked here, since it depends on the mesh.
     """
     for name, value in params._asdict().items():
         if isinstance(value, QuantizedArray) and name not in MATRICES:
@@ -360,7 +386,10 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
 
 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:
-    """Raises ValueError unless experts' weights hold one of the `allowed` numbers of experts."""
+    """Raises ValueError unless the routed experts' weights hold an allowed number of experts.
+
+    `allowed` has the numbers that the leading dimension may have. The message quotes `num_experts`.
+    """
     for name in ROUTED_WEIGHTS:
         if (array := getattr(params, name)) is None:
             continue
@@ -373,7 +402,7 @@ def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> No
 
 
 def _check_shared(params: MoEParams) -> None:
-    """Raises ValueError if only some of the shared experts' matrices are given."""
+    """Raises ValueError if some matrices of the shared experts are given and others are None."""
     given = {name: w for name in SHARED_WEIGHTS if (w := getattr(params, name)) is not None}
     if not given:
         return
@@ -389,8 +418,8 @@ def _check_shared(params: MoEParams) -> None:
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
     """Raises ValueError for a parameter whose shape does not fit its row of `PARAMETERS`.
 
-    Skips the gate, which has a row for each column of `router_x`, and the routed weights, whose
-    number of experts depends on the mesh.
+    Skips the gate, whose rows depend on the call's `router_x`, and the routed experts' weights,
+    whose number of experts depends on the mesh.
     """
     arrays = {
         name: array

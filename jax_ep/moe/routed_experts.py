@@ -1,13 +1,13 @@
-"""Computes the experts and the weighted sum of their outputs, with one gradient for both.
+"""Computes the experts and the weighted sum of their outputs, with one custom VJP for both.
 
-The weighted output of a choice is w · (h wo), where h is its gated product. With g the cotangent at
-the row of the choice, and dh = g woᵀ, the gradients are
+The weighted output of a (token, choice) pair is w · (h wo), with w its top-k weight and h the
+hidden values of its row. Let g be the cotangent of this row, and dh = g woᵀ. The gradients are
 
   d(h) = w · dh        d(wo) = (w · h)ᵀ g        d(w) = <dh, h>
 
 They need neither the experts' output y nor w · g. A separate `combine` would keep y [R, H] for its
-gradient, and compute w · g [R, H] and <g, y> in an additional pass. Here, the pass of the gate's
-gradient over h and dh [R, F] applies the weights.
+gradient, and compute w · g [R, H] and <g, y> in an additional pass over memory. Here, the weights
+are applied in the pass over h and dh [R, F] that computes the gradient of the gating.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WeightsOn = Literal["output", "input"]
 @documented(ExpertUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertOptions(ExpertUnit):
-    """Options of the routed experts' computation.
+    """Options of what the routed experts compute.
 
     Attributes:
         {ExpertUnit}
@@ -61,7 +61,8 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
-    grad_wire_dtype: Any  # the dtype in which cotangents of combined rows are sent
+    # The dtype in which the cotangents of the combined rows are sent; None means their own dtype.
+    grad_wire_dtype: Any
 
 
 @documented(ExpertOptions)
@@ -86,12 +87,13 @@ def routed_experts(
     bit. With weights_on="input" each received row is multiplied by its weight before its expert
     runs (Llama 4), and the outputs are summed without weights.
 
-    The gradients differ from those of that composition by rounding only: the experts' output y and
-    its weighted cotangent are not rounded to the tokens' dtype, because they are not computed, and
-    the hidden values are rounded after the weights multiply them.
+    The gradients differ from the gradients of this composition of `expert_mlp` and `combine` only
+    by rounding. The experts' output y and its weighted cotangent are not computed, so they are not
+    rounded to the tokens' dtype, and the hidden values are rounded after the weights multiply them.
 
-    **Kept for the backward pass** are the weights and what `expert_mlp` keeps, by the same names.
-    Under a `jax.checkpoint` that keeps none of these, the product by wo is not computed again.
+    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps, by the same
+    names. Under a `jax.checkpoint` that keeps none of these, the backward pass does not compute the
+    product with wo again.
 
     Args:
       received: the result of this rank's `dispatch`, not quantized.
@@ -123,9 +125,11 @@ def run_experts(
     matmul_implementation: MatmulImplementation,
     sent: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `routed_experts` for checked arguments.
+    """Computes `routed_experts`, with its options as one object and the weights as `Experts`.
 
-    Where the received tokens are quantized, their gradient goes to the tokens `sent` [T, H].
+    Supports received tokens that are a `QuantizedArray`, if `options.matmul_dtype` is set. Their
+    gradient goes to `sent` [T, H], the tokens of this rank before dispatch. If `sent` is None, they
+    get no gradient.
     """
     if not isinstance(received, Dispatched):
         raise TypeError(
@@ -175,7 +179,10 @@ def run_experts(
 def _weighted(
     tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
 ) -> jax.Array:
-    """Multiplies each received row by the weight of its choice."""
+    """Multiplies each received row of `tokens` [R, H] by the weight of its (token, choice) pair.
+
+    `weights` [T, K] are those of this rank's own tokens; the exchange sends them to the rows.
+    """
     weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
     rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
     wide = wide_dtype(tokens.dtype)
@@ -202,7 +209,7 @@ def _forward(
 
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
-    # Unused rows past the last group contribute nothing, so they may be undefined here.
+    # No gradient reads the cotangents past the last group, so dispatch may leave them undefined.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
     with jax.named_scope("combine"):
         grad_rows = dispatch_like(
@@ -226,9 +233,9 @@ def _backward(config, residuals, grad):
         )
     if weights is None:
         return dtokens, dexperts, None, None, None, None
-    # The barrier delays the exchange of the weights' gradient until the tokens' gradient, which is
-    # exchanged too, has been computed. If this exchange ran earlier, it would occupy
-    # multiprocessors that a matmul needs while it waits for peers.
+    # The barrier delays the exchange of the weights' gradient until the tokens' gradient has been
+    # computed. An earlier exchange would wait for peers, and meanwhile occupy multiprocessors that
+    # the matmuls of the tokens' gradient need.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     with jax.named_scope("combine"):
         dweights = rows_to_choices(drow_weights, handle, config.implementation)
@@ -240,7 +247,10 @@ _routed_experts.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Returns [R] float32, the weight of each row's choice."""
+    """Sends the weights [T, K] to the received rows; returns each row's weight, [R] float32.
+
+    The gradient sends the rows' cotangents [R] back to the choices [T, K].
+    """
     return choices_to_rows(weights, handle, implementation)
 
 

@@ -1,4 +1,4 @@
-"""Runs the router of a layer, which chooses experts for one rank's tokens."""
+"""Runs the router of an MoE layer, which chooses K experts for each token of one rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from jax_ep.moe.routing import Routing
 
 
 class RouterInputs(NamedTuple):
-    """Optional inputs of the router in a call of the layer; a pytree.
+    """The optional arguments of a call of the layer that concern the router; a pytree.
 
     Attributes:
-        router_x: [..., H'] floating: the router's input; None: the layer's tokens.
-        topk_idx: [..., K] integer: expert ids that the caller has chosen, -1 for none; or None.
-        topk_weights: [..., K] floating: weights of these choices; None: computed from the logits.
+        router_x: [..., H'] floating: the router's input. None means the layer's tokens.
+        topk_idx: [..., K] integer: expert ids that the caller has chosen, where -1 chooses no
+            expert. None means that the router chooses.
+        topk_weights: [..., K] floating: the weights of `topk_idx`. None means that they are
+            computed from the logits.
     """
 
     router_x: jax.Array | None = None
@@ -32,9 +34,13 @@ class RouterInputs(NamedTuple):
 def route(
     params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Routes tokens x [T, H]; returns their routing and logits [T, E], None if no gate ran.
+    """Chooses experts for the router's inputs x [T, H'], or weighs the choices in `inputs`.
 
-    The arrays of `inputs` lead with T. Tokens that `mask` [T] bool leaves out choose no expert.
+    The arrays of `inputs` have T as their leading dimension. A token whose `mask` [T] bool is False
+    chooses no expert.
+
+    Returns the routing, and the logits [T, E] float32. The logits are None if the layer has no gate
+    or if the caller gives the weights.
     """
     logits = None
     if inputs.topk_weights is None and params.gate is not None:
@@ -59,7 +65,7 @@ def route(
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
         scale = params.expert_scale.astype(jnp.float32)
-        # An id outside the experts gets the factor 0, and gives no expert a gradient.
+        # An id that names no expert, such as -1, gets the factor 0, and adds to no gradient.
         topk_weights *= scale.at[topk_idx].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -69,12 +75,15 @@ def route(
 
 
 def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
-    """Returns whether each token is known to choose K different experts."""
+    """Returns whether the K choices of each token are known to be different experts.
+
+    They are if the library's router makes them. The caller's choices and router may repeat experts.
+    """
     return inputs.topk_idx is None and config.router is None
 
 
 def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: MoEConfig) -> None:
-    """Raises ValueError or TypeError, naming the argument, if a router input does not fit."""
+    """Raises ValueError or TypeError, naming the argument, unless `inputs` fit x and the layer."""
     lead, k = x.shape[:-1], config.num_experts_per_token
     for name, kind, last in (
         ("router_x", jnp.floating, "H'"),
@@ -137,7 +146,10 @@ def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConf
 
 
 def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
-    """Checks the routing of a caller's own router; returns it in the dtypes of `Routing`."""
+    """Returns what `MoEConfig.router`, a caller's function, returned, cast to `Routing`'s dtypes.
+
+    Raises TypeError or ValueError if it is not a `Routing` of `num_tokens` tokens.
+    """
     if not isinstance(routed, Routing):
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."

@@ -1,4 +1,7 @@
-"""Defines routers: pure functions of one rank's logits that compute in float32."""
+"""Defines the router's functions: logits, the choice of experts with weights, and its bias.
+
+All are pure functions of one rank's arrays, and compute in float32.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# If all logits of a token are lower, `Routing.probs` are computed after raising them to this.
+# If a token's largest logit is lower than this, a number is added to all its logits before
+# `Routing.probs` are computed. Its largest logit becomes this, so not all sigmoids underflow.
 _LOWEST_LOGIT = -64.0
 
 
@@ -42,9 +46,10 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios. If all sigmoids (or roots of
-            softplus) of a token would underflow, its logits are raised together, so that the
-            largest is -64. Your own router may return None: there is no such loss then.
+            for `load_balance_loss`, which uses only their ratios. If all logits of a token are so
+            low that its scores could underflow ("sigmoid", "sqrt_softplus"), a number is added to
+            them, so that the largest is -64. Your own router may return None; the load-balance loss
+            is then 0.
     """
 
     topk_idx: jax.Array
@@ -58,20 +63,21 @@ register_for_export(Routing)
 def router_logits(
     x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns x @ gate + bias in float32, at the speed of bfloat16 if x is bfloat16.
+    """Returns the router's logits, x @ gate + bias, in float32.
 
     For a bfloat16 x, the float32 gate is split into three bfloat16 parts, which add up to it
     exactly, and the three products are summed in float32. (One float32 product would copy x, and
     on a GPU round the gate to TF32's 11 bits.) The gradients split their float32 operands into two
-    parts, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other dtypes of x are
-    multiplied as float32, in the precision of `jax.default_matmul_precision`.
+    bfloat16 parts, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). If x has another
+    dtype, x and gate are multiplied as float32, in the precision of
+    `jax.default_matmul_precision`.
 
     Args:
-        x: [T, H] floating.
-        gate: [H, E] floating.
+        x: [T, H] floating: the tokens.
+        gate: [H, E] floating: the router's kernel.
         bias: [E] floating, or None: a trained bias of the logits (GPT-OSS).
-        dtype: float32; or a narrower dtype: x, gate and bias are then cast to it, summed in
-            float32, and the logits are rounded to it.
+        dtype: float32, or a narrower floating dtype. With a narrower dtype, x, gate and bias are
+            cast to it, products are summed in float32, and the logits are rounded to it.
 
     Returns:
         [T, E] float32.
@@ -89,7 +95,8 @@ def router_logits(
         checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     if dtype.itemsize < 4:
-        bits = jnp.finfo(dtype)  # XLA may skip a cast there and back, but not this
+        # XLA may skip a cast to a narrower dtype and back, but it does not skip reduce_precision.
+        bits = jnp.finfo(dtype)
         logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
     return logits
 
@@ -104,9 +111,11 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    parts = _split(gate, 3)[::-1]  # from the last, which holds the smallest numbers
+    # The products are summed from the last part of the gate, which holds the smallest numbers.
+    parts = _split(gate, 3)[::-1]
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # XLA may split a product of few rows along H; one reduction then adds the pieces and this sum.
+    # XLA may split a matmul with few rows along H and sum the partial results. It can fuse that sum
+    # with the `jnp.sum` below into one reduction.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -131,50 +140,57 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits a float32 array into bfloat16 arrays that add up to it, largest first.
+    """Splits a float32 array into `count` bfloat16 arrays whose sum approximates it.
 
-    A bfloat16 array is returned alone.
+    The first array has the largest numbers. Three arrays add up to the array exactly. A bfloat16
+    array is not split: the result is a list with this array only.
     """
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
     for _ in range(count):
-        part = lax.reduce_precision(x, 8, 7)  # XLA may skip a cast there and back, but not this
+        # XLA may skip a cast to bfloat16 and back, but it does not skip reduce_precision.
+        part = lax.reduce_precision(x, 8, 7)
         parts.append(part.astype(jnp.bfloat16))
-        x = jnp.where(jnp.isfinite(part), x - part, 0)  # of infinity nothing is left, not NaN
+        # The remainder of an infinity is 0, because infinity minus infinity would be NaN.
+        x = jnp.where(jnp.isfinite(part), x - part, 0)
     return parts
 
 
 def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
-    """Sums equal blocks of columns, from the last, which holds the smallest numbers."""
+    """Splits an array [H, count * E] into `count` blocks of E columns, and sums the blocks.
+
+    Adds the blocks from the last to the first, since the last holds the smallest numbers.
+    """
     return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies two matrices, summing in float32 over one axis of each."""
+    """Multiplies two matrices, contracting `a_axis` of a with `b_axis` of b; returns `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """Options of choosing experts by their logits, and of the choices' weights.
+    """Options of how the router chooses experts by their logits and weighs the choices.
 
     Attributes:
         score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
             "sqrt_softplus".
-        choose_by: "score" or "logit": the number to which the selection bias is added, and by which
-            groups are compared.
-        num_groups: number of groups, a divisor of E.
-        groups_kept: groups that a token may choose from.
-        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
-            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
+        choose_by: "score" or "logit": whether the selection bias is added to an expert's score or
+            to its logit. Groups are compared by the same sums.
+        num_groups: the number of groups of experts, a divisor of E; 1 means no groups.
+        groups_kept: the number of groups that a token may choose experts from.
+        group_score: how groups are compared: "top2", by the sum of a group's two largest
+            `score + bias` (DeepSeek-V3), or "max", by its largest one (DeepSeek-V2).
         normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
             logarithms of the scores are used, so weights are exact even if scores underflow in
             float32. If all k logits are -inf, the weights are 0.
-        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
-            LFM2 1e-6). If scores are far below it, the weights' sum and gradients are small.
-        scale: a factor on the weights, after normalization; 0 or more.
+        normalize_epsilon: the number that `normalize` adds to the sum of the weights, 0 or more
+            (DeepSeek-V3 has 1e-20, LFM2 1e-6). If scores are far below it, the weights' sum and
+            gradients are small.
+        scale: the factor, 0 or more, by which the weights are multiplied after normalization.
     """
 
     score: Score = option("softmax", one_of(Score))
@@ -200,10 +216,11 @@ def top_k_routing(
 
     A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
     root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest `score + bias`
-    are chosen; their weights are their scores. The sums are compared to about twice the digits of
-    float32; equal sums are ordered by larger logit, then by lower id. (Equal biases therefore never
-    change a choice.) Without a bias, experts are compared by their logits, which have the order of
-    the scores. Gradients flow through the weights and `probs`, not through the choice.
+    are chosen; their weights are their scores. The sums `score + bias` are compared to about twice
+    the digits of float32. Among equal sums, the larger logit wins, then the lower id. (Equal biases
+    therefore never change a choice.) Without a bias, experts are compared by their logits, which
+    have the order of the scores. Gradients flow through the weights and `probs`, but not through
+    the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
@@ -214,14 +231,14 @@ def top_k_routing(
 
     Args:
         logits: [T, E] floating; converted to float32.
-        k: choices per token, at most the experts that a token may choose from.
+        k: the number of choices per token, at most the number of experts in `groups_kept` groups.
         {RoutingOptions}
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
             not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. Add a trained
             bias to the logits instead.
 
     Returns:
-        A `Routing`.
+        The chosen experts, their weights, and the scores of all experts, as a `Routing`.
 
     Raises:
         ValueError: a shape, name or number does not fit; the message names the argument.
@@ -233,7 +250,7 @@ def top_k_routing(
 def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
-    """Computes `top_k_routing` with its options as one object."""
+    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with the options as one object."""
     check_options(options)
     _check_logits(logits, bias)
     k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
@@ -243,7 +260,8 @@ def choose_experts(
     best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
-    # Logits have the order of the scores, but not of scores plus biases, nor of sums of two scores.
+    # Experts can be chosen by their logits, which have the order of the scores, unless a bias is
+    # added to the scores or a group is scored by the sum of two scores.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -274,10 +292,10 @@ def routing_of_choices(
     topk_idx: jax.Array,
     options: RoutingOptions,
 ) -> Routing:
-    """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
+    """Weighs choices `topk_idx` that the caller makes, such as by a hash of the tokens.
 
-    The weights are computed as in `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
-    outside [0, E) chooses no expert and has weight 0.
+    The weights are computed from the logits [T, E] as in `top_k_routing`. topk_idx is [T, K]
+    integer; an id outside [0, E) chooses no expert and has weight 0.
     """
     check_options(options)
     score, normalize = options.score, options.normalize
@@ -300,7 +318,12 @@ def _weighing(options: RoutingOptions) -> Weighing:
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
-    """Returns the numbers from which `weigh` computes weights, [T, E]."""
+    """Returns [T, E] float32: scores, logarithms of scores, or logits, for `weigh`.
+
+    `weigh` computes the weights from the chosen ones among these numbers. They are the scores
+    without normalization. With it, they are numbers from which `weigh` can compute the ratios of
+    the scores even if the scores underflow.
+    """
     if not weighing.normalize:
         return _SCORES[score](logits)
     if score == "sqrt_softplus":
@@ -311,22 +334,26 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Raises a token's logits together, so that the largest is at least `_LOWEST_LOGIT`."""
+    """Adds a number to all of a token's logits [T, E] so that the largest is `_LOWEST_LOGIT`.
+
+    Tokens whose largest logit is not below `_LOWEST_LOGIT` keep their logits.
+    """
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
     return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Where softplus underflows, the derivative of its root is zero times infinity, also in a branch
-    # of a select that is not taken.
+    # Where softplus underflows to 0, the derivative of its square root is zero times infinity. A
+    # `where` does not remove this NaN from the gradient, so each branch gets safe arguments.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
 
 
 def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
-    is_low = logits < -15.0  # softplus equals exp in float32 here
+    # Below -15, softplus equals exp in float32.
+    is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return 0.5 * jnp.where(is_low, low, jnp.log(jax.nn.softplus(high)))
 
@@ -341,9 +368,9 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def check_choosing(
     num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError, naming an option, if k experts cannot be chosen by it.
+    """Raises TypeError or ValueError unless a token can choose k of `num_experts` by the options.
 
-    Returns k, num_groups and groups_kept as ints; messages call k `k_name`.
+    Returns k, num_groups and groups_kept as ints. Messages name the option; they call k `k_name`.
     """
     k = checks.check_integer(k_name, k)
     num_groups = checks.check_integer("num_groups", options.num_groups)
@@ -383,16 +410,18 @@ def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
-    """Updates the selection bias: raises it by `rate` below the mean load, lowers it above.
+    """Updates the selection bias against the load.
 
-    This balances loads without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it
-    once per training step, outside the gradient, with the counts of that step on all ranks.
+    Raises the bias of an expert by `rate` if its load is below the mean, and lowers it by `rate` if
+    its load is above. This balances loads without an auxiliary loss (arXiv:2408.15664, as in
+    DeepSeek-V3). Call it once per training step, outside the gradient, with the counts of that step
+    on all ranks.
 
     Args:
         bias: [..., E] floating: the bias of one router or of a stack of layers.
-        expert_counts: [..., E]: the tokens that chose each expert, summed over ranks.
-        rate: the change per step, a number or an array [] or of bias's shape; DeepSeek-V3 used
-            0.001.
+        expert_counts: [..., E]: the number of tokens that chose each expert, summed over ranks.
+        rate: the change of the bias per step: a number, or an array of shape [] or of bias's shape.
+            DeepSeek-V3 used 0.001.
 
     Returns:
         [..., E] of bias's dtype.

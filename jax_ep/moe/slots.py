@@ -1,9 +1,10 @@
-"""Supports layers with P slots for E experts, where experts may have several copies.
+"""Supports layers whose N ranks hold P slots for E experts, so experts may have several copies.
 
-The placement, which says which slot holds which expert, is passed as arrays, so a new placement
-needs no new program. Every choice of an expert becomes a choice of a slot, and dispatch and
-matmuls use slots. In the backward pass the gradients of an expert's copies are added, and each copy
-gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
+A slot holds the weights of one expert; rank r holds slots [r * P / N, (r + 1) * P / N). The
+placement, which says which expert each slot holds, is passed as arrays, so a new placement does not
+recompile the program. Before dispatch, every choice of an expert becomes a choice of a slot that
+holds this expert. In the backward pass, the gradients of an expert's copies are added, and each
+copy gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from jax_ep.placement.table import Placement
 
 
 def check_placement(placement: Placement | None, num_experts: int, num_slots: int | None) -> None:
-    """Raises ValueError or TypeError unless the placement fits a layer of `num_slots` slots.
+    """Raises ValueError or TypeError unless the placement fits a layer with `num_slots` slots.
 
-    A layer without slots (None) must be given no placement.
+    If `num_slots` is None, the layer has no slots, and the placement must be None.
     """
     if num_slots is None:
         if placement is not None:
@@ -47,13 +48,19 @@ def check_placement(placement: Placement | None, num_experts: int, num_slots: in
 
 
 def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Turns choices of experts [T, K] into choices of slots [T, K]."""
+    """Converts expert ids `topk_idx` [T, K] to ids of slots that hold these experts, [T, K] int32.
+
+    `axes` are the mesh axes that the slots are spread over.
+    """
     arrays = placement.expert_of_slot, placement.slots_of_expert, placement.num_copies
     return choose_slots(topk_idx, *map(jnp.asarray, arrays), axis_name=axes)
 
 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Adds up the counts [P / N] of this rank's slots by expert; returns [E] int32."""
+    """Sums counts [P / N] of this rank's slots over the copies of each expert; returns [E] int32.
+
+    Experts without a slot on this rank get 0.
+    """
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
     theirs = jnp.where(experts[None] == all_experts[:, None], counts[None], 0)
@@ -62,10 +69,10 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the weights [P / N, ...] of this rank's slots, and sums their gradients by expert.
+    """Returns the weights [P / N, ...] of this rank's slots; sums the gradients of copies.
 
-    Each slot thus gets the gradient of its expert. An all-reduce in float32 sums the gradients of
-    the experts with several copies, at most P - E of them.
+    In the backward pass, each slot gets the sum of the gradients of all copies of its expert. An
+    all-reduce in float32 sums them for the experts with several copies, at most P - E experts.
     """
     return weights
 
@@ -97,7 +104,7 @@ equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)
 
 
 def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the expert of each of this rank's slots, -1 for an empty slot."""
+    """Returns the expert id in each of this rank's `num_slots` slots, int32; -1 if it is empty."""
     expert_of_slot = jnp.asarray(placement.expert_of_slot)
     first = lax.axis_index(axes) * num_slots if axes else 0
     return lax.dynamic_slice_in_dim(expert_of_slot, first, num_slots)

@@ -1,9 +1,10 @@
-"""Sums and gathers over the tensor axis, whose ranks hold parts of the same experts.
+"""Sums and gathers over the tensor axis, whose ranks hold different columns of the same experts.
 
-Where the exchange may run on kernels, the library's collectives (`jax_ep.collectives`) are used,
-with the fastest algorithm by their table; elsewhere `jax.lax`. According to the table, on 2 GPUs
-all of them are faster than `jax.lax` at every size. On 4 GPUs all_reduce is faster up to 27 MB, and
-the others at every size. The layer's metrics use `lax.psum`, as `jax_ep.moe.metrics` explains.
+If the `implementation` of dispatch and combine is None or "pallas", the collectives are those of
+`jax_ep.collectives`, which selects the fastest algorithm from a table of measurements. Otherwise
+they are those of `jax.lax`. By the table, on 2 GPUs all of the library's collectives are faster
+than `jax.lax` at every size. On 4 GPUs, its all_reduce is faster up to 27 MB, and its all_gather
+and reduce_scatter at every size.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from jax_ep.runtime.jax_compat import match_varying, varying_axes
 def for_all_ranks(
     arrays: tuple[jax.Array, ...], where: LayerMesh, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
-    """Gathers arrays [T, ...] of the tokens that the ranks along the tensor axes share.
+    """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
-    The gradient of the tokens is a sum over these ranks. It is taken here, with one row per token,
-    since after the dispatch there is one row per choice.
+    If the ranks hold different tokens, gathers the arrays; otherwise returns them, typed as varying
+    over the tensor axes (vma). The gradient of the tokens is a sum over the tensor ranks. It is
+    computed before dispatch, where there is one row per token, rather than after dispatch, where
+    there is one row per choice.
 
     Args:
-      arrays: floating, or integers below 2**24 such as expert ids; an array that is given twice is
-        gathered once.
-      where: the layer's mesh.
-      implementation: the implementation of the exchange.
+      arrays: arrays [T, ...] of this rank's tokens, floating or of integers below 2**24, such as
+        expert ids. An array that is given twice is gathered once.
+      where: the mesh and the mesh axes of the call.
+      implementation: the implementation of dispatch and combine, which selects that of the
+        collectives.
     """
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
     if not axes:
@@ -47,7 +51,7 @@ def for_all_ranks(
 def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementation) -> jax.Array:
     """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
 
-    Call it after combine, which leaves one row per token instead of one row per choice.
+    It is called after combine, when there is one row per token instead of one row per choice.
     """
     if not where.tensor_axes:
         return out
@@ -56,15 +60,18 @@ def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementat
 
 
 def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Concatenates the ranks' rows of x [T, ...]."""
+    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
-    # The collectives move floats only, and float32 holds these integers exactly.
+    # The collectives support floats only. float32 represents integers below 2**24 exactly.
     return all_gather(x.astype(jnp.float32), axes, algorithm=algorithm).astype(x.dtype)
 
 
 def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Returns x, equal on the ranks, as an array that varies over the axes."""
+    """Returns x, which is equal on all ranks along `axes`, with a type that varies over them (vma).
+
+    Its gradient is summed over the ranks by the library's all_reduce instead of by `lax.psum`.
+    """
     (varying,) = match_varying((x,), axes)
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))
     if not added or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -74,7 +81,7 @@ def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cast(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Casts x to vary over more axes. The gradient is the sum of the ranks' cotangents."""
+    """Casts x to a type that also varies over `axes` (vma); an all-reduce sums its cotangents."""
     return match_varying((x,), axes)[0]
 
 

@@ -1,12 +1,12 @@
-"""Runs a rank's experts on its tokens in chunks, one after the other, so that fewer rows live.
+"""Runs a rank's experts on chunks of its tokens, one after the other, to save memory.
 
-A receive buffer that fits any routing of T tokens has N * T * min(K, E / N) rows on each of N ranks
-if nobody knows the routing. With c chunks, it has 1 / c of them. The backward pass computes the
-rows of a chunk again, so no rows are kept from one chunk to the next.
+A receive buffer that fits any routing of T tokens per rank has N * T * min(K, E / N) rows on each
+of N ranks. With c chunks, it has 1 / c of these rows. The backward pass dispatches each chunk and
+computes its rows again, so a chunk keeps no rows for it.
 
-All that is the same for each chunk is made once, before the scan: the choices, the experts in the
-compute dtype, and their quantized matrices. The experts' gradients are summed over the chunks in
-float32, and reduced over the ranks that share experts once, after the scan.
+A `lax.scan` runs the chunks. The router's choices, the experts in the compute dtype and their
+quantized matrices are computed once, before the scan. The experts' gradients are summed over the
+chunks in float32. They are summed over the ranks that share experts once, after the scan.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def run(
     config: MoEConfig,
     expert_axes: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `function(experts, *arrays)` in `config.token_chunks` chunks of tokens.
+    """Calls `function(experts, *arrays)` for each of `config.token_chunks` chunks of tokens.
 
     Args:
-      function: returns rows [T, H] and counts [L] int32 for tokens [T, H], choices [T, K] and
-        weights [T, K].
-      experts: of this rank.
-      arrays: the tokens, choices and weights of this rank.
+      function: called with the experts, and with tokens [t, H], expert ids [t, K] and weights
+        [t, K] of a chunk of t tokens. It returns their outputs [t, H] and counts [L] int32.
+      experts: the weights of this rank's experts.
+      arrays: tokens [T, H], expert ids [T, K] and weights [T, K] of all of this rank's tokens.
       config: the configuration of the layer.
       expert_axes: the mesh axes that the experts are spread over.
 
     Returns:
-      The rows of all tokens, and the sums of the counts.
+      The outputs of all tokens, [T, H], and the sums of the counts over the chunks, [L].
 
     Raises:
       ValueError: the number of tokens is symbolic, and there are several chunks.
@@ -63,7 +63,8 @@ def run(
     if num_chunks == 1:
         return function(experts, *arrays)
 
-    with jax.named_scope("experts"):  # quantized once, and not in each chunk
+    # Quantizes the experts once, and not in each chunk.
+    with jax.named_scope("experts"):
         experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
@@ -91,7 +92,10 @@ def run(
 
 
 def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Array:
-    """Returns chunks [c, size, ...] of an array [T, ...], padded with a value at the end."""
+    """Splits an array [T, ...] into chunks [num_chunks, size, ...].
+
+    The last chunk is filled up with the value `padding`.
+    """
     missing = num_chunks * size - array.shape[0]
     if missing:
         widths = [(0, missing), *[(0, 0)] * (array.ndim - 1)]
@@ -101,10 +105,9 @@ def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Ar
 
 @jax.custom_vjp
 def _with_gradient_to(value: jax.Array, wide: jax.Array) -> jax.Array:
-    """Returns `value`; its gradient goes to `wide`, an array of the same numbers in more bits.
+    """Returns `value`; sends its gradient to `wide`, which has the same numbers in a wider dtype.
 
-    A sum over uses is then made in more bits, and the cast from the one to the other stays where it
-    was made.
+    Gradients of several uses of `value` are then summed in the wider dtype, float32 for bfloat16.
     """
     return value
 

@@ -1,8 +1,9 @@
 """Traces functions that users give a layer, so that they can be compared by what they compute.
 
-JAX and the library's primitives cache programs by their arguments. The identity of a function does
+JAX caches compiled programs by static arguments, such as functions. The identity of a function does
 not show what it computes, because a value that it reads besides its arguments, such as an attribute
-of a bound method, may have changed since. `Traced` objects are compared by their traces instead.
+of a bound method, may change between two calls. `Traced` objects are compared by their jaxprs
+instead.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-_MOST_BYTES = 1 << 16  # larger constants are not compared
+# A function that reads a larger constant than this equals only itself.
+_MOST_BYTES = 1 << 16
 
 
 class Traced:
-    """A function traced now; it equals another `Traced` whose traces and gradients are equal.
+    """A function that is compared by the jaxprs of its value and its gradient; it is hashable.
 
-    A call with arrays of types for which `run_as` was called evaluates the trace made then, so
-    values that the function reads besides its arguments are those of that time. Other calls call
-    the function.
+    The function is traced when the object is made. `run_as` stores a jaxpr for given argument
+    types. A call with these types evaluates the stored jaxpr, in which values that the function
+    reads besides its arguments are constants. A call with other types calls the function itself.
 
     Args:
         function: the function; its arguments are arrays, None, and pytrees of them.
-        samples: lists of argument types; the function is traced, and compared, for each.
+        samples: lists of argument types. The function is traced for each list, and two `Traced` are
+            equal if all of these traces are.
     """
 
     def __init__(self, function: Callable[..., Any], samples: Iterable[Sequence[Any]]):
@@ -37,11 +40,15 @@ class Traced:
         self.key: Any = None
         try:
             self.key = tuple(_trace_key(_with_gradient(function), types) for types in samples)
-        except Exception:  # without a key, a function that cannot be traced equals only itself
+        # A function that cannot be traced keeps the key None, and equals only itself.
+        except Exception:
             pass
 
     def run_as(self, *types: Any) -> None:
-        """Traces the function, which must return one array, for later calls with these types."""
+        """Traces the function for arguments of `types`, and stores the jaxpr for later calls.
+
+        The function must return one array.
+        """
         jaxpr, _ = trace(self._function, types)
         if (run := jax_compat.function_of_jaxpr(jaxpr)) is not None:
             self._traces[_types_key(jaxpr.in_avals)] = lambda *arrays: run(*arrays)[0]
@@ -70,13 +77,19 @@ def _types_key(types: Iterable[Any]) -> Any:
 
 
 def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Traces a function anew; returns its closed jaxpr and the type of its result."""
-    # JAX caches traces by function, so a new lambda makes it trace again.
+    """Traces a function for arguments of `types`, without JAX's cache of traces.
+
+    Returns the closed jaxpr and the type of the function's result.
+    """
+    # JAX caches traces by the function's identity, so a new lambda makes it trace again.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that also computes the gradient, so that its trace shows custom rules."""
+    """Returns a function that computes the value of `function` and its gradient.
+
+    The trace of the result includes what a custom gradient of `function` computes.
+    """
 
     def both(*arrays: Any) -> Any:
         out, vjp = jax.vjp(function, *arrays)
@@ -92,13 +105,20 @@ def _cotangent(x: jax.Array) -> Any:
 
 
 def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Returns a hashable key of a trace; functions with equal keys compute the same."""
+    """Returns a hashable key of a function's trace for arguments of `types`.
+
+    Functions with equal keys compute the same.
+    """
     jaxpr, result = trace(function, types)
     return _jaxpr_key(jaxpr), jax.tree.structure(result)
 
 
 def _jaxpr_key(jaxpr: Any) -> Any:
-    """Returns a hashable key of a jaxpr: equations with numbered variables, and constants."""
+    """Returns a hashable key of a jaxpr: its constants, and its equations.
+
+    Variables are replaced by numbers in the order of their first use, so that their names do not
+    matter.
+    """
     consts = tuple(map(_value_key, getattr(jaxpr, "consts", ())))
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     numbers: dict[Any, int] = {}
@@ -110,7 +130,8 @@ def _jaxpr_key(jaxpr: Any) -> Any:
         return kind, numbers.setdefault(a, len(numbers))
 
     def equation(e: Any) -> Any:
-        # The trace of the gradient already shows what the rules of custom gradients compute.
+        # The parameters of these two primitives hold functions, which would not compare equal.
+        # They are left out, since the traced gradient includes what they compute.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))
@@ -124,13 +145,18 @@ def _jaxpr_key(jaxpr: Any) -> Any:
 
 
 def _value_key(value: Any) -> Any:
-    """Returns a hashable key of a constant, or of a parameter of an equation."""
+    """Returns a hashable key of a value in a jaxpr: a constant, or a parameter of an equation.
+
+    Raises ValueError for an array that is large or that the caller may change, and TypeError for
+    other values that are not hashable.
+    """
     if hasattr(value, "eqns"):
         return _jaxpr_key(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_value_key, value))
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return type(value), repr(value)  # the type distinguishes 1, 1.0 and True
+        # In Python, 1, 1.0 and True are equal, so the key includes the type.
+        return type(value), repr(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if getattr(value, "nbytes", _MOST_BYTES + 1) > _MOST_BYTES:
             raise ValueError("a large constant")
