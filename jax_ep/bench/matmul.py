@@ -6,6 +6,11 @@ The dense matmul and all backends that can run an operation here, other projects
 turns of one loop each, since a GPU's clock drifts. "of dense" is the ratio of a backend's rate to
 the dense matmul's, the median over turns. TFLOP/s count only rows that are in a group.
 
+With --matmul_dtype, operands are float8, too; they are quantized before. "of bf16" is the ratio of
+a float8 program's rate to that of the same implementation's in the operands' dtype. "quantize" is
+the quantization of the matrices, as they are and transposed; "of dense" is then the ratio to the
+rate of a copy, and as many bytes.
+
 `--check` compares the results of every backend with float32. It checks some groups of the timed
 operands, and all groups of additional small operands. Some groups of the small operands are empty,
 some are large, and the rows past the last group are NaN. For small operands, only errors are shown.
@@ -14,7 +19,7 @@ some are large, and the rows past the last group are NaN. For small operands, on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.bench import report, runner
+from jax_ep.bench import matmul_float8, report, runner
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.matmul_baselines import (
     BASELINES,
@@ -33,6 +38,7 @@ from jax_ep.bench.matmul_baselines import (
     unavailable_reason,
     usual_implementations,
 )
+from jax_ep.bench.matmul_float8 import QUANTIZE, Float8Operands
 from jax_ep.bench.matmul_operations import (
     CASES,
     LIMITS,
@@ -60,7 +66,9 @@ _CASE = FLAGS.string(
     f"{'; '.join(case.name for case in CASES)}; on CPUs: "
     f"{'; '.join(case.name for case in SMALL_CASES)}.",
 )
-_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
+_OPS = FLAGS.choices(
+    "ops", OPERATIONS, (*OPERATIONS, QUANTIZE), "The operations to measure. quantize: of float8."
+)
 _IMPLEMENTATIONS = FLAGS.implementations(
     IMPLEMENTATIONS, "grouped matmuls", "all that run here, but the slow xla and loop in few cases"
 )
@@ -68,6 +76,13 @@ _BASELINES = FLAGS.baselines(
     BASELINES, "others' grouped matmuls, next to the dense matmul", "all that run here"
 )
 _DTYPE = FLAGS.dtype("the operands", LIMITS)
+_MATMUL_DTYPE = FLAGS.choices(
+    "matmul_dtype",
+    ["none"],
+    ["none", "float8_e4m3fn"],
+    "The dtypes that are multiplied, in turns. none: that of --dtype. float8_e4m3fn: results have "
+    "that of --dtype; cases whose H or F is no multiple of 128 are left out.",
+)
 _SWEEP = FLAGS.boolean(
     "sweep", "Measure pallas with other tile sizes too, not only with those that it chooses."
 )
@@ -82,16 +97,14 @@ def run() -> int:
 
 
 class MatmulCase(runner.Case):
-    """One operation of one size, by a dense matmul and by every backend."""
+    """One operation of one size, by a dense matmul and by every backend, of each matmul dtype."""
 
     in_turns = True
     spaced = False
 
     def __init__(self, case: Case, op: str, dtype: Any):
         self.case, self.op, self.dtype = case, op, dtype
-        self.functions = {"dense": dense_operation(op)} | {
-            backend.name: operation(backend, op) for backend in backends(case, op, dtype)
-        }
+        self.functions = programs(case, op, dtype)
         facts = {
             "case": case.name,
             "rows": case.num_rows,
@@ -102,30 +115,49 @@ class MatmulCase(runner.Case):
             "dtype": dtype.name,
             "op": op,
         }
-        rows = [facts | {"implementation": name} for name in self.functions]
+        rows = [
+            facts | {"implementation": name, "matmul_dtype": matmul_dtype}
+            for name, matmul_dtype in self.functions
+        ]
         super().__init__(f"{case.name}, {op}", rows)
 
-    def prepare(self) -> Operands:
+    def operands(self) -> Operands:
+        """Returns the operands; their arrays have a leading axis of one rank."""
         return random_operands(self.case, self.dtype, _SEED.value)
 
-    def build(self, row: Row, shared: Operands) -> Loop:
-        mesh = Mesh(np.asarray(jax.devices()[:1]), ("one",))
-        function = self.functions[row["implementation"]]
-        return Loop(None, function, shared, mesh, _TIMING.iterations.value)
+    def prepare(self) -> tuple[Operands, Float8Operands | None]:
+        operands = self.operands()
+        has_float8 = any(matmul_dtype != "none" for _, matmul_dtype in self.functions)
+        return operands, matmul_float8.quantized(operands) if has_float8 else None
 
-    def check(self, row: Row, loop: Loop, shared: Operands) -> bool:
+    def build(self, row: Row, shared: tuple[Operands, Float8Operands | None]) -> Loop:
+        mesh = Mesh(np.asarray(jax.devices()[:1]), ("one",))
+        is_plain = row["matmul_dtype"] == "none"
+        function = self.functions[row["implementation"], row["matmul_dtype"]]
+        operands = shared[0] if is_plain else shared[1]
+        return Loop(None, function, operands, mesh, _TIMING.iterations.value)
+
+    def check(self, row: Row, loop: Loop, shared: tuple[Operands, Float8Operands | None]) -> bool:
         if row["implementation"] == "dense":
             return False
-        last = self.case.num_groups - 1
-        operands = jax.tree.map(lambda leaf: leaf[0], shared)
-        check_groups(self.op, operands, loop.outputs()[0], sorted({0, last // 2, last}))
+        operands, float8, out = jax.tree.map(lambda leaf: leaf[0], (*shared, loop.outputs()))
+        if row["matmul_dtype"] == "none":
+            check_groups(self.op, operands, out, self.checked_groups())
+        else:
+            matmul_float8.check(self.op, operands, float8, out, self.checked_groups())
         return True
+
+    def checked_groups(self) -> Sequence[int]:
+        last = self.case.num_groups - 1
+        return sorted({0, last // 2, last})
 
     def results(self, row: Row) -> Row:
         flops = self.case.flops(self.op, self.case.live)
         of_dense = flops * self.case.num_rows / self.case.live
         of_dense /= 2 if self.op in OF_TWO_PAIRS else 1
         is_dense, rate = row["implementation"] == "dense", row.pop("rate_of_first", None)
+        if self.op == QUANTIZE:  # as many bytes as a copy's
+            return {} if is_dense else {"share_of_dense": rate}
         done = of_dense if is_dense else flops
         found = {"flops": done, "tflops": done / row["wall"]["median_us"] * 1e-6}
         if rate is not None and not is_dense:
@@ -146,19 +178,15 @@ class SmallCase(MatmulCase):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"
         sizes = operands.group_sizes.tolist()
         num_rows, (num_groups, hidden, mlp) = len(operands.lhs), operands.rhs.shape
-        self.operands = operands
+        self.small = operands
         name = f"{shapes} by {sizes}"
         super().__init__(Case(name, num_rows, hidden, mlp, num_groups, sum(sizes)), op, dtype)
 
-    def prepare(self) -> Operands:
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self.operands)
+    def operands(self) -> Operands:
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self.small)
 
-    def check(self, row: Row, loop: Loop, shared: Operands) -> bool:
-        if row["implementation"] == "dense":
-            return False
-        out = np.asarray(loop.outputs()[0])
-        check_groups(self.op, self.operands, out, range(self.case.num_groups))
-        return True
+    def checked_groups(self) -> Sequence[int]:
+        return range(self.case.num_groups)
 
     def results(self, row: Row) -> Row:
         return {}
@@ -174,11 +202,13 @@ class MatmulBench(runner.Bench):
         report.text("case"),
         report.text("op"),
         report.text("implementation"),
+        report.text("matmul", "matmul_dtype", usual="none"),
         report.CHECKED,
         *report.WALL,
         Column("device us", "device.median_us", "{:.1f}"),
         Column("TFLOP/s", "tflops", "{:.3g}"),
         Column("of dense", "share_of_dense", "{:.0%}"),
+        Column("of bf16", "speedup_of_float8", "{:.2f}x"),
     )
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[MatmulCase]:
@@ -193,13 +223,24 @@ class MatmulBench(runner.Bench):
         checked: list[MatmulCase] = [
             SmallCase(operands, op, dtype) for operands in small for op in _OPS.value
         ]
-        return checked + [MatmulCase(case, op, dtype) for case in cases for op in _OPS.value]
+        timed = [MatmulCase(case, op, dtype) for case in cases for op in _OPS.value]
+        return [case for case in checked + timed if case.rows]
 
     def header(self) -> list[str]:
         return [_DTYPE.value]
 
     def name(self, row: Row) -> str:
-        return "{case}, {op}, {implementation}".format(**row)
+        text = "{case}, {op}, {implementation}".format(**row)
+        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+
+    def compare(self, rows: list[Row]) -> None:
+        """Adds the ratio of each float8 program's rate to that of the same one without float8."""
+        keys = "case", "op", "implementation"
+        plain = {tuple(row[k] for k in keys): row for row in rows if row["matmul_dtype"] == "none"}
+        for row in rows:
+            other = plain.get(tuple(row[k] for k in keys), {})
+            if row["matmul_dtype"] != "none" and "wall" in row and "wall" in other:
+                row["speedup_of_float8"] = other["wall"]["median_us"] / row["wall"]["median_us"]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
@@ -210,7 +251,7 @@ class MatmulBench(runner.Bench):
             group=lambda row: (
                 "{case}\n{rows} rows, H={hidden}\nF={mlp_dim}, {num_groups} groups".format(**row)
             ),
-            bar=lambda row: row["implementation"],
+            bar=lambda row: "{implementation} {matmul_dtype}".format(**row).removesuffix(" none"),
             height=lambda row: row.get("tflops"),
             label="TFLOP/s",
         )
@@ -232,11 +273,40 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
             reasons = [unavailable_reason(name, (c.hidden, c.mlp), dtype) for c in cases]
             if all(reasons):
                 raise Error(f"--{flag.name}: {name} cannot run here: {reasons[0]}")
-    found = [b.name for case in cases for op in _OPS.value for b in backends(case, op, dtype)]
+    found = [
+        name
+        for case in cases
+        for op in _OPS.value
+        for name, _ in programs(case, op, dtype)
+        if name != "dense"
+    ]
     if not found:
-        raise Error("--implementations, --baselines and --ops leave nothing to measure")
+        raise Error(
+            "--implementations, --baselines, --ops and --matmul_dtype leave nothing to measure"
+        )
     if _SWEEP.value and not any(" " in name for name in found):
         raise Error("--sweep: is of pallas, which is not measured here")
+
+
+def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:
+    """Returns the functions that compute an operation, by implementation and matmul dtype.
+
+    The dense matmul of each dtype is the first of that dtype. There are none if no backend computes
+    the operation.
+    """
+    found: dict[tuple[str, str], Callable[[Any], Any]] = {}
+    if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:
+        of_backends = backends(case, op, dtype)
+        found |= {("dense", "none"): dense_operation(op)} if of_backends else {}
+        found |= {(b.name, "none"): operation(b, op) for b in of_backends}
+    name = next((name for name in _MATMUL_DTYPE.value if name != "none"), None)
+    if name is None or matmul_float8.unavailable_reason(case.hidden, case.mlp):
+        return found
+    own = [each for each in _names(case) if each in IMPLEMENTATIONS]
+    sizes = case.hidden, case.mlp
+    own = [each for each in own if not unavailable_reason(each, sizes, jnp.dtype(name))]
+    found |= {("dense", name): matmul_float8.dense_operation(op, dtype)} if own else {}
+    return found | {(each, name): matmul_float8.operation(each, op, dtype) for each in own}
 
 
 def backends(case: Case, op: str, dtype: Any) -> list[Backend]:

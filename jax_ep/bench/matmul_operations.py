@@ -176,13 +176,15 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
         )
 
 
-def check_groups(op: str, operands: Operands, out: Any, groups: Iterable[int]) -> None:
+def check_groups(
+    op: str, operands: Operands, out: Any, groups: Iterable[int], limit: float | None = None
+) -> None:
     """Raises AssertionError unless an operation's result `out` is right in some of the groups.
 
     They are compared with float32, on the host if the operands are there. Rows past the last group
-    must be zero.
+    must be zero. `limit` is the largest relative error in norm; None: that of the operands' dtype.
     """
-    o, limit = operands, LIMITS[operands.lhs.dtype.name]
+    o, limit = operands, LIMITS[operands.lhs.dtype.name] if limit is None else limit
     on_host = isinstance(o.lhs, np.ndarray)
     dot = np.matmul if on_host else functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
     ends = np.cumsum(np.asarray(o.group_sizes))

@@ -1,0 +1,169 @@
+"""The float8 operations of `bench matmul`: operands that are quantized before, and their matmuls.
+
+`OPERATIONS` of `jax_ep.bench.matmul_operations` are computed from the same operands as in other
+dtypes, quantized as the experts quantize them. `QUANTIZE` is the quantization of matrices itself,
+which a training step runs once; it is compared with a copy, which moves as many bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.bench.matmul_operations import Operands, check_groups, swiglu
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, quantize
+from jax_ep.matmul import float8
+from jax_ep.matmul.float8 import QuantizedMatrices
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, row_blocks
+
+QUANTIZE = "quantize"
+# The largest relative error of a result, in norm. "gated" rounds its result to float8. Results of
+# "drhs" are compared with those of operands that are not quantized.
+LIMITS = {"gated": 4e-2, "drhs": 6e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Operands:
+    """The operands of all operations, quantized.
+
+    Attributes:
+        rows: lhs, grad and grad_1 of `Operands`, each [R, ...] with a scale for 128 of a row.
+        matrices: rhs and rhs_1, each in both orders.
+        transposed: lhs, with a scale for 128 rows of a column, and grad, with one for 128 rows of
+            128 columns.
+        wide: rhs in the dtype that is quantized, [L, H, F].
+        groups: [L, 2] int32, the second result of `row_blocks`.
+        group_sizes: [L] int32.
+    """
+
+    rows: tuple[QuantizedArray, QuantizedArray, QuantizedArray]
+    matrices: tuple[QuantizedMatrices, QuantizedMatrices]
+    transposed: tuple[TransposedRows, TransposedRows]
+    wide: Any
+    groups: Any
+    group_sizes: Any
+
+
+jax.tree_util.register_dataclass(
+    Float8Operands, [field.name for field in dataclasses.fields(Float8Operands)], []
+)
+
+
+@jax.jit
+def quantized(operands: Operands) -> Float8Operands:
+    """Quantizes operands of one rank, whose arrays have a leading axis of 1, as the result's do."""
+    o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
+    blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
+
+    def transposed(rows: jax.Array, by_column: bool) -> TransposedRows:
+        return float8.transpose_rows(rows, blocks, by_column=by_column)[1]
+
+    rows, matrices = float8.quantize_rows, float8.quantize_matrices
+    found = Float8Operands(
+        rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
+        matrices=(matrices(o.rhs), matrices(o.rhs_1)),
+        transposed=(transposed(o.lhs, True), transposed(o.grad, False)),
+        wide=o.rhs,
+        groups=groups,
+        group_sizes=o.group_sizes,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], found)
+
+
+def unavailable_reason(hidden: int, mlp: int) -> str | None:
+    """Returns why matrices [H, F] cannot be quantized, or None if they can."""
+    if hidden % BLOCK == mlp % BLOCK == 0:
+        return None
+    return f"float8 needs H and F that are multiples of {BLOCK}, but they are {hidden} and {mlp}"
+
+
+def operation(implementation: Any, op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
+    """Returns the function by which an implementation of `grouped_matmul` computes an operation.
+
+    Results of products and gradients have `dtype`; "gated" returns rows that are quantized.
+    """
+    product = functools.partial(float8.product, dtype=dtype, implementation=implementation)
+
+    def gated(o: Float8Operands) -> Any:
+        gate, up = (each.transposed for each in o.matrices)
+        return float8.gated_product(
+            o.rows[0], (gate, up), o.group_sizes, swiglu, False, implementation
+        )[0]
+
+    def drhs(o: Float8Operands) -> Any:
+        lhs, grad = o.transposed
+        return float8.drhs_of_each(lhs, [grad], o.groups, dtype, implementation)[0]
+
+    def sum_of_dlhs(o: Float8Operands) -> Any:
+        matrices = (each.matrices for each in o.matrices)
+        return product(list(zip(o.rows[1:], matrices, strict=True)), o.group_sizes)
+
+    functions: dict[str, Callable[[Float8Operands], Any]] = {
+        "product": lambda o: product([(o.rows[0], o.matrices[0].transposed)], o.group_sizes),
+        "gated": gated,
+        "dlhs": lambda o: product([(o.rows[1], o.matrices[0].matrices)], o.group_sizes),
+        "drhs": drhs,
+        "sum_of_dlhs": sum_of_dlhs,
+        QUANTIZE: lambda o: float8.quantize_matrices(o.wide, implementation),
+    }
+    return functions[op]
+
+
+def dense_operation(op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
+    """Returns XLA's float8 matmul, with no scales, of the size of `dense_operation`'s of others.
+
+    For `QUANTIZE` it is a pass that reads and writes the matrices, as a copy does.
+    """
+
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        dims = (((1,), (1,)), ((), ()))
+        return lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.dtype(dtype))
+
+    def forward(o: Float8Operands) -> jax.Array:
+        return dot(o.rows[0].values, o.matrices[0].transposed.values[0])
+
+    def backward(o: Float8Operands) -> jax.Array:
+        return dot(o.rows[1].values, o.matrices[0].matrices.values[0])
+
+    return {
+        "product": forward,
+        "gated": forward,
+        "dlhs": backward,
+        "drhs": lambda o: dot(o.transposed[0].values, o.transposed[1].values),
+        "sum_of_dlhs": backward,
+        QUANTIZE: lambda o: -o.wide,
+    }[op]
+
+
+def check(
+    op: str, operands: Operands, shared: Float8Operands, out: Any, groups: Iterable[int]
+) -> None:
+    """Raises AssertionError unless a result is right in some of the groups.
+
+    Products are compared with those of the numbers of the quantized operands. Arrays of `operands`
+    and `shared` have no leading axis of ranks.
+    """
+    if op == QUANTIZE:
+        both = (each.dequantize(jnp.float32) for each in out)
+        expected = quantize(operands.rhs, FLOAT8_MATRICES).dequantize(jnp.float32)
+        for numbers, wanted in zip(both, (expected, expected.swapaxes(1, 2)), strict=True):
+            off = float(jnp.abs(numbers - wanted).max())
+            # XLA for GPUs divides approximately, so a number may be rounded to its neighbour.
+            largest = float(jnp.abs(wanted).max())
+            assert off <= largest / 8, f"numbers are off by up to {off:.1e} of {largest:.1e}"
+        return
+    lhs, grad, grad_1 = (rows.dequantize(jnp.float32) for rows in shared.rows)
+    rhs, rhs_1 = (each.matrices.dequantize(jnp.float32) for each in shared.matrices)
+    numbers = Operands(lhs, rhs, grad, rhs_1, grad_1, operands.group_sizes)
+    if op == "drhs":
+        numbers = operands
+    if op == "gated":  # rows past the last group hold anything
+        live = jnp.arange(lhs.shape[0]) < jnp.sum(operands.group_sizes)
+        out = jnp.where(live[:, None], out.dequantize(jnp.float32), 0)
+    check_groups(op, numbers, out, groups, LIMITS.get(op, 1e-2))
