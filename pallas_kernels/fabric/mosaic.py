@@ -162,7 +162,7 @@ def strided(shape: Sequence[int], elements: int) -> Any:
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type of an array in registers with the layout `strided`, for `inline`'s result."""
+    """Returns the type of an `inline` result: an array in registers with the layout `strided`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
