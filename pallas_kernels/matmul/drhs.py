@@ -11,10 +11,12 @@
 One call may take several grads for one lhs. The blocks compute the output tiles of all grads at one
 position in succession, so that all but the first read lhs from the caches.
 
-`pallas_kernels.matmul.kernel` describes the loader and computer warpgroups and the ring. The sum
-over a group's rows is cut into steps of 64 rows. A group's first and last step may hold rows of
-another group. The loader zeroes these rows in shared memory before the computers multiply. So a NaN
-in another group's row, or past the last group, never enters an accumulator.
+A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
+and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The
+sum over a group's rows is cut into steps of 64 rows, one for each stage. A group's first and last
+step may hold rows of another group. The loader zeroes these rows in shared memory before the
+computers multiply. So a NaN in another group's row, or past the last group, never enters an
+accumulator.
 
 A stage of the ring passes between the warpgroups by three barriers:
 

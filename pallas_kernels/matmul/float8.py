@@ -7,12 +7,13 @@ products at a time, and each such sum is multiplied by its two scales and added 
     lhs [R, K]           rhs [L, N, K]              out [R, N]
     128 rows  x 128  .   2 x 128 columns x 128  =   2 x [128 rows x 128 columns]
 
-`pallas_kernels.matmul.kernel` describes the loader and computer warpgroups and the ring. A computer
-multiplies 64 rows of an output tile by two matrix tiles of 128 columns, the halves, one after the
-other. In `product` the halves are adjacent columns of one matrix; in `gated_product` they are the
-same columns of two matrices. A computer's registers hold the totals of both halves, and the
-accumulators of one. While one computer adds scaled sums to its totals, the other computer uses the
-tensor cores.
+A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
+and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). A
+computer warpgroup multiplies 64 rows of an output tile by two matrix tiles of 128 columns, the
+halves, one after the other. In `product` the halves are adjacent columns of one matrix; in
+`gated_product` they are the same columns of two matrices. A computer's registers hold the totals of
+both halves, and the accumulators of one. While one computer adds scaled sums to its totals, the
+other computer uses the tensor cores.
 
 A group's last tile may have 64 rows or fewer. In `product` each computer then multiplies these rows
 by one of the two halves; in `gated_product` the second computer has nothing to compute.
@@ -58,9 +59,9 @@ from pallas_kernels.matmul.row_tiles import (
 
 # Each computer warpgroup computes this many rows of an output tile.
 _ROWS = BLOCK // COMPUTERS
-# A computer multiplies its rows by this many matrix tiles of 128 columns, the halves.
+# A computer warpgroup multiplies its rows by this many matrix tiles of 128 columns, the halves.
 _HALVES = 2
-# A computer stores as many columns at a time as fill this many bytes of a row.
+# A computer warpgroup stores as many columns at a time as fill this many bytes of a row.
 _ROW_BYTES = 128
 
 
@@ -222,7 +223,7 @@ class _Float8Kernel(Kernel):
 
     @property
     def chunk(self) -> int:
-        """Returns the number of columns that a computer stores at a time, 128 bytes of a row."""
+        """Returns the number of output columns that are stored at a time: 128 bytes of a row."""
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
@@ -254,7 +255,7 @@ class _Float8Kernel(Kernel):
     def walk_tiles(
         self, total: jax.Array, look_up: Any, operands: Any, outs: Any, scratch: Any
     ) -> None:
-        """Loads each output tile's operands in the loader warpgroup; computes it in the computers.
+        """Loads the operands of each output tile in one warpgroup; computes it in the other two.
 
         Args:
           total: int32, the number of output tiles of all thread blocks.
@@ -464,7 +465,7 @@ class _Float8Kernel(Kernel):
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
-        """Releases the stages of an output tile that this computer does not compute."""
+        """Releases the ring's stages of an output tile that this warpgroup does not compute."""
 
         def step(i, _):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
@@ -520,7 +521,7 @@ class _Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Float8Kernel):
-    """The kernel of `product`."""
+    """The kernel of `product`: its two halves are adjacent columns of one matrix."""
 
     @property
     def matrices(self) -> int:

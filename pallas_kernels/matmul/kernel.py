@@ -1,9 +1,10 @@
 """Base of the grouped matmul kernels: warpgroup roles, ring of operand tiles, order of tiles.
 
 The kernels are persistent: a fixed number of thread blocks loop over the tiles of the output. A
-thread block has three warpgroups, one loader and two computers, and a ring of pipeline stages in
-shared memory. A stage holds the operands of one step of a sum over the contraction dimension: a
-tile of the left operand and a tile of each right operand, 64 long along that dimension.
+thread block has three warpgroups: a loader, which copies operands, and two computers, which
+multiply them. It has a ring of pipeline stages in shared memory. A stage holds the operands of one
+step of a sum over the contraction dimension: a tile of the left operand and a tile of each right
+operand, 64 long along that dimension.
 
                      full                       full
   memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
@@ -45,7 +46,8 @@ CHUNK = 64
 COMPUTERS = 2
 # Warpgroup 2 loads operand tiles. Warpgroups 0 and 1 compute.
 _LOADER = 2
-# Registers per thread after the loader's have been given to the computers. All start with 168.
+# Registers per thread of the loader warpgroup and of the computer warpgroups, after the loader has
+# given registers to the computers. All threads start with 168.
 _LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
 # Bytes of a block's shared memory that are reserved for barriers and for Mosaic.
 OTHER_BYTES = 2560

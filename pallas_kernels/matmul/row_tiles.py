@@ -28,7 +28,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.matmul.row_blocks import row_ranges
 
-ROW_ALIGNMENT = 8  # tiles start at a multiple of this many rows
+# A tile's first row is a multiple of this number.
+ROW_ALIGNMENT = 8
 # The columns of the table: a tile's group, its first row, and the range [begin, end) of its rows
 # that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
