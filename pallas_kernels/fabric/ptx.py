@@ -18,7 +18,7 @@ _POLLS_PER_CLOCK = 1024
 
 
 def barrier() -> None:
-    """Makes all threads of the warpgroup wait for each other."""
+    """Waits until all threads of the warpgroup have reached this barrier."""
     mosaic.inline(lambda: mosaic.barrier(), [], [])
 
 
@@ -110,7 +110,7 @@ def _trap(text: str, rank: Value, peer: Value) -> None:
 
 
 def pause(nanoseconds: Any) -> None:
-    """Delays the warpgroup by this time. Tests use it to delay ranks by different times."""
+    """Delays the warpgroup by `nanoseconds`. Tests use it to delay ranks by different times."""
 
     def emit(duration: Any) -> None:
         i64 = mosaic.integer_type(64)

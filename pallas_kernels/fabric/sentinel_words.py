@@ -245,7 +245,7 @@ class TileMemory:
         return arith.addi(_times(gpu, STRIDE), mosaic.i64(self.base + TILES))
 
     def _counter(self, gpu: Value, counter: Value) -> Value:
-        """Emits the address of call counter number `counter` of GPU `gpu`."""
+        """Emits the address of counter number `counter` of GPU `gpu`, a 32-bit count of calls."""
         return arith.addi(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:

@@ -310,7 +310,10 @@ class _Loader:
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits until the operand tiles of `step` have arrived, and zeroes rows outside `rows`."""
+        """Waits until the operand tiles of `step` have arrived, and zeroes other groups' rows.
+
+        `rows` is the range of the step's rows that belong to the group.
+        """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])
 

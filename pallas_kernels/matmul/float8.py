@@ -521,7 +521,7 @@ class _Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Float8Kernel):
-    """The kernel of `product`: its two halves are adjacent columns of one matrix."""
+    """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix."""
 
     @property
     def matrices(self) -> int:
@@ -549,7 +549,7 @@ class _Product(_Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(_Float8Kernel):
-    """The kernel of `gated_product`: its two halves are tiles of two matrices at equal columns."""
+    """The kernel of `gated_product`: a tile's two halves are the same 128 columns of two matrices."""
 
     gating: Elementwise
     keep: bool

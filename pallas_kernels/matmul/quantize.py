@@ -500,7 +500,10 @@ def _past(pointer: Value, num_bytes: int) -> Value:
 
 
 def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
-    """Loads four adjacent elements as float32; an element has `size` bytes, and is float8 if 1."""
+    """Loads four adjacent elements as float32.
+
+    An element has the MLIR type `element` and `size` bytes; it is float8 if `size` is 1.
+    """
     if size == 1:
         word = llvm.load(mosaic.integer_type(32), pointer, alignment=_PATCH)
         return float8.widened(_PTX_TYPE, word)
@@ -520,9 +523,9 @@ def _max(sizes: Any) -> Value:
 
 
 def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the larger of each magnitude and that in the lane whose index differs by `distance`.
+    """Returns the elementwise maximum of this lane's and another lane's magnitudes `sizes`.
 
-    The other lane's index is this lane's index XOR `distance`.
+    The other lane of the warp has this lane's index XOR `distance`.
     """
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
