@@ -549,7 +549,7 @@ class _Product(_Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(_Float8Kernel):
-    """The kernel of `gated_product`: a tile's two halves are the same 128 columns of two matrices."""
+    """The kernel of `gated_product`: a tile's halves are the same 128 columns of two matrices."""
 
     gating: Elementwise
     keep: bool
