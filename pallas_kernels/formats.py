@@ -1,12 +1,12 @@
 """Defines number formats: numbers stored in few bits, with a scale for each block of numbers.
 
-A number is its stored value times the scale of its block. `Format` states the shapes that follow
-from the blocks, `Float8` is float8 with a scale for each block of rows and columns, and `PLAIN`
-stands for rows in their own dtype. `encode` and `decode` take NumPy and JAX arrays, and return
-arrays of the same kind. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels;
-`jax_ep.formats` has the public names, and the formats that no kernel reads.
+A number is its stored value times the scale of its block. `Format` computes the shapes of values
+and scales. `Float8` is float8 with a scale for each block of rows and columns. `PLAIN` stands for
+rows in their own dtype. `encode` and `decode` take NumPy or JAX arrays, and return NumPy or JAX
+arrays accordingly. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels.
+`jax_ep.formats` has the public names, and further formats that no kernel reads.
 
-Nothing here imports Pallas or Mosaic.
+Imports neither Pallas nor Mosaic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = Any  # a jax.Array or np.ndarray
+# A jax.Array or np.ndarray.
+Array = Any
 DType = jax.typing.DTypeLike
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -30,17 +31,17 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A way to store numbers: as values in few bits, and a scale for each block of numbers.
+    """A number format: numbers are stored as values in few bits, with a scale for each block.
 
-    Formats are hashable, and equal formats store equal numbers in the same way. A number is its
-    value times the scale of its block. Blocks divide the last two axes; in a format whose blocks
-    have one row, they divide the last axis alone.
+    A number is its value times the scale of its block. Blocks divide an array's last two axes, or
+    only its last axis if a block has one row. Formats are hashable, and equal formats store equal
+    numbers in the same way.
 
     Attributes:
       name: the name of the numbers' type, such as "float8_e4m3fn" or "mxfp4".
       dtype: the dtype of the array of values.
-      scale_dtype: the dtype of the scales.
-      block: the rows and columns of numbers that share a scale.
+      scale_dtype: the dtype of the array of scales.
+      block: (rows, columns), the shape of a block of numbers that share a scale.
     """
 
     name: str
@@ -49,10 +50,14 @@ class Format:
     block: tuple[int, int]
 
     quantized: ClassVar[bool] = True
-    numbers_per_value: ClassVar[int] = 1  # neighbours of the last axis that share an element
+    # An element of the array of values stores this many neighbouring numbers of the last axis.
+    numbers_per_value: ClassVar[int] = 1
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError, naming the argument `name`, unless blocks divide `shape`."""
+        """Raises ValueError unless an array of this shape consists of whole blocks.
+
+        `name` is the array's name in the error message.
+        """
         rows, columns = self.block
         dims = 1 if rows == 1 else 2
         sizes = shape[-dims:]
@@ -64,7 +69,7 @@ class Format:
             )
 
     def check_scales(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless scales of one shape fit numbers of another shape."""
+        """Raises ValueError unless `scales_shape` is the shape of scales for numbers of `shape`."""
         expected = self.scales_shape(shape)
         if tuple(scales_shape) != expected:
             raise ValueError(
@@ -73,51 +78,67 @@ class Format:
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the values that store numbers of a shape."""
+        """Returns the shape of the array of values that stores numbers of this shape."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the scales for numbers of a shape; last blocks may be partial."""
+        """Returns the shape of the array of scales for numbers of this shape.
+
+        A last block that is not whole has a scale, too.
+        """
         rows, columns = self.block
         blocks = shape[:-1] if rows == 1 else (*shape[:-2], -(-shape[-2] // rows))
         return *blocks, -(-shape[-1] // columns)
 
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the numbers that values of a shape store."""
+        """Returns the shape of the numbers that an array of values of this shape stores."""
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Reorders items, one for each axis of the numbers, as the axes of values and scales.
+        """Reorders items from the order of the numbers' axes to that of the values and scales.
 
-        The items are, for example, the parts of a `jax.sharding.PartitionSpec`.
+        A format may store axes in another order. The items, one for each axis, are for example the
+        entries of a `jax.sharding.PartitionSpec`.
         """
         return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
-        """Returns the columns and dtype of each array that stores rows of H numbers of `dtype`."""
+        """Returns (columns, dtype) of each array that stores rows of `hidden` numbers.
+
+        The arrays are the values and the scales. `dtype` is the rows' dtype before they are
+        encoded.
+        """
         parts = (self.values_shape, self.dtype), (self.scales_shape, self.scale_dtype)
         return [(shape((hidden,))[0], part) for shape, part in parts]
 
     def row_bytes(self, hidden: int, dtype: DType) -> int:
-        """Returns the bytes of a stored row of H numbers of `dtype`, its scales included."""
+        """Returns the bytes of a stored row of `hidden` numbers, with its scales.
+
+        `dtype` is the row's dtype before it is encoded.
+        """
         return _bytes(self.row_parts(hidden, dtype))
 
     @property
     def row_block(self) -> int:
-        """The divisor of the length of every row."""
+        """The number of columns in a block; the length of every row must be a multiple of it."""
         return self.block[1]
 
     @property
     def relative_error(self) -> float:
-        """The largest |decoded - number| / |number| for numbers near the largest of their block."""
+        """The largest relative error |decoded - number| / |number|.
+
+        It holds for numbers near the largest of their block.
+        """
         raise NotImplementedError
 
     def sum_dtype(self, dtype: DType) -> DType:
-        """Returns the dtype of sums of rows of `dtype` before they are encoded."""
+        """Returns the dtype in which rows of `dtype` are summed before the sum is encoded."""
         return jnp.float32
 
     def encode(self, x: Array) -> tuple[Array, Array]:
-        """Stores x [..., R, C] as (values, scales). A block with no finite number has no NaN scale.
+        """Encodes numbers x [..., R, C] as (values, scales).
+
+        The scale of a block is finite even if none of its numbers is.
 
         Raises:
           ValueError: the shape of x is not of whole blocks.
@@ -125,22 +146,23 @@ class Format:
         raise NotImplementedError
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
-        """Returns the numbers of (values, scales), rounded to `dtype` from float32.
+        """Decodes (values, scales): returns value times scale, rounded from float32 to `dtype`.
 
         Raises:
-          ValueError: the shapes do not fit each other.
+          ValueError: the shapes of values and scales do not fit each other.
         """
         raise NotImplementedError
 
     @property
     def _axes(self) -> tuple[int, ...]:
-        """The axes of `_in_blocks`' result that run within a block."""
+        """The axes of the result of `_in_blocks` along which a block extends."""
         return (-1,) if self.block[0] == 1 else (-3, -1)
 
     def _in_blocks(self, x: Array) -> Array:
-        """Reshapes [..., R, C] to [..., R / rows, rows, C / columns, columns].
+        """Splits x [..., R, C] into blocks: [..., R / rows, rows, C / columns, columns].
 
-        Each reshape splits one axis, since JAX supports no others for arrays on Explicit axes.
+        If a block has one row, the result is [..., R, C / columns, columns]. Each reshape splits
+        one axis, since JAX supports only such reshapes for arrays sharded over Explicit axes.
         """
         rows, columns = self.block
         *lead, width = x.shape
@@ -148,7 +170,7 @@ class Format:
         return x if rows == 1 else x.reshape(*lead[:-1], lead[-1] // rows, rows, *x.shape[-2:])
 
     def _out_of_blocks(self, blocks: Array) -> Array:
-        """Undoes `_in_blocks`."""
+        """Returns the array [..., R, C] whose blocks are `blocks`: the inverse of `_in_blocks`."""
         if self.block[0] > 1:
             *lead, count, rows, across, columns = blocks.shape
             blocks = blocks.reshape(*lead, count * rows, across, columns)
@@ -158,8 +180,8 @@ class Format:
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Splits x [..., R, C] into blocks of float32, and finds each block's largest magnitude.
 
-        Returns (blocks, finite, largest): the numbers, whether each is finite, and the largest
-        finite magnitude of each block.
+        Returns (blocks, finite, largest): the numbers in the shape of `_in_blocks`, whether each
+        number is finite, and the largest finite magnitude of each block.
         """
         self.check_shape("x", x.shape)
         xp = namespace(x)
@@ -169,7 +191,7 @@ class Format:
         return blocks, finite, largest
 
     def _join(self, values: Array, scales: Array, dtype: DType) -> Array:
-        """Multiplies float32 values [..., R, C] by the scales of their blocks."""
+        """Multiplies float32 values [..., R, C] by their blocks' scales; rounds to `dtype`."""
         self.check_shape("values", values.shape)
         self.check_scales(values.shape, scales.shape)
         with np.errstate(all="ignore"):
@@ -179,19 +201,19 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """float8 values, and scales that map the largest number of a block to the type's largest.
+    """The format of float8 values with scales that map a block's largest number to the dtype's.
 
-    The blocks and the scales of rows are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
-    NaN and infinities are stored as NaN, without effect on the rest of their block.
+    DeepSeek-V3 uses the same blocks and scales for rows (arXiv:2412.19437, section 3.3.2). NaN and
+    infinities are stored as NaN, and do not affect the other numbers of their block.
 
     Attributes:
-      power_of_two: whether scales are powers of two: the least with which the largest number of the
-        block does not overflow.
+      power_of_two: whether scales are powers of two. A scale is then the least power of two with
+        which the block's largest number does not overflow.
     """
 
     power_of_two: bool = False
 
-    # The least scale is chosen so that no product of a value and a scale is subnormal.
+    # Scales are at least this large, so that the product of a value and a scale is never subnormal.
     least_scale: ClassVar[float] = 2.0**-117
 
     @classmethod
@@ -202,10 +224,16 @@ class Float8(Format):
         scale_dtype: DType = jnp.float32,
         power_of_two: bool = False,
     ) -> Float8:
-        """Returns the format of a float8 dtype. Scales of dtype float8_e8m0fnu are powers of two.
+        """Returns the format of a float8 dtype.
+
+        Args:
+          dtype: the float8 dtype of the values.
+          block: (rows, columns), the shape of a block.
+          scale_dtype: the dtype of the scales.
+          power_of_two: whether scales are powers of two. Scales of float8_e8m0fnu always are.
 
         Raises:
-          ValueError: the dtype has no room for scales of blocks, or a block is empty.
+          ValueError: `dtype` is not a float8 dtype for values, or a block is empty.
         """
         dtype, scale_dtype = jnp.dtype(dtype), jnp.dtype(scale_dtype)
         if not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 and dtype != E8M0):
@@ -217,7 +245,7 @@ class Float8(Format):
 
     @property
     def largest(self) -> float:
-        """The largest number of the type, such as 448."""
+        """The largest finite number of the float8 dtype: 448 for float8_e4m3fn."""
         return float(jnp.finfo(self.dtype).max)
 
     @property
@@ -226,23 +254,24 @@ class Float8(Format):
 
     @property
     def scale_of_largest(self) -> float:
-        """The factor from a block's largest magnitude to its scale.
+        """The factor by which a block's largest magnitude is multiplied to get the block's scale.
 
         It is a little less than 1 / `largest`, so that `largest` times a scale never rounds to more
-        than the largest magnitude.
+        than the block's largest magnitude.
         """
         return (1 - 2**-22) / self.largest
 
     def encode(self, x: Array, *, divide: bool = False) -> tuple[Array, Array]:
-        """Stores x [..., R, C] as values [..., R, C] and a scale for each block.
+        """Encodes numbers x [..., R, C] as values [..., R, C] and a scale for each block.
 
         Args:
-          x: floating numbers, taken as float32.
-          divide: False: scales are the largest magnitudes times `scale_of_largest` and at least
-            `least_scale`, and numbers are multiplied by 1 / scale, as kernels do. True: scales are
-            the largest magnitudes / `largest`, or 1 where that is 0 in `scale_dtype`, and numbers
-            are divided by them, as published checkpoints are made. XLA may multiply by
-            1 / `largest` instead, so only NumPy gives the bits of those.
+          x: floating-point numbers, which are converted to float32.
+          divide: if False, a scale is its block's largest magnitude times `scale_of_largest`, and
+            at least `least_scale`; numbers are multiplied by 1 / scale, as in kernels. If True, a
+            scale is the largest magnitude divided by `largest`, or 1 if the quotient is 0 in
+            `scale_dtype`; numbers are divided by scales, as in published checkpoints. XLA may
+            replace the division by a multiplication by 1 / `largest`, so only NumPy arrays give
+            the bits of published checkpoints.
 
         Raises:
           ValueError: the shape of x is not of whole blocks.
@@ -264,7 +293,8 @@ class Float8(Format):
             factors = scales if divide else 1 / scales
             factors = xp.expand_dims(factors, self._axes)
             scaled = blocks / factors if divide else blocks * factors
-            if self.scale_dtype != _FLOAT32:  # a scale may have been rounded down
+            # Scales of another dtype than float32 may have been rounded down, so clip overflows.
+            if self.scale_dtype != _FLOAT32:
                 scaled = xp.clip(scaled, -self.largest, self.largest)
             values = xp.where(finite, scaled, np.float32(np.nan)).astype(self.dtype)
         return self._out_of_blocks(values), scales.astype(self.scale_dtype)
@@ -273,7 +303,8 @@ class Float8(Format):
         xp = namespace(scales)
         fraction, exponent = xp.frexp(scales)
         scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5))
-        # The scale may have been rounded down to a power of two.
+        # A scale may have been rounded down to a power of two before this function. The block's
+        # largest number would then overflow, so the scale is doubled.
         return xp.where(scales * np.float32(self.largest) < largest, 2 * scales, scales)
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
@@ -283,7 +314,10 @@ class Float8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """Rows that are sent in their own dtype; has the methods of `Format` for rows."""
+    """The format of rows that are sent unquantized, in their own dtype.
+
+    It has those methods of `Format` that concern rows.
+    """
 
     name: ClassVar[str] = "plain"
     quantized: ClassVar[bool] = False
@@ -320,21 +354,21 @@ def _bytes(parts: list[tuple[int, DType]]) -> int:
 
 
 def namespace(*arrays: Array) -> Any:
-    """Returns the module with the operations of these arrays, `jax.numpy` or `numpy`."""
+    """Returns the module to compute with: `jax.numpy` if any array is a JAX array, else `numpy`."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 def bitcast(x: Array, dtype: DType) -> Array:
-    """Returns the bits of x as another dtype of the same size."""
+    """Returns x with its bits reinterpreted as another dtype of the same size."""
     if isinstance(x, jax.Array):
         return lax.bitcast_convert_type(x, dtype)
     return np.asarray(x).view(jnp.dtype(dtype))
 
 
 def multiply(numbers: Array, scales: Array) -> Array:
-    """Multiplies float32 numbers by scales of any dtype, in float32.
+    """Multiplies float32 numbers by scales of any dtype; returns float32.
 
-    Scales of float8_e8m0fnu as small as 2^-127, which is subnormal, are not flushed to zero.
+    A scale of float8_e8m0fnu may be 2^-127, a subnormal float32. It is not flushed to zero.
     """
     if scales.dtype != E8M0:
         return numbers * scales.astype(_FLOAT32)
@@ -344,7 +378,10 @@ def multiply(numbers: Array, scales: Array) -> Array:
 
 
 def times_power_of_two(x: Array, exponent: Array) -> Array:
-    """Multiplies float32 x by 2^exponent, int32 from -128 to 128, in two steps."""
+    """Multiplies float32 x by 2^exponent, where `exponent` is int32 from -128 to 128.
+
+    Multiplies twice, since 2^exponent itself may overflow or be subnormal in float32.
+    """
     half = exponent // 2
     for part in (half, exponent - half):
         x = x * bitcast((part + 127) << 23, np.float32)

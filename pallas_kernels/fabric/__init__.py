@@ -1,1 +1,1 @@
-"""Lets kernels communicate with other ranks: puts, signals, waits, the low-latency protocol."""
+"""Communication between GPUs within a kernel: peer copies, signals, waits, low-latency protocol."""

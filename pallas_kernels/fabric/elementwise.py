@@ -1,9 +1,9 @@
 """Elementwise float32 functions within a kernel, with the arithmetic of XLA's own GPU kernels.
 
-XLA rounds every operation (it never contracts a product and a sum), divides by `div.full`, inverts
-by `rcp.approx`, and has its own `exp` and `tanh`. Pallas' lowerings differ in the last bits of
-these. Here a function's jaxpr is emitted as the PTX that XLA emits for it, so that what a kernel
-computes in its epilogue is, bit for bit, what XLA computes in a kernel of its own.
+XLA rounds every operation (it never contracts a product and a sum to an FMA), divides by
+`div.full`, inverts by `rcp.approx`, and has its own `exp` and `tanh`. Pallas' lowerings of these
+operations give results that differ in the last bits. This module emits a function's jaxpr as the
+PTX that XLA emits for it. So a function in a kernel's epilogue gives the same bits as XLA.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ Function = Callable[..., jax.Array]
 
 
 class NotSupported(Exception):
-    """The error that a function uses an operation that `Elementwise` cannot emit."""
+    """Raised for a function with an operation that `Elementwise` cannot emit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    The constructor raises NotSupported if the function uses an operation that this module cannot
-    emit.
+    Attributes:
+      function: a JAX function of `arity` float32 arrays of one shape.
+      arity: number of the function's arguments.
+
+    Raises:
+      NotSupported: the function has an operation that this module cannot emit.
     """
 
     function: Function
@@ -56,7 +60,10 @@ class Elementwise:
         return closed
 
     def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
-        """Applies the function to arrays of one shape in the layout of accumulators."""
+        """Applies the function to float32 arrays of one shape in the layout `plgpu.Layout.WGMMA`.
+
+        `interpreted` is whether Pallas' GPU interpreter runs the kernel.
+        """
         if interpreted:
             return self.function(*arrays)
         jaxpr = self._jaxpr.jaxpr
@@ -69,7 +76,7 @@ class Elementwise:
         return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
 
     def emit(self, *values: Value) -> Value:
-        """Emits the function of float32 scalars, for one thread."""
+        """Emits PTX that applies the function to float32 scalars, in each thread."""
         return _emit(self._jaxpr.jaxpr, values)[0]
 
 
@@ -100,7 +107,10 @@ _quotient = _instruction("div.full.f32", 2)
 
 
 def _exp(x: Value) -> Value:
-    """Emits libdevice's expf: 2^j * 2^f, with j + f = x / ln 2, clamped to the range of j."""
+    """Emits libdevice's expf(x): 2^j * 2^f with an integer j, where j + f = x / ln 2.
+
+    j is clamped to the range of float32 exponents.
+    """
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"
@@ -126,7 +136,10 @@ def _logistic(x: Value) -> Value:
 
 
 def _tanh(x: Value) -> Value:
-    """Emits XLA's tanh: an odd polynomial over an even one, within the range where it is not 1."""
+    """Emits XLA's tanh(x): x itself if it is tiny, else an odd polynomial over an even polynomial.
+
+    x is first clamped to the range in which tanh does not round to 1 or -1.
+    """
 
     def constant(bits: int) -> Value:
         return mosaic.f32(float(np.uint32(bits).view(np.float32)))
@@ -169,7 +182,8 @@ def _same(x: Value, **_: Any) -> Value:
     return x
 
 
-# For each primitive, a function (operands, parameters) -> result that emits it.
+# Maps the name of a JAX primitive to a function that emits it. The function takes the operands, and
+# the equation's parameters as keyword arguments.
 _EMIT: dict[str, Callable[..., Value]] = {
     "add": _add,
     "add_any": _add,
@@ -192,7 +206,7 @@ _EMIT: dict[str, Callable[..., Value]] = {
 
 
 def _inner(equation: Any) -> Any:
-    """Returns the jaxpr that an equation calls, or None if it calls none."""
+    """Returns the closed jaxpr that an equation such as `jit` calls, or None if it calls none."""
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
         return None
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -200,7 +214,7 @@ def _inner(equation: Any) -> Any:
 
 
 def _check(jaxpr: Any) -> None:
-    """Raises NotSupported for an equation that `_emit` cannot emit."""
+    """Raises NotSupported if the jaxpr has an equation that `_emit` cannot emit."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         inner = _inner(equation)
@@ -219,11 +233,12 @@ def _check(jaxpr: Any) -> None:
 
 
 def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
-    """Emits a jaxpr of float32 scalars, which `_check` has accepted."""
+    """Emits a jaxpr on float32 scalars; returns its results. `_check` must have accepted it."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:
-        if hasattr(variable, "val"):  # the variable is a literal
+        # Only literals have an attribute `val`.
+        if hasattr(variable, "val"):
             return mosaic.f32(float(variable.val))
         return known[variable]
 

@@ -1,12 +1,14 @@
-"""Defines the interface through which kernels communicate: ranks, peers' buffers, signals.
+"""Defines the interface by which kernels communicate: ranks, peers' buffers, signals and waits.
 
-`symmetric.Gpus` is the fabric of ranks that have a GPU each. The tests' simulator is another: it
-stacks all ranks' buffers along a leading axis of one array, makes the rank a grid axis, and runs
-the same kernel bodies, all ranks at once, in Pallas' GPU interpreter with race detection.
+A fabric is an implementation of this interface. `symmetric.Gpus` connects ranks that have a GPU
+each. The tests' simulator stacks the buffers of all ranks along a leading axis of one array, makes
+the rank a grid axis, and runs the same kernel bodies in Pallas' GPU interpreter, all ranks at once,
+with race detection.
 
-A block communicates only with the blocks of its own index on other ranks, except for addresses and
-values, which may go to all blocks of a peer. So a grid may have more blocks than the GPU can
-run at a time without a deadlock, as long as every rank starts its blocks in order.
+A thread block communicates only with the blocks of its own index on other ranks. Buffer addresses
+and the words of `send_values` are an exception: all blocks of a peer may read them. So a grid may
+have more blocks than the GPU can run at a time without a deadlock, as long as every rank starts its
+blocks in order.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import LANES
 
-NOWHERE = -1  # the index of "no row" and of "no expert"
+# Stands for "no row" or "no expert" in arrays of row or expert indices.
+NOWHERE = -1
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 class Ranks(Protocol):
-    """The ranks that a kernel runs on, and the operands and scratch that they add to the kernel."""
+    """The ranks that a kernel runs on, and the operands and scratch that communication needs."""
 
     @property
     def num_ranks(self) -> int: ...
 
     @property
     def stacked(self) -> bool:
-        """Whether all ranks are on one device."""
+        """Whether all ranks run on one device, in a simulator, with their buffers stacked."""
 
     @property
     def interpret(self) -> Any:
@@ -47,85 +50,114 @@ class Ranks(Protocol):
 
     @property
     def operands(self) -> Sequence[jax.Array]:
-        """The fabric's own operands, which every kernel takes before its caller's operands."""
+        """The arrays that communication needs; every kernel takes them before its own operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the fabric's own scratch, for a kernel of which peers reach `num_buffers`."""
+        """Returns the scratch that communication needs, by name.
+
+        `num_buffers` is the number of the kernel's buffers that peers read or write.
+        """
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of a buffer on this device, given its shape on one rank."""
+        """Returns the shape of a buffer on this device, given its shape on one rank.
+
+        The two differ in the simulator, which stacks the buffers of all ranks.
+        """
 
     def enter(
         self, operands: Sequence[Any], buffers: Sequence[Any], *, name: str, num_blocks: int,
         reads: bool, **scratch: Any,
     ) -> None:  # fmt: skip
-        """Begins a call of the kernel; `symmetric.Gpus.enter` describes the arguments."""
+        """Begins one run of the kernel, before its body; see `symmetric.Gpus.enter`."""
 
 
 class Fabric(Ranks, Protocol):
-    """The interface by which the ranks of a kernel communicate, within the kernel."""
+    """The operations by which a kernel's body communicates with the other ranks."""
 
     def connect(self) -> None:
-        """Waits until every rank's buffers are known, so that this warpgroup may use `peer`."""
+        """Waits until the addresses of all ranks' buffers have arrived.
+
+        After that, this warpgroup may use `peer`.
+        """
 
     def rank(self) -> jax.Array:
-        """Returns this rank's number along the axes, [] int32, from 0 to N - 1."""
+        """Returns this rank's number along the mesh axes, [] int32, from 0 to num_ranks - 1."""
 
     def here(self) -> jax.Array:
-        """Returns the place of this rank in the mesh."""
+        """Returns the index of this rank's device in the mesh, in row-major order, [] int32."""
 
     def mine(self, ref: Any) -> Any:
-        """Returns this rank's part of a buffer."""
+        """Returns a reference to this rank's part of a buffer; `ref` itself unless `stacked`."""
 
     def peer(self, ref: Any, rank: Any) -> Any:
         """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count`, for one kind of signal, to this block's counterpart on every rank."""
+        """Sends the number `count` to the block of the same index on every rank, as a signal.
+
+        Signals of different `kind`, 0 or 1, are independent. With `release`, a peer that sees the
+        signal also sees what this warpgroup wrote before.
+        """
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits until this block's counterpart on every rank has signalled `count` or more.
+        """Waits until the block of the same index on every rank has signalled `count` or more.
 
-        `what` names the wait in the message of a timeout.
+        `what` names the wait in the error message of a timeout.
         """
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends words to `ranks` (None: to all) as this rank's values from number `start` on."""
+        """Sends the 32-bit `words` [n] to `ranks`, or to all ranks if None.
+
+        Receivers read them by number: words[i] is this rank's value number start + i.
+        """
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for n values that a rank sends, from number `start` on; copies them to `words`."""
+        """Waits for the values that `rank` sends by `send_values`; copies them to `words` [n].
+
+        They are its values number start to start + n - 1. `what` names the wait in the error
+        message of a timeout.
+        """
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends `count` pairs of words of up to 16 bits to every rank, from pair `first` on."""
+        """Sends `count` pairs of int32 of up to 16 bits to every rank, from pair `first` on.
+
+        Pair i is words[2 * i] and words[2 * i + 1].
+        """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for all pairs that a rank sends by `send_halves`; copies them to `words` [n]."""
+        """Waits for all pairs that `rank` sends by `send_halves`; copies them to `words` [n].
+
+        `what` names the wait in the error message of a timeout.
+        """
 
     def barrier(self) -> None:
         """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """Makes writes visible to this warpgroup's bulk copies, after it has waited for them."""
+        """Makes writes that this warpgroup has waited for visible to its next bulk copies."""
 
     def delay_point(self, number: int) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times.
+        """Marks a point of a kernel at which a test may delay each rank by a different time.
 
-        Point 0 is the beginning of the call; 1 is after writes to peers, before their signal; 2 is
-        where data of peers is awaited or has arrived; 3 is the beginning of the warpgroup that
-        fills gaps.
+        Point 0 is the beginning of a call of the kernel. Point 1 is after writes to peers and
+        before the signal of these writes. Point 2 is where data of peers is awaited or has arrived.
+        Point 3 is where a warpgroup begins to fill the padding between expert groups.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class RanksOfMesh:
-    """Describes the ranks along axes of a mesh, each with a GPU, to kernels of every protocol.
+    """The ranks along some axes of a mesh, each with a GPU; base of both protocols' fabrics.
+
+    A device's place is its index in the mesh, in row-major order.
 
     Attributes:
-      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
-        of the mesh, its devices in row-major order.
-      gpus: the number of the GPU at each place of the mesh.
-      timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: the nanoseconds by which tests delay each rank, [point][rank].
+      axes: (stride, size) of each mesh axis along which the ranks lie. The stride is the difference
+        of the places of neighbouring devices along the axis.
+      gpus: for each place, the number of its GPU among the GPUs of the host.
+      timeout_s: the seconds that a rank waits for a peer before it aborts the program.
+      delays_ns: the nanoseconds by which a test delays each rank at each delay point:
+        delays_ns[point][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -144,7 +176,7 @@ class RanksOfMesh:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """Returns this rank's part of a buffer."""
+        """Returns a reference to this rank's part of a buffer: `ref`, the whole buffer."""
         return ref
 
     def barrier(self) -> None:
@@ -152,7 +184,10 @@ class RanksOfMesh:
         ptx.barrier()
 
     def rank_and_corner(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rank whose GPU is at a place of the mesh, and the place of rank 0's."""
+        """Returns the rank of the device at `place`, and the place of rank 0 of the same ranks.
+
+        A place is a device's index in the mesh, in row-major order.
+        """
         rank, corner = jnp.int32(0), place
         for stride, size in self.axes:
             along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
@@ -160,7 +195,7 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns the number of the GPU at a place of the mesh."""
+        """Returns the number of the GPU at `place`, a device's row-major index in the mesh."""
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])
@@ -169,7 +204,7 @@ class RanksOfMesh:
         return number
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
-        """Delays this rank at a delay point of the kernel, by the time in `delays_ns`."""
+        """Delays this rank at delay point `point` of a kernel by `delays_ns[point][rank]`."""
         if point < len(self.delays_ns):
             delay = jnp.int32(0)
             for r, nanoseconds in enumerate(self.delays_ns[point]):
@@ -191,20 +226,19 @@ def kernel(
     """Builds a function of arrays that launches a kernel of `num_blocks` blocks per rank.
 
     Args:
-      fabric: the ranks, and how they reach each other.
-      body: the kernel's body; it is given references to inputs and outputs, and scratch by name.
+      fabric: the ranks, and the means by which they communicate.
+      body: the kernel's body. It takes references to the inputs and outputs, and scratch by name.
+        Pallas adds no barriers to it: where a thread reads shared memory that another thread of its
+        warpgroup wrote, the body must call `fabric.barrier` in between.
       name: the kernel's name in profiles and messages.
-      num_blocks: thread blocks per rank.
-      num_warpgroups: warpgroups per block.
+      num_blocks: number of thread blocks per rank.
+      num_warpgroups: number of warpgroups per block.
       out_type: shape and dtype of each output on one rank.
-      scratch_types: the scratch that `body` takes, by name.
-      shared: indices of the buffers that peers reach, counted over inputs and then outputs.
+      scratch_types: the types of the scratch that `body` takes, by name.
+      shared: indices of the buffers that peers read or write, counted over inputs and then outputs.
 
     Returns:
       A function of the inputs, arrays or references to arrays, that returns the outputs.
-
-    Only `fabric.barrier` orders the threads of a warpgroup: where one thread reads what another
-    wrote to shared memory, the body needs a barrier between the two.
     """
     of_fabric = fabric.scratch_types(len(shared))
     grid: dict[str, Any] = dict(grid=(num_blocks,), grid_names=("block",))
@@ -237,8 +271,8 @@ def kernel(
             kernel_name=name,
             **grid,
         )
-        # The body counts in int32, whatever the caller's default integers are. Only payloads of 64
-        # bits, which a body moves and does not count with, need 64-bit types to be enabled.
+        # The body's indices are int32, whatever the caller's default integer type is. Only operands
+        # of 64-bit dtypes, which the body copies without arithmetic, need 64-bit types enabled.
         wide = any(operand.dtype.itemsize == 8 for operand in operands)
         with jax.enable_x64(wide):
             return wanted(*fabric.operands, *operands)
@@ -249,10 +283,10 @@ def kernel(
 def update_in_place(
     arrays: Sequence[jax.Array], write: Callable[[Sequence[Any]], Any]
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Calls `write` with references to the arrays; returns the updated arrays and its result.
+    """Calls `write` with references to the arrays; returns the updated arrays and `write`'s result.
 
-    A kernel that takes the references writes to the arrays' own memory. XLA copies an array first
-    if something else still reads it.
+    A kernel that `write` calls with the references writes to the arrays' own memory. XLA first
+    copies an array that is still used elsewhere.
     """
     refs = [jax.new_ref(array) for array in arrays]
     returned = write(refs)
@@ -260,7 +294,10 @@ def update_in_place(
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
-    """Loads a contiguous 1D array into registers, `vector` neighbouring elements to a thread."""
+    """Loads a contiguous 1D array into registers.
+
+    A thread holds vectors of `vector` neighbouring elements.
+    """
     if fabric.interpret:
         return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
@@ -268,9 +305,10 @@ def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
 
 
 def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
-    """Starts a copy from shared to global memory if `predicate` holds, without a branch on a GPU.
+    """Starts a bulk copy from shared to global memory if `predicate` holds.
 
-    The copy joins the group of copies that is open.
+    On a GPU the copy is predicated, without a branch. The copy belongs to the group of copies that
+    the caller commits next.
     """
     if not fabric.interpret:
         plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
@@ -282,7 +320,10 @@ def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) 
 
 
 def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
-    """Returns 0, 1, … size - 1 as int32 in registers, `vector` neighbours to a thread."""
+    """Returns 0, 1, … size - 1 as int32 in registers.
+
+    A thread holds vectors of `vector` neighbouring elements.
+    """
     if fabric.interpret:
         return jnp.arange(size, dtype=jnp.int32)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
@@ -290,8 +331,9 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
 
 
 def clear(ref: Any, size: int) -> None:
-    """Sets ref[:size] of int32 to 0; `size` is a multiple of LANES."""
-    for start in range(0, size, LANES):  # one large store would need a power of two elements
+    """Sets ref[:size], int32, to 0; `size` is a multiple of LANES."""
+    # A single store would require a power of two elements.
+    for start in range(0, size, LANES):
         ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
 
 
@@ -308,25 +350,31 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
 
 
 def first_peer(fabric: Fabric) -> jax.Array:
-    """Returns the rank, modulo N, that this block communicates with first.
+    """Returns the rank with which this block communicates first, to be taken modulo num_ranks.
 
-    Neighbouring blocks begin at different ranks, to spread the load over the links.
+    Neighbouring blocks begin with different ranks, to spread the load over the links.
     """
     return fabric.rank() + lax.axis_index("block")
 
 
 def any_row(places: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of the places is a row's index, so not NOWHERE."""
+    """Returns whether any of the row indices, [] int32 each, is a row and not NOWHERE; [] bool."""
     return any_of([place >= 0 for place in places])
 
 
 def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of the conditions, [] bool each, holds."""
+    """Returns whether any of the conditions, [] bool each, holds; [] bool."""
     return functools.reduce(operator.or_, conditions)
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until every stage of a ring is empty; its stages were filled `used` times in all."""
+    """Waits until every stage of a ring of pipeline stages has been emptied.
+
+    Args:
+      empty: [num_stages] barriers, at which consumers arrive when they have emptied a stage.
+      used: int32, how often this block has filled a stage so far.
+      num_stages: number of stages.
+    """
 
     def wait(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_stages))])

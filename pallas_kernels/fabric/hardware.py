@@ -1,4 +1,4 @@
-"""Defines the sizes of a GPU's warps, vectors and shared memory.
+"""Defines the sizes of a GPU's warps, warpgroups, vectors and shared memory.
 
 Imports neither Pallas nor Mosaic.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-WARP = 32  # the threads of a warp
-LANES = 128  # the threads of a warpgroup; vectors in registers are multiples of this
+# The threads of a warp.
+WARP = 32
+# The threads of a warpgroup. The length of an array in registers is a multiple of this.
+LANES = 128
 SHARED_MEMORY_BYTES = 227 * 1024
-WORD_BYTES = 4  # the bytes of an int32 or a float32
-VECTOR_BYTES = 16  # the most bytes that one instruction of a thread loads or stores
+# The bytes of an int32 or a float32.
+WORD_BYTES = 4
+# A thread loads or stores at most this many bytes by one instruction.
+VECTOR_BYTES = 16
 
 
 def vector_length(dtype: jax.typing.DTypeLike) -> int:
@@ -26,5 +30,8 @@ def align_up(value: int, multiple: int) -> int:
 
 
 def padded_columns(columns: int, dtype: jax.typing.DTypeLike) -> int:
-    """Returns the columns of a row, rounded up to whole vectors of every thread of a warpgroup."""
+    """Returns the row length, rounded up so that all threads of a warpgroup hold equally much.
+
+    Each thread holds whole vectors of 16 bytes.
+    """
     return align_up(columns, LANES * vector_length(dtype))

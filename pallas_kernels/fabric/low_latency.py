@@ -1,21 +1,22 @@
-"""The low-latency protocol: receivers poll the payload itself, so a call needs no rendezvous.
+"""The low-latency protocol: receivers poll the payload itself, so a call needs no handshake.
 
-Every GPU has tile buffers that outlive the calls, and that its peers write tiles to. `memory_map`
-says where they are; `sentinel_words` reads and writes them. An empty buffer holds a sentinel in
-every 32-bit word, all ones. A receiver polls a buffer until none of its words is the sentinel,
-takes the tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport
-all-reduces, whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each word
-instead.
+Every GPU has tile buffers in symmetric memory, which outlive the calls of kernels, and to which its
+peers write tiles. `memory_map` defines their addresses, and `sentinel_words` reads and writes them.
+Every 32-bit word of an empty buffer holds a sentinel, all ones. A receiver polls a buffer until
+none of its words is the sentinel, takes the tile, and writes the sentinel back. TensorRT-LLM's
+Lamport all-reduces use this protocol, with a negative zero as the sentinel. NCCL's protocol LL
+stores a flag next to each word instead.
 
-  a worker   is a warpgroup of a kernel; it communicates with the workers of its number on peers;
-  a channel  leads from a worker on one GPU to the worker of the same number on another. It has two
-             sets of tile buffers, which calls use in turn. Both ends count the calls.
+  a worker   is a warpgroup of a kernel. It communicates with the worker of its number on each peer.
+  a channel  leads from a worker on one GPU to the worker of the same number on another GPU. It has
+             two sets of tile buffers, used by even and odd calls. Both ends count the calls.
 
-A set is empty when it is used again, for this reason. A sender begins its third call after it has
-received all that its peer sent in the second. The peer began the second call after it had ended the
-first, which emptied the set. This holds if two GPUs make their calls with each other one at a time
-and in the same order, and if in every call each GPU receives something of each peer.
-Accesses of consecutive calls are ordered because a kernel begins when the one before has ended.
+A set is empty when it is used again. The third call of a sender uses the set of the first call. The
+sender begins its third call after it has received all tiles that its peer sent in the second call.
+The peer began its second call after it had ended its first call, in which it emptied the set. This
+requires that two GPUs make their calls with each other one at a time and in the same order, and
+that in every call each GPU receives something from each peer. Memory accesses of consecutive calls
+are ordered because a kernel begins only after the previous kernel has ended.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from pallas_kernels.fabric.sentinel_words import TileMemory
 
 @dataclasses.dataclass(frozen=True)
 class Channels(fb.RanksOfMesh):
-    """Connects the ranks along some axes of a mesh by the low-latency protocol, for one kernel.
+    """The fabric of a kernel whose ranks communicate by the low-latency protocol.
 
     Attributes:
-      memory: the counters and tile buffers of the GPUs.
+      memory: the call counters and tile buffers of all GPUs, in symmetric memory.
     """
 
     memory: TileMemory
@@ -60,18 +61,20 @@ class Channels(fb.RanksOfMesh):
         pass
 
     def place(self, ref: Any) -> jax.Array:
-        """Returns this rank's place in the mesh, which `ref` [1] int32 holds."""
+        """Returns this rank's row-major index in the mesh, [] int32, which `ref` [1] holds."""
         return ref[0]
 
 
 class Endpoint:
-    """Sends tiles to a worker's peers and receives theirs, during one call.
+    """One warpgroup's connection to its peers by the low-latency protocol, during one kernel call.
 
-    A kernel makes one, and calls `close` when it has sent and received everything.
+    Each warpgroup that communicates makes one endpoint, and calls `close` after it has sent and
+    received all tiles.
 
     Attributes:
-      rank: this rank.
-      peers: the other ranks, from the next higher one on, modulo N.
+      channels: the ranks, and the symmetric memory through which they communicate.
+      rank: [] int32, this rank.
+      peers: the other ranks, [] int32 each: rank + 1, rank + 2 and so on, modulo num_ranks.
     """
 
     def __init__(self, channels: Channels, place: jax.Array, worker: jax.Array, what: str):
@@ -85,24 +88,34 @@ class Endpoint:
         self._calls = channels.memory.read(self._here, self._counters)
 
     def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends each peer its tile number `index` of this call.
+        """Sends a tile to each peer, under the tile number `index` of this call.
 
-        With `exact`, here and in the peers' `receive`, the bits of NaNs arrive unchanged too.
+        Args:
+          index: the number by which the peers receive the tiles, from 0 on.
+          tiles_of_peers: the tile for each of `peers`, in registers.
+          exact: whether NaNs keep their bits; the peers' `receive` must pass the same value.
         """
         for i, tile in enumerate(tiles_of_peers):
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to the i-th of `peers`; see `send`."""
+        """Sends a tile to peers[i], under the tile number `index` of this call; see `send`."""
         number = self._buffer(self._here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
     def receive(
         self, index: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
     ) -> list[jax.Array]:
-        """Receives each peer's tile number `index` of this call.
+        """Waits for tile number `index` of this call from each peer, and returns these tiles.
 
-        With `exact`, here and in the peers' `send`, the bits of NaNs arrive unchanged too.
+        Args:
+          index: the number under which the peers send the tiles.
+          shape: the shape of each tile.
+          dtype: the dtype of each tile.
+          exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
+
+        Returns:
+          The tile of each of `peers`, in registers.
         """
         return self.receive_all([index], shape, dtype, exact=exact)[0]
 
@@ -115,18 +128,19 @@ class Endpoint:
         exact: bool = False,
         wanted: Sequence[Sequence[jax.Array]] | None = None,
     ) -> list[list[jax.Array]]:
-        """Receives several tiles of this call from each peer, at once.
+        """Waits for several tiles of this call from each peer at once, and returns them.
 
         Args:
-          indices: the tiles' numbers in this call.
+          indices: the numbers under which the peers send the tiles.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
-          exact: whether the bits of NaNs arrive unchanged; the peers' `send` must pass the same.
-          wanted: for each index, which peers send that tile; None: all.
+          exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
+          wanted: for each index and each of `peers`, [] bool, whether the peer sends that tile.
+            None if all peers send all tiles.
 
         Returns:
-          For each index the tile of each peer; what is returned for a peer that sends none is
-          undefined.
+          For each index, the tile of each of `peers`, in registers. A tile that the peer does not
+          send is undefined.
         """
         numbers = [
             self._buffer(gpu, self._here, calls, index)
@@ -149,9 +163,11 @@ class Endpoint:
         return [tiles[first : first + count] for first in range(0, len(tiles), count)]
 
     def sum(self, index: int, mine: jax.Array) -> jax.Array:
-        """Receives a tile of each peer and adds them to `mine`: in rank order, rounded once.
+        """Receives a tile from each peer, and returns their sum with this rank's tile `mine`.
 
-        The sum is taken in float32, and has the dtype of `mine`.
+        The tiles have the shape and dtype of `mine` and are received under the number `index`. They
+        are added in rank order in float32, so that all ranks get equal bits. The sum is rounded
+        once, to the dtype of `mine`.
         """
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
@@ -159,16 +175,16 @@ class Endpoint:
         return total.astype(mine.dtype)
 
     def close(self) -> None:
-        """Ends this call, by counting it for each peer."""
+        """Ends this call: increments the call counter of each channel of this worker."""
         calls = [calls + 1 for calls in self._calls]
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
-        """See `fabric.Fabric.delay_point`."""
+        """Delays this rank if a test has set a delay for point `number` of the kernel."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """Returns the difference between the places in the mesh of a rank and of rank 0."""
+        """Returns the row-major index of `rank`'s device in the mesh, less that of rank 0."""
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
             offset = offset + lax.rem(rank, jnp.int32(size)) * stride
@@ -178,13 +194,14 @@ class Endpoint:
     def _buffer(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number, among the receiver's, of this worker's tile buffer for GPU `sender`.
+        """Returns the number of a tile buffer among those of GPU `receiver`.
 
-        `calls` is how many calls the two GPUs have made; it selects one of the two sets.
+        It is the buffer for tile number `index` from this worker on GPU `sender`. `calls` is the
+        number of calls that the two GPUs have made; its lowest bit selects one of the two sets.
         """
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)
-        # Counted from the receiver's next neighbour, so that it has no buffers for itself.
+        # Senders are counted from GPU receiver + 1, so that a receiver has no buffers for itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker

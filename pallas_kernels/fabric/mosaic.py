@@ -1,12 +1,13 @@
 """Wraps every private or unstable part of JAX and Mosaic that kernels use.
 
 Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
-functions that `inline` runs while the kernel is lowered. These functions need MLIR's dialects, the
-registers of Mosaic's arrays, thread numbers, and PTX, whose interfaces JAX does not keep stable.
+functions that `inline` runs while the kernel is lowered. These functions use MLIR's dialects, the
+registers of Mosaic's arrays, thread numbers, and PTX, whose Python interfaces JAX does not keep
+stable. Functions here whose docstring starts with "Emits" may only be called by them.
 
-Where JAX lacks one of these names, this module and the kernels can still be imported:
-`unavailable_reason` gives what is missing, and a kernel that uses `inline` or `remote_ref` raises
-NotImplementedError when it is traced.
+If the installed JAX lacks one of the required names, this module and the kernels can still be
+imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or
+`remote_ref` raises NotImplementedError when it is traced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# The names that this module and the kernels need, by module.
+# The names of JAX and Mosaic that this module and the kernels use, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -81,7 +82,7 @@ _REQUIRED = {
 
 
 def _module(path: str) -> Any:
-    """Returns a module, or None where this JAX lacks it."""
+    """Returns the module at an import path, or None if the installed JAX lacks it."""
     try:
         return importlib.import_module(path)
     except ImportError:
@@ -89,7 +90,7 @@ def _module(path: str) -> Any:
 
 
 def _attribute(owner: Any, path: str) -> Any:
-    """Returns the attribute of an object at a dotted path, or None where there is none."""
+    """Returns the attribute of `owner` at a dotted path, or None if `owner` has none there."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         for name in path.split("."):
             owner = getattr(owner, name, None)
@@ -98,7 +99,7 @@ def _attribute(owner: Any, path: str) -> Any:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Returns which of Mosaic's names that kernels need this JAX lacks, or None if it has all."""
+    """Returns a sentence that lists the required names which this JAX lacks, or None if none."""
     missing = []
     for path, names in _REQUIRED.items():
         module = _module(path)
@@ -114,7 +115,8 @@ def _refuse_if_unavailable() -> None:
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
 
 
-# Modules for functions that emit MLIR. Where JAX lacks one, it is None, and `inline` raises.
+# Modules for functions that emit MLIR. A module that the installed JAX lacks is None here, and
+# `inline` raises NotImplementedError.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 passmanager = _module("jaxlib.mlir.passmanager")
@@ -126,10 +128,10 @@ vector = _module("jaxlib.mlir.dialects.vector")
 
 
 def _ask_ptxas_once() -> None:
-    """Makes Mosaic ask ptxas for its version once in this process.
+    """Caches the version of ptxas in Mosaic, for this process.
 
-    Mosaic otherwise starts the program `ptxas` for each bool that a kernel converts to an integer,
-    so for each branch: some 100 times for a kernel, 7 ms each time.
+    Mosaic otherwise starts the program `ptxas` to ask for its version whenever a kernel converts a
+    bool to an integer, as each branch does: about 100 times for a kernel, 7 ms each time.
     """
     bindings = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
     name = "_get_ptxas_isa_version"
@@ -140,32 +142,38 @@ def _ask_ptxas_once() -> None:
 
 _ask_ptxas_once()
 
-Value = Any  # an MLIR value
-Array = Any  # a Mosaic array in registers
+# An MLIR value.
+Value = Any
+# An array in the registers of a warpgroup, Mosaic's FragmentedArray.
+Array = Any
 
-# Layouts of operands and results of `inline`; `strided` makes the layouts of arrays.
+# Layouts of `inline`'s operands that are references or scalars. `strided` returns the layout of an
+# array.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
-    """Returns the layout in which neighbouring threads hold neighbouring vectors of `elements`."""
+    """Returns the register layout in which neighbouring threads hold neighbouring vectors.
+
+    `shape` is the array's shape, and a vector has `elements` elements.
+    """
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type of an `inline` result that lies in registers in the layout `strided`."""
+    """Returns the type of an `inline` result: an array in registers with the layout `strided`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
 def inline(
     emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
 ) -> Any:
-    """Runs `emit(*operands)` when the kernel that is being traced is lowered.
+    """Inserts MLIR code into the kernel that is being traced: `emit` runs when it is lowered.
 
     Args:
-      emit: emits MLIR for one thread. It is given a memref for each reference, and a
-        FragmentedArray for each array in registers. It returns arrays of the types in `returns`.
+      emit: emits MLIR for one thread. It takes a memref for each reference, and a FragmentedArray
+        for each array in registers. It returns arrays of the types in `returns`.
       operands: references, and arrays in registers.
       layouts: the layout of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
       returns: the type of the result, a list of types, or None if there is no result.
@@ -187,13 +195,15 @@ def inline(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Mosaic's compiler first runs MLIR's canonicalizer, which visits a block from top to end and takes
-# seconds for loops that carry hundreds of registers. This pipeline runs it from end to top, which
-# takes hundredths of a second, and leaves the compiler's own run nothing to change. It also strips
-# source locations, so that kernels that differ only in these are compiled once.
+# Mosaic's compiler first runs MLIR's canonicalizer, which visits a block from top to bottom and
+# takes seconds for loops that carry hundreds of registers. This pipeline runs the canonicalizer
+# from bottom to top before, which takes hundredths of a second and leaves the compiler's own run
+# nothing to change. `_FORGET_PLACES` strips source locations, so that kernels that differ only in
+# source locations are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-# Mosaic names a module's dumps by this attribute, and by default puts a counter into the name.
+# Mosaic names the files that it dumps of a module by this attribute. By default the name contains a
+# counter.
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
@@ -204,13 +214,13 @@ def kernel(
     auto_barriers: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Returns a function of arrays that runs a body as a kernel, as `plgpu.kernel` does.
+    """Returns a function of arrays that runs `body` as a kernel, as `plgpu.kernel` does.
 
-    The kernel is simplified before it is passed to Mosaic's compiler. The compiler then takes less
-    than half of the time, and compiles a kernel that several programs have only once.
+    The kernel's MLIR is simplified before Mosaic compiles it. The compiler then takes less than
+    half of the time, and compiles a kernel that is part of several programs only once.
 
     Args:
-      body: takes references to the inputs and outputs, and scratch.
+      body: the kernel's body. It takes references to the inputs and outputs, and scratch by name.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
       auto_barriers: whether Pallas adds barriers around accesses of shared memory.
       options: further arguments of `plgpu.kernel`.
@@ -227,16 +237,19 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-_LABEL = "mosaic_gpu.label"  # names a module's attribute that Mosaic ignores
-_label: str | None = None  # the label of kernels that are being lowered
+# A module's attribute that Mosaic ignores. Modules with different labels are compiled separately.
+_LABEL = "mosaic_gpu.label"
+# The label of the kernels that are lowered next, or None for no label.
+_label: str | None = None
 _labels = map(str, itertools.count())
 
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Opens a context in which lowered programs compile their kernels anew, to measure that time.
+    """Opens a context in which every kernel is compiled again, to measure compile times.
 
-    Mosaic otherwise compiles a kernel once in a process, even after JAX's caches are cleared.
+    Outside the context, Mosaic compiles a kernel once in a process, even if JAX's caches are
+    cleared.
     """
     global _label
     before, _label = _label, next(_labels)
@@ -247,10 +260,11 @@ def compiled_anew() -> Iterator[None]:
 
 
 def _simplify_once_lowered() -> None:
-    """Makes Mosaic simplify the module of the kernel being traced, as soon as it is complete.
+    """Makes Mosaic simplify the MLIR module of the kernel being traced, as soon as it is complete.
 
-    The last step of lowering a kernel is `Scratch.finalize_size`, which makes the descriptors of
-    its copies on the host. This replaces that method of the kernel's own launch context.
+    The last step of lowering a kernel is Mosaic's `Scratch.finalize_size`, which emits the code on
+    the host that makes the descriptors of TMA copies. This function replaces that method in the
+    kernel's own launch context.
     """
 
     def run(context: Any) -> None:
@@ -270,10 +284,15 @@ def _simplify_once_lowered() -> None:
 
 
 def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
-    """Makes the descriptors, a kernel's argument by value, an array of words instead of bytes.
+    """Changes the type of a kernel's TMA descriptors from an array of bytes to 64-bit words.
 
-    The code on the host copies the argument element by element, and LLVM's time to compile these
-    copies grows faster than their number.
+    The descriptors are an argument by value, which code on the host copies element by element.
+    LLVM's time to compile these copies grows faster than the number of elements.
+
+    Args:
+      allocation: the MLIR operation that allocates the descriptors.
+      load: the MLIR operation that loads the descriptors as the argument.
+      num_bytes: the bytes of all descriptors.
     """
     words = llvm.ArrayType.get(integer_type(64), num_bytes // 8)
     allocation.elem_type = ir.TypeAttr.get(words)
@@ -281,10 +300,11 @@ def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
 
 
 def _simplify(module: Any) -> None:
-    """Simplifies a kernel's module, and makes it independent of where and when it was lowered.
+    """Simplifies a kernel's MLIR module, and removes source locations and a counter from it.
 
-    The environment variables MOSAIC_GPU_DUMP_* make Mosaic write files of a kernel. If one is set,
-    source locations are kept, and so is the number in the names of these files.
+    Modules of equal kernels are then equal, so that Mosaic compiles them once. The environment
+    variables MOSAIC_GPU_DUMP_* make Mosaic dump files of a kernel. If one is set, the module keeps
+    its source locations, and the files' names keep the counter.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
@@ -293,7 +313,8 @@ def _simplify(module: Any) -> None:
         passes.append(_FORGET_PLACES)
         attributes[_DUMP_NAME] = attributes["sym_name"]
     pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
-    pipeline.enable_verifier(False)  # Mosaic verifies the module afterwards
+    # Mosaic verifies the module later.
+    pipeline.enable_verifier(False)
     pipeline.run(module.operation)
 
 
@@ -305,7 +326,7 @@ def integer_type(bits: int) -> Any:
 
 
 def float_type() -> Any:
-    """Returns MLIR's type of a float32."""
+    """Returns the MLIR type of float32."""
     return ir.F32Type.get()
 
 
@@ -327,7 +348,7 @@ def struct_type(members: Sequence[Any]) -> Any:
 
 
 def bytes_of(element: Any) -> int:
-    """Returns the bytes of an MLIR element type."""
+    """Returns the number of bytes of an element of an MLIR type."""
     return mgpu.utils.bitwidth(element) // 8
 
 
@@ -336,7 +357,7 @@ def vector_length_of(value: Value) -> int:
 
 
 def i32(value: int) -> Value:
-    """Emits a 32-bit constant, from a Python integer read as signed or unsigned."""
+    """Emits a 32-bit constant from a Python integer from -2**31 to 2**32 - 1."""
     signed = value - 2**32 if value >= 2**31 else value
     return arith.constant(integer_type(32), signed)
 
@@ -354,7 +375,7 @@ def equal(a: Value, b: Value) -> Value:
 
 
 def below(a: Value, b: Value) -> Value:
-    """Emits whether a < b, compared as unsigned integers."""
+    """Emits whether a < b (i1), compared as unsigned integers."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
@@ -362,23 +383,23 @@ def below(a: Value, b: Value) -> Value:
 
 
 def lane() -> Value:
-    """Emits the number of the thread in its warpgroup, from 0 to LANES - 1."""
+    """Emits the index of the thread in its warpgroup, i32 from 0 to LANES - 1."""
     return arith.remui(thread(), i32(LANES))
 
 
 def thread() -> Value:
-    """Emits the number of the thread in its block.
+    """Emits the index of the thread in its block, i32.
 
-    LLVM takes each call's result for a different number. Where it knows that two branches are on
-    the same threads, it may join them, and copy what lies in between to both sides. It does not
-    know Mosaic's barriers, so it copies these too, and threads of a warp wait at different ones,
-    forever.
+    The value passes through inline PTX, so that LLVM takes each call's result for a different
+    number. If LLVM knew that two branches depend on one thread index, it could merge them, and copy
+    the code between them to both sides. It would also copy Mosaic's barriers, since it does not
+    recognize them, and threads of a warp would wait at different barriers forever.
     """
     return asm("mov.b32 $0, $1;", "=r,r", mgpu.utils.thread_idx(), returns=integer_type(32))
 
 
 def block() -> Value:
-    """Emits the number of the thread's block."""
+    """Emits the index of the thread's block along the grid's first dimension, i32."""
     return arith.index_cast(integer_type(32), gpu.block_id(gpu.Dimension.x))
 
 
@@ -394,7 +415,7 @@ def block_barrier() -> None:
 
 @contextlib.contextmanager
 def when(condition: Value) -> Iterator[None]:
-    """Opens a branch: what is emitted within it runs in the threads whose i1 condition holds."""
+    """Opens a context whose emitted code runs only in threads whose `condition` (i1) is true."""
     branch = scf.IfOp(condition)
     with ir.InsertionPoint(branch.then_block):
         yield
@@ -404,9 +425,16 @@ def when(condition: Value) -> Iterator[None]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a branch; returns `values` where the i1 condition holds, else the function's results.
+    """Emits a branch that computes values only in threads whose `condition` (i1) is false.
 
-    `function` emits its results, of the types of `values`, in the branch.
+    Args:
+      condition: whether the results are `values`.
+      function: emits, in the branch, the results in case the condition is false. They have the
+        types of `values`.
+      values: the results in case the condition is true.
+
+    Returns:
+      The results.
     """
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -419,8 +447,14 @@ def unless(
 def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
     """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
 
-    `constraints` are LLVM's, one for the result, if any, and one for each operand; `returns` is the
-    result's MLIR type.
+    Args:
+      text: the PTX; $0, $1 and so on stand for the result, if there is one, and the operands.
+      constraints: LLVM's constraints, comma-separated, for the result and the operands.
+      operands: MLIR values.
+      returns: the MLIR type of the result, or None if there is no result.
+
+    Returns:
+      The result.
     """
     return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
 
@@ -429,12 +463,15 @@ def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None)
 
 
 def pointer(memref: Value) -> Value:
-    """Emits the pointer to the first element of a memref."""
+    """Emits a pointer to the first element of a memref."""
     return mgpu.utils.memref_ptr(memref)
 
 
 def element_pointer(base: Value, index: Value, element: Any) -> Value:
-    """Emits the pointer to element `index` of type `element` counted from the pointer `base`."""
+    """Emits a pointer to element `index` of an array that starts at the pointer `base`.
+
+    `element` is the MLIR type of the array's elements.
+    """
     return mgpu.utils.getelementptr(base, [index], element)
 
 
@@ -444,7 +481,7 @@ def address(memref: Value, bits: int = 64) -> Value:
 
 
 def element_at(memref: Value, index: Value) -> Value:
-    """Emits a load of the element of a 1D memref at an index that may differ between threads."""
+    """Emits a load of element `index` of a 1D memref; the index may differ between threads."""
     element = element_of(memref)
     return llvm.load(element, element_pointer(pointer(memref), index, element))
 
@@ -453,26 +490,33 @@ def element_at(memref: Value, index: Value) -> Value:
 
 
 def scalar(array: Array) -> Value:
-    """Returns the MLIR value of a scalar array, whose only register it is."""
+    """Returns the MLIR value of a scalar array, the array's only register."""
     return array.registers.item()
 
 
 def splat(value: Value, is_signed: bool | None = None) -> Array:
-    """Makes a scalar array of an MLIR value; see `array_of` for `is_signed`."""
+    """Returns a scalar array that holds an MLIR value; see `array_of` for `is_signed`."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=is_signed)
 
 
 def registers(array: Array) -> list[Value]:
-    """Returns the registers of an array in one thread, each a vector of the layout's length."""
+    """Returns one thread's registers of an array in the layout `strided`.
+
+    Each is an MLIR vector of the layout's `elements`.
+    """
     return list(array.registers.flat)
 
 
 def array_of(
     values: Sequence[Value], shape: Sequence[int], elements: int, is_signed: bool | None = None
 ) -> Array:
-    """Makes an array in the layout `strided` from the vectors that one thread holds.
+    """Returns an array in the layout `strided`, made of the MLIR vectors that one thread holds.
 
-    `is_signed` tells signed from unsigned integers and is None for floats.
+    Args:
+      values: the thread's vectors, in order.
+      shape: the array's shape.
+      elements: the length of a vector.
+      is_signed: whether integers are signed, or None for floats.
     """
     return mgpu.FragmentedArray(
         _registers=np.array(list(values), dtype=object),
@@ -482,7 +526,10 @@ def array_of(
 
 
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
-    """Applies `function`, which emits for scalars, to the elements of floats of one layout."""
+    """Applies a function to each element of float arrays in one register layout.
+
+    `function` takes an element of each array as an MLIR value, and emits the result's element.
+    """
     out = np.empty_like(arrays[0].registers)
     for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
@@ -495,19 +542,25 @@ def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
 
 
 def warp_max(word: Value) -> Value:
-    """Emits the largest of the unsigned words of a warp. No thread may branch around it."""
+    """Emits the largest of the words that a warp's threads hold, as unsigned 32-bit integers.
+
+    All threads of the warp must execute it.
+    """
     text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def shuffle(word: Value, distance: int) -> Value:
-    """Emits the word of the thread whose number in the warp differs by a power of two."""
+    """Emits the 32-bit word that another thread of the warp holds: a butterfly shuffle.
+
+    The other thread's index in the warp is this thread's index XOR `distance`, a power of two.
+    """
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def warp_sum(value: Value, threads: int) -> Value:
-    """Emits the float32 sum of `value` over groups of `threads` neighbouring threads of a warp."""
+    """Emits the float32 sum of `value` over each group of `threads` adjacent threads of a warp."""
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
 
 
@@ -515,13 +568,14 @@ def warp_sum(value: Value, threads: int) -> Value:
 
 
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
-    """Returns a reference to a peer's copy of a buffer.
+    """Returns a reference to the buffer of another rank that corresponds to this rank's `ref`.
 
-    `entry`, an int32, selects the offset to the peer's copy: see `reach_peers`. Mosaic takes the
-    coordinates of a device in the mesh and multiplies each by its axis' stride. So `entry` is the
-    coordinate of the last axis, whose stride is 1, and reaches `reach_peers` as it is.
+    The address is that of `ref` plus the offset that `reach_peers` finds for `entry`, an int32.
+    Mosaic takes the coordinates of a device in the mesh, and multiplies each by its axis' stride.
+    `entry` is passed as the coordinate along the last axis, whose stride is 1, so that
+    `reach_peers` gets it unchanged.
 
-    Without a mesh there is one rank, whose own copy is `ref`.
+    Without a mesh there is only one rank, and the result is `ref`.
     """
     _refuse_if_unavailable()
     axes = jax.sharding.get_abstract_mesh().axis_names
@@ -531,11 +585,16 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 
 
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
-    """Makes `remote_ref(ref, entry)` in this kernel the address of ref plus `offset(table, entry)`.
+    """Defines the addresses of `remote_ref(ref, entry)` in this kernel: ref's plus an offset.
 
     Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
-    XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`: up to JAX
-    0.12 there is no public way to give Mosaic other addresses.
+    XLA's collective metadata or NVSHMEM. This function replaces the context's method `to_remote`,
+    since JAX up to 0.12 has no public way to give Mosaic other addresses.
+
+    Args:
+      table: a reference to memory that `offset` reads.
+      offset: `offset(table, entry)` emits the offset in bytes, a 64-bit value. `table` is a memref
+        there.
     """
 
     def run(context: Any, table: Value) -> None:
@@ -544,7 +603,8 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
             kind = ir.MemRefType(ref.type)
             strides, _ = kind.get_strides_and_offset()
-            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer already includes the offset
+            # The layout has offset 0, since the pointer already includes the memref's offset.
+            layout = ir.StridedLayoutAttr.get(0, strides)
             there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
             place = arith.addi(address(ref), offset(table, peer))
             return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)
@@ -566,11 +626,21 @@ def store_rows(
     end: jax.Array,
     layout: Any,
 ) -> None:
-    """Stores rows [begin, end) of a tile of 16-bit floats in registers to an array in memory.
+    """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    Each thread stores what it holds, without shared memory, and no other row of `out` is touched.
-    `values` is [rows, columns], in `layout`, in which a thread holds vectors of a row's neighbours.
-    Its first element goes to out[top, left], which is aligned as those vectors are.
+    Each thread stores the elements that it holds, without shared memory. No other row of `out` is
+    written.
+
+    Args:
+      out: a reference to the 2D output.
+      values: [rows, columns] in registers.
+      top: the row of `out` for row 0 of `values`.
+      left: the column of `out` for column 0 of `values`. out[top, left] must be aligned as a
+        thread's vectors.
+      begin: the first row of `values` to store.
+      end: the row after the last one to store.
+      layout: the register layout of `values`, in which a thread holds vectors of neighbours in a
+        row.
     """
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
@@ -615,10 +685,19 @@ def store_rows(
 def store_rows_of(
     out: Any, room: Any, top: jax.Array, left: jax.Array, begin: jax.Array, end: jax.Array
 ) -> None:
-    """Stores rows [begin, end) of a chunk in shared memory to out[top + row, left:].
+    """Stores rows [begin, end) of an array in shared memory to global memory.
 
-    The chunk has rows of 128 bytes, a multiple of 8 of them, swizzled. No other row of `out` is
-    touched. A warpgroup stores 8 rows at a time, a thread 8 bytes of one.
+    No other row of `out` is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a
+    row.
+
+    Args:
+      out: a reference to the 2D output.
+      room: a reference to the array in shared memory: rows of 128 bytes, swizzled, whose number is
+        a multiple of 8.
+      top: the row of `out` for row 0 of `room`.
+      left: the column of `out` for column 0 of `room`.
+      begin: the first row of `room` to store.
+      end: the row after the last one to store.
     """
 
     def emit(out: Value, room: Value, *scalars: Array) -> None:
@@ -626,7 +705,8 @@ def store_rows_of(
         kind, byte = ir.MemRefType(out.type), integer_type(8)
         size = bytes_of(kind.element_type)
         row_of_eight = arith.shrui(lane(), i32(4))
-        unit = arith.andi(lane(), i32(15))  # of 8 bytes
+        # A row of 128 bytes has 16 units of 8 bytes, one for each thread.
+        unit = arith.andi(lane(), i32(15))
         swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)
         offset = arith.addi(
             arith.muli(row_of_eight, i32(128)),
@@ -657,20 +737,23 @@ def store_rows_of(
     inline(emit, [out, room, *numbers], [REFERENCE, swizzled, *[SCALAR] * len(numbers)])
 
 
-_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}  # in PTX
+# The names of float8 dtypes in PTX.
+_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
 
 
 def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
-    """Stores an array in the layout of accumulators to shared memory, swizzled by 128 bytes.
+    """Stores an array in the layout `plgpu.Layout.WGMMA` to swizzled shared memory.
 
-    `ref` has rows of 128 bytes and the shape of the array, float32 if `ref` is float8.
+    `ref` has the array's shape, rows of 128 bytes, and a 128-byte swizzle. If `ref` is float8, the
+    array is float32 and is converted; else it is cast to the dtype of `ref`.
     """
     if interpreted or ref.dtype.itemsize > 1:
         ref[...] = values.astype(ref.dtype)
         return
     to_float8 = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(ref.dtype)]}x2.f32 $0, $2, $1;"
 
-    # Mosaic cannot store pairs of bytes. The quads of a warp's 8 rows write to different banks.
+    # Mosaic cannot store pairs of float8, so this emits the stores. The four threads of each of a
+    # warp's 8 rows write to other banks than those of the other rows, because of the swizzle.
     def emit(ref: Value, values: Array) -> None:
         byte, i32_type = integer_type(8), integer_type(32)
         base = pointer(ref)
@@ -701,9 +784,19 @@ def store_column(
     *,
     interpreted: bool,
 ) -> None:
-    """Stores elements [begin, end) of a float32 for each row of accumulators to a column of `out`.
+    """Stores elements [begin, end) of a float32 vector in registers to a column of `out`.
 
-    The first element belongs to out[top, column]; no other element of `out` is touched.
+    No other element of `out` is written.
+
+    Args:
+      out: a reference to the 2D float32 output.
+      values: [rows] float32 in registers, in the layout of a row reduction of WGMMA accumulators,
+        `plgpu.Layout.WGMMA.reduce(1)`.
+      top: the row of `out` for element 0 of `values`.
+      column: the column of `out`.
+      begin: the first element to store.
+      end: the element after the last one to store.
+      interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
     if interpreted:
 
@@ -718,7 +811,7 @@ def store_column(
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, column, begin, end = (scalar(number) for number in scalars)
         kind = ir.MemRefType(out.type)
-        # The four threads of a row hold the same number.
+        # Four threads hold the same element, and the first of them stores it.
         is_first = equal(arith.andi(lane(), i32(3)), i32(0))
         for index, place in zip(
             np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
@@ -744,9 +837,10 @@ def store_column(
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:
-    """Stores 16-bit floats in the layout of accumulators, [columns, rows], to shared memory.
+    """Stores an array [columns, rows] in registers, transposed, to `ref` in shared memory.
 
-    `ref` is [rows, columns], swizzled.
+    The array has 16-bit floats in the layout `plgpu.Layout.WGMMA`. `ref` is [rows, columns], with a
+    128-byte swizzle.
     """
     ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
@@ -756,12 +850,15 @@ def zero_rows_outside(
 ) -> None:
     """Zeroes the rows of a tile of 16-bit floats in shared memory that are not in [begin, end).
 
-    `ref` is [rows, columns]. Its `transforms` are blocks of 8 rows of 128 bytes, swizzled, which
-    moves pieces of 16 bytes within a row's 128. So a row that is zero is the same in any order.
+    `ref` is [rows, columns], stored with `transforms` as blocks of 8 rows of 128 bytes with a
+    128-byte swizzle. The swizzle only permutes pieces of 16 bytes within the 128 bytes of a row.
+    So the function can ignore it: a row of zeros is the same in any order.
     """
     rows, columns = ref.shape
-    blocks = columns // 64  # side by side
-    pieces = 8 * blocks  # of a row
+    # A row lies in this many blocks of 8 rows by 64 columns, and consists of this many pieces of 16
+    # bytes.
+    blocks = columns // 64
+    pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)
     end = jnp.clip(end, begin, rows)
 
@@ -801,9 +898,9 @@ def zero_rows_outside(
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:
-    """Stores an array in registers to unswizzled shared memory, accepting bank conflicts.
+    """Stores an array in registers to shared memory without a swizzle, despite bank conflicts.
 
-    JAX 0.12 refuses such a store without `optimized=False`; JAX 0.11 lacks that argument.
+    JAX 0.12 rejects this store without `optimized=False`; JAX 0.11 lacks `plgpu.store`.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)
@@ -817,17 +914,21 @@ def store_plain(ref: Any, values: jax.Array) -> None:
 def float8_matmul(
     left: Any, right: Any, stage: jax.Array, row: Any, column: Any, *, interpreted: bool
 ) -> jax.Array:
-    """Multiplies 64 rows of a float8 tile by 128 rows of another: [64, 128] float32, once done.
+    """Multiplies 64 rows of a float8 tile by the transpose of 128 rows of another, on tensor cores.
 
-    Unlike `plgpu.wgmma` it adds to nothing, so that registers need not be zero before.
+    Waits until the product is complete. Unlike `plgpu.wgmma` it does not add to an accumulator, so
+    that no registers have to be zeroed before.
 
     Args:
       left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
-      right: [stages, columns, 128] likewise.
-      stage: which of the stages.
-      row: the first of the rows of left, a multiple of 8.
-      column: the first of the rows of right, a multiple of 8.
-      interpreted: whether Pallas' interpreter runs the kernel.
+      right: [stages, columns, 128] float8 in shared memory, swizzled like `left`.
+      stage: the index of the stage to multiply.
+      row: the first of the 64 rows of left[stage], a multiple of 8.
+      column: the first of the 128 rows of right[stage], a multiple of 8.
+      interpreted: whether Pallas' GPU interpreter runs the kernel.
+
+    Returns:
+      left[stage, row : row + 64] @ right[stage, column : column + 128].T, [64, 128] float32.
     """
     if interpreted:
         rows = left[stage, pl.ds(row, 64)].astype(jnp.float32)
@@ -843,12 +944,14 @@ def float8_matmul(
         def descriptor(ref: Value, offset: Array) -> Value:
             place = arith.addi(arith.trunci(integer_type(32), address(ref)), scalar(offset))
             start = arith.shrui(arith.andi(place, i32(0x3FFFF)), i32(4))
-            # Tiles of 8 rows are 1024 bytes apart, and swizzled in units of 128 bytes.
+            # The matrix descriptor of PTX's wgmma: tiles of 8 rows are 1024 bytes apart, with a
+            # 128-byte swizzle.
             return arith.ori(arith.extui(wide, start), i64(1 << 62 | 64 << 32 | 1 << 16))
 
         names = "{" + ",".join(f"${i}" for i in range(registers)) + "}"
         steps = []
-        for _ in range(4):  # each of 32 products
+        # An instruction sums 32 products, so 128 products need 4 instructions.
+        for _ in range(4):
             steps.append(
                 f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds[0]}.{kinds[1]} "
                 f"{names}, a, b, p, 1, 1; add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.b32 p, 0, 0;"
@@ -891,9 +994,10 @@ def float8_matmul(
 
 
 def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
-    """Returns a * b + total, rounded once, of float32 arrays in the layout of accumulators.
+    """Returns a * b + total, rounded once, for float32 arrays in the layout `plgpu.Layout.WGMMA`.
 
-    Without this function, LLVM may move the product out of a branch, and emit two instructions.
+    It emits FMA instructions. With plain operators, LLVM may move the product out of a branch, and
+    emit a product and an addition.
     """
     if interpreted:
         return a * b + total

@@ -1,6 +1,6 @@
 """Emits PTX where Pallas lacks an operation or is slow: barriers, polling, counting, fences.
 
-All threads of a warpgroup run each of these functions together.
+All threads of a warpgroup execute the emitted code together.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf
 
-_POLLS_PER_CLOCK = 1024  # the polls between two reads of the clock, a power of two
+# A polling loop reads the clock once in this many polls, a power of two.
+_POLLS_PER_CLOCK = 1024
 
 
 def barrier() -> None:
-    """Makes all threads of the warpgroup wait for each other."""
+    """Waits until all threads of the warpgroup have reached this barrier."""
     mosaic.inline(lambda: mosaic.barrier(), [], [])
 
 
@@ -28,13 +29,14 @@ def poll(
     timeout_s: float,
     types: Sequence[Any] = (),
 ) -> list[Value]:
-    """Emits a loop in which each thread polls until its condition holds or the time is over.
+    """Emits a loop in which each thread polls until its condition holds or a timeout is over.
 
     Args:
-      ask: emits one poll: whether to go on waiting (i1), and the values that it read.
-      late: emits what to do after the timeout, given the values of the last poll.
-      timeout_s: seconds before a thread runs `late`.
-      types: MLIR types of the values.
+      ask: emits one poll. Returns whether the thread must poll again (i1), and the values that it
+        read.
+      late: emits the code that runs after the timeout. It takes the values of the last poll.
+      timeout_s: the timeout in seconds.
+      types: MLIR types of the values that `ask` returns.
 
     Returns:
       The values of the last poll.
@@ -44,7 +46,11 @@ def poll(
     start = _global_timer()
 
     def in_time(polls: Value) -> Value:
-        """Emits whether the timeout lies ahead; reads the clock, which is slow, in few polls."""
+        """Emits whether the timeout is not over yet, i1.
+
+        Reading the clock is slow, so it is read in one of `_POLLS_PER_CLOCK` polls; the other polls
+        return true.
+        """
         often = mosaic.i32(_POLLS_PER_CLOCK - 1)
         now = mosaic.equal(arith.andi(polls, often), often)
         clock = scf.IfOp(now, [i1], has_else=True)
@@ -71,19 +77,25 @@ def poll(
 
 
 def load_word(pointer: Value) -> Value:
-    """Emits a relaxed load, at the system's scope, of 32 bits of any GPU's memory."""
+    """Emits a relaxed, system-scope load of a 32-bit word from the memory of any GPU."""
     text = "ld.relaxed.sys.global.b32 $0, [$1];"
     return mosaic.asm(text, "=r,l", pointer, returns=mosaic.integer_type(32))
 
 
 def give_up(what: str, timeout_s: float, rank: Value, peer: Value) -> None:
-    """Prints which rank waited in vain for which, and traps."""
+    """Emits the end of a timed-out wait: prints that `rank` waited for `peer`, and traps.
+
+    `what` names the wait in the message.
+    """
     waited = f"waited over {timeout_s:g} s for"
     _trap(f"{what}: rank %d {waited} rank %d (block %d); giving up", rank, peer)
 
 
 def refuse(what: str, rank: Value, peer: Value) -> None:
-    """Prints that a peer's buffer cannot be reached, and traps."""
+    """Emits an error: prints that `rank` cannot access a buffer of `peer`, and traps.
+
+    `what` is the kernel's name in the message.
+    """
     _trap(
         f"{what}: rank %d cannot reach a buffer of rank %d (block %d), which is outside of the "
         "memory pool that its process shares: a constant of the program, or of another allocator",
@@ -98,7 +110,7 @@ def _trap(text: str, rank: Value, peer: Value) -> None:
 
 
 def pause(nanoseconds: Any) -> None:
-    """Delays the warpgroup, for tests that hold ranks back by different times."""
+    """Delays the warpgroup by `nanoseconds`. Tests use it to delay ranks by different times."""
 
     def emit(duration: Any) -> None:
         i64 = mosaic.integer_type(64)
@@ -116,7 +128,7 @@ def pause(nanoseconds: Any) -> None:
 def count(bins: Any, values: Any, num_bins: int) -> None:
     """Adds 1 to bins[v] in shared memory for each v of `values` with 0 <= v < num_bins.
 
-    `values` is a vector of int32 in registers.
+    `values` is [n] int32 in registers.
     """
 
     def emit(bins: Value, values: Any) -> None:
@@ -132,7 +144,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
 
 def async_fence() -> None:
-    """Makes writes visible to this thread's bulk copies, after the thread has seen them."""
+    """Emits a proxy fence: writes that this thread has seen become visible to its bulk copies."""
     mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [], [])
 
 

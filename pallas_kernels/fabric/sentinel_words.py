@@ -1,9 +1,10 @@
-"""Memory of the low-latency protocol: how a warpgroup sends, polls and counts by 32-bit words.
+"""Memory operations of the low-latency protocol: a warpgroup sends and polls tiles of 32-bit words.
 
-Every GPU's heap has counters of its calls, buffers that each hold a tile of a peer, and for each
-buffer a note, one byte, from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that
-has not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver
-needs exact bits, the sender's thread also writes a note that says which words were replaced.
+In symmetric memory, every GPU's heap has counters of its calls, and tile buffers, to each of which
+one peer sends. The sentinel `EMPTY` is a word that has not arrived. A payload word that equals the
+sentinel is sent as the word `_INSTEAD`. Where a receiver needs exact bits, each of the sender's 128
+threads with a word that equals the sentinel or `_INSTEAD` also writes a note: a byte whose bits say
+which of its four words were replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from pallas_kernels.fabric.memory_map import (
 )
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 
+# A payload word that equals the sentinel `EMPTY` is sent as this word, a NaN in float32, too.
 _INSTEAD = 0xFFFFFFFE
+# A note byte that has not arrived.
 _NO_NOTE = EMPTY & 0xFF
 
 _NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
@@ -39,20 +42,25 @@ _WORDS = VECTOR_BYTES // 4
 
 @dataclasses.dataclass(frozen=True)
 class TileMemory:
-    """The memory of the low-latency protocol in the heaps of the GPUs.
+    """The call counters and tile buffers of all GPUs, in symmetric memory.
 
     Attributes:
       base: the address of GPU 0's heap.
-      num_gpus: how many GPUs have a heap.
+      num_gpus: the number of GPUs that have a heap.
     """
 
     base: int
     num_gpus: int
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile of `memory_map.TILE_BYTES` to a tile buffer of a GPU, which must be empty.
+        """Sends a tile to an empty tile buffer of another GPU.
 
-        Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
+        Args:
+          gpu: [] int32, the number of the receiving GPU.
+          buffer: [] int32, the number of the tile buffer among the receiver's.
+          tile: an array of `memory_map.TILE_BYTES` in registers.
+          exact: whether NaNs keep their bits; else a NaN may arrive as another NaN. The receiver
+            must pass the same value.
         """
 
         def emit(gpu: Array, buffer: Array, tile: Array) -> None:
@@ -96,21 +104,24 @@ class TileMemory:
         exact: bool,
         wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
-        """Receives the tiles in buffers of this GPU, and leaves the buffers empty.
+        """Waits for tiles in tile buffers of this GPU, returns them, and empties the buffers.
 
         Args:
-          gpu: this GPU's number.
-          buffers: the tile buffers' numbers.
+          gpu: [] int32, this GPU's number.
+          buffers: the number of each tile buffer, [] int32 each.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
-          rank: this rank, for the message.
-          peers: the rank that sends to each buffer.
-          timeout_s: seconds after which the kernel traps, with a message that names `what`, this
-            rank, and a peer whose tile has not arrived.
-          what: the kernel's name in that message.
-          exact: whether the bits of NaNs arrive unchanged; the sender must pass the same.
-          wanted: whether a tile comes to each buffer; None: to all. A buffer to which none comes is
-            not waited for, and its result is undefined.
+          rank: [] int32, this rank, for the message of a timeout.
+          peers: for each buffer, the rank that sends to it, [] int32 each.
+          timeout_s: the seconds after which the kernel traps, with a message that names `what`,
+            this rank, and a peer whose tile has not arrived.
+          what: the kernel's name in this message.
+          exact: whether NaNs keep their bits; the sender must pass the same value.
+          wanted: for each buffer, whether a tile is sent to it, [] bool each. None if one is sent
+            to every buffer. The result of a buffer without a tile is undefined.
+
+        Returns:
+          The tile of each buffer, in registers.
         """
         count = len(buffers)
 
@@ -121,7 +132,7 @@ class TileMemory:
             pointers = [self._buffer(here, place) for place in places]
 
             def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits, for one buffer after another, whether a part of its tile is missing."""
+                """Emits for each buffer whether any of this thread's words has not arrived, i1."""
                 for j, of_tile in enumerate(_by_tile(words)):
                     is_empty = _any([_is(EMPTY, word) for word in of_tile])
                     yield arith.andi(is_empty, comes[j]) if comes else is_empty
@@ -155,7 +166,10 @@ class TileMemory:
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reads counters of this GPU, whose number is `gpu`; returns each [] int32."""
+        """Returns the values of this GPU's call counters `counters`, [] int32 each.
+
+        `gpu` is this GPU's number, and `counters` are the counters' numbers, [] int32 each.
+        """
 
         def emit(gpu: Array, *counters: Array) -> list[Array]:
             values = []
@@ -172,7 +186,11 @@ class TileMemory:
     def write(
         self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
     ) -> None:
-        """Sets counters of this GPU, after a barrier of all threads of the warpgroup."""
+        """Sets this GPU's call counters `counters` to `values`, [] int32 each.
+
+        First waits until all threads of the warpgroup have reached this point. `gpu` is this GPU's
+        number.
+        """
         count = len(counters)
 
         def emit(gpu: Array, *scalars: Array) -> None:
@@ -193,10 +211,10 @@ class TileMemory:
         timeout_s: float,
         give_up: Callable[[], None],
     ) -> list[Value]:
-        """Emits a thread's words of a buffer as they were before sentinels were replaced.
+        """Emits this thread's words of a received tile with the exact bits that the sender had.
 
-        If a word is `_INSTEAD`, waits for the sender's note, which says whether it was the
-        sentinel; after `timeout_s` seconds `give_up` emits what happens.
+        If any of the words is `_INSTEAD`, waits for the sender's note, a byte whose bits say which
+        words were the sentinel. `give_up` emits the code that runs after `timeout_s` seconds.
         """
         i32 = mosaic.integer_type(32)
         noted = _any([_is(_INSTEAD, word) for word in words])
@@ -223,21 +241,24 @@ class TileMemory:
         return list(found.results)
 
     def _start(self, gpu: Value) -> Value:
-        """Emits the address of this memory in a GPU's heap."""
+        """Emits the address of the low-latency protocol's memory in the heap of GPU `gpu`."""
         return arith.addi(_times(gpu, STRIDE), mosaic.i64(self.base + TILES))
 
     def _counter(self, gpu: Value, counter: Value) -> Value:
-        """Emits the address of a counter."""
+        """Emits the address of counter number `counter` of GPU `gpu`, a 32-bit count of calls."""
         return arith.addi(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's 16 bytes of a buffer."""
+        """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's note for a buffer, a byte."""
+        """Emits the address of this thread's note byte of tile buffer `buffer` of GPU `gpu`.
+
+        The note says which of the thread's words in the tile buffer were replaced.
+        """
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
         lane = arith.extui(mosaic.integer_type(64), mosaic.lane())
@@ -245,7 +266,7 @@ class TileMemory:
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
-    """Splits a flat list of words into one list for each buffer."""
+    """Splits a thread's words of several tile buffers into a list of 4 words for each buffer."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
@@ -266,7 +287,7 @@ def _store_word(pointer: Value, word: Value) -> None:
 
 
 def _load(pointer: Value) -> list[Value]:
-    """Emits a load of this thread's words of a buffer."""
+    """Emits a relaxed, system-scope load of this thread's four 32-bit words of a tile buffer."""
     i32 = mosaic.integer_type(32)
     words = mosaic.asm(
         "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",
@@ -278,12 +299,12 @@ def _load(pointer: Value) -> list[Value]:
 
 
 def _store(pointer: Value, words: Sequence[Value]) -> None:
-    """Emits a store of this thread's words of a buffer."""
+    """Emits a relaxed, system-scope store of this thread's four 32-bit words of a tile buffer."""
     mosaic.asm("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", pointer, *words)
 
 
 def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
-    """Makes a tile of the words that each thread holds."""
+    """Returns the tile, an array in registers, of which each thread holds four 32-bit words."""
     words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
     packed = vector.from_elements(words_type, list(words))
     of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))

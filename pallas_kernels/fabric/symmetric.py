@@ -1,16 +1,20 @@
-"""Implements the fabric for ranks with a GPU each, over symmetric memory (see `memory_map`).
+"""Communication within kernels between ranks with a GPU each, over symmetric memory.
 
-A kernel first enters the fabric: it learns the number of its call with each peer, and its block 0
-sends each peer the addresses of this rank's buffers. `connect` waits for the addresses that peers
-send; after it `peer` is address arithmetic, and every copy, load and store of Pallas reaches a
-peer's buffer. A signal is a word that only grows: the number of the call in its high bits, a count
-in its low bits. So nothing is zeroed between calls, and ranks meet in one trip over the link.
+`Gpus` implements `fabric.Fabric`; `memory_map` defines the memory. A kernel first calls `enter`: it
+reads the number of its call with each peer, and its block 0 sends each peer the addresses of this
+rank's buffers. `connect` waits for the addresses that the peers send. After it, `peer` only
+computes an address, and Pallas' copies, loads and stores access a peer's buffer.
 
-Why the memory of one call may be used by the next: a call ends at a rank when every peer's last
-signal has arrived, and a peer's block sends it after it has read what this rank sent to its heap.
-Two ranks make their calls in the same order, one at a time. So when a rank begins a call, each of
-its peers has ended every earlier call of the two, or has nothing of it left to read but addresses
-that a block without work does not use.
+A signal is a 64-bit word that only grows: its high bits are the number of the call, and its low
+bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip over the
+link.
+
+A call may reuse the memory of the previous call for this reason. A call ends at a rank when every
+peer's last signal has arrived. A peer's block sends this signal after it has read the words that
+this rank sent to the peer's heap. Two ranks make their calls with each other in the same order, one
+at a time. So when a rank begins a call, each peer has ended all earlier calls of the two ranks. As
+an exception, a peer's block without work may still have to read the addresses of an earlier call,
+but it does not use them.
 """
 
 from __future__ import annotations
@@ -29,19 +33,22 @@ from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
 
-# A word that gives a buffer's address holds, from the highest bit: the address without its last
-# four bits, a flag, and a tag, the low bits of the call's number.
+# A rank sends a buffer's address as a 64-bit word. From the highest bit on, it holds the address
+# without its last four bits, the flag `_NOT_SHARED`, and a tag: the low bits of the call's number.
 _TAG_BITS = 18
-_NOT_SHARED = 1 << _TAG_BITS  # the flag of a buffer outside the pool that other processes map
-_VALUES_AT_ONCE = 1024  # the words that a warpgroup polls at a time
+# The flag of a buffer outside the memory pool that other processes map.
+_NOT_SHARED = 1 << _TAG_BITS
+# A warpgroup polls this many words at a time.
+_VALUES_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpus(RanksOfMesh):
-    """Ranks along some axes of a mesh, each with a GPU of one domain.
+    """The fabric of ranks along some axes of a mesh, each with a GPU of one host.
 
     Attributes:
-      place: [1] int32, the place of this rank's GPU in the mesh; an operand of every kernel.
+      place: [1] int32, the row-major index of this rank's device in the mesh; an operand of every
+        kernel.
       base: the address of GPU 0's heap.
     """
 
@@ -49,16 +56,17 @@ class Gpus(RanksOfMesh):
     base: int = memory_map.BASE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
+        # The list holds the kernel call that is being traced, if there is one.
+        object.__setattr__(self, "_calls", [])
 
     def async_fence(self) -> None:
-        """Makes writes visible to this warpgroup's bulk copies, after it has waited for them."""
+        """Makes writes that this warpgroup has waited for visible to its next bulk copies."""
         ptx.async_fence()
 
     def delay_point(self, number: int) -> None:
-        """See `fabric.Fabric.delay_point`.
+        """Delays this rank if a test has set a delay for point `number` of the kernel.
 
-        Point 0 is where a rank enters a call; there `enter` itself holds ranks back.
+        Point 0 is the beginning of a call, where `enter` itself delays the rank.
         """
         if number > 0:
             self.hold_back(number, self.rank())
@@ -67,7 +75,7 @@ class Gpus(RanksOfMesh):
         return self._call.rank
 
     def here(self) -> jax.Array:
-        """Returns the place of this rank's GPU in the mesh."""
+        """Returns the index of this rank's device in the mesh, in row-major order, [] int32."""
         return self._call.place
 
     @property
@@ -79,7 +87,10 @@ class Gpus(RanksOfMesh):
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the shared memory that a call needs for `_Call.table`."""
+        """Returns the type of the shared memory for `_Call.table`, by the scratch's name.
+
+        `num_buffers` is the number of the kernel's buffers that peers read or write.
+        """
         return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
 
     def enter(
@@ -92,15 +103,21 @@ class Gpus(RanksOfMesh):
         reads: bool,
         **scratch: Any,
     ) -> None:
-        """Begins a call; every warpgroup of every block runs this before anything else.
+        """Begins a call of the kernel; every warpgroup of every block runs this first.
+
+        Reads the number of this call with each peer, and sends the buffers' addresses to the peers.
 
         Args:
-          operands: the references to `self.operands`.
-          buffers: the buffers that peers write to or read, in the same order on every rank.
+          operands: references to `self.operands`.
+          buffers: references to the buffers that peers read or write, in the same order on every
+            rank.
           name: the kernel's name, for messages.
-          num_blocks: the kernel's number of blocks.
-          reads: whether peers read what this rank wrote to buffers before the call.
-          scratch: the references to the memory of `scratch_types`.
+          num_blocks: the kernel's number of thread blocks.
+          reads: whether peers read data that this rank wrote to its buffers before the call.
+          scratch: references to the shared memory of `scratch_types`, by name.
+
+        Raises:
+          ValueError: the kernel exceeds a limit of `memory_map`.
         """
         if num_blocks > memory_map.MAX_BLOCKS:
             raise ValueError(f"{name} has {num_blocks} blocks of at most {memory_map.MAX_BLOCKS}.")
@@ -124,8 +141,8 @@ class Gpus(RanksOfMesh):
             heap = self._heap(here)
             numbers = call.numbers(table)
             # Write to shared memory the number of this call with each peer. Numbers count from 1,
-            # so that a word of zeros belongs to no call. Offsets to a peer's buffers follow in
-            # `connect`; `reach_peers` makes copies add them.
+            # so that a word of zeros belongs to no call. `connect` later writes the offsets to the
+            # peers' buffers, which copies add to addresses because of `mosaic.reach_peers`.
             peer = _of_lane(peers, lane)
             counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
@@ -134,13 +151,15 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
-            # Every call writes all address words, so that no word keeps an old call's tag.
+            # Every call writes all MAX_BUFFERS address words, so that no word keeps an old call's
+            # tag.
             sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block have read the call's number, so it may be stored as the
-            # last one. Blocks that this kernel lacks get it too: the next call may have them.
+            # All warpgroups of this block have read the counter, so it may be set to the number of
+            # this call. The counters of blocks that this kernel lacks are set, too, since the next
+            # kernel may have these blocks.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -157,14 +176,19 @@ class Gpus(RanksOfMesh):
         mosaic.reach_peers(table, lambda t, entry: _load_shared(_plus(call.deltas(t), (entry, 8))))
 
     def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
-        """Sends the address of buffer i // N to rank i % N, in thread i."""
+        """Emits code in which thread i sends the address of buffer i // N to rank i % N.
+
+        N is the number of ranks. `heap` is the address of this GPU's heap, `here` this GPU's
+        number, `peers` the ranks' GPUs, `refs` the buffers, and `numbers` the shared memory with
+        the number of this call with each rank.
+        """
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # A call without buffers sends an address in the pool. At a peer, a block without work may
-        # still be in an earlier call and take this word for that call's. It must not find the flag
-        # `_NOT_SHARED` in the word.
+        # A kernel without buffers sends an address in the pool. A peer's block without work may
+        # still be in an earlier call and read this word as an address of that call. So the word
+        # must not have the flag `_NOT_SHARED`, on which the block would abort the program.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
@@ -180,10 +204,10 @@ class Gpus(RanksOfMesh):
         _store(there, word, release=call.reads)
 
     def connect(self) -> None:
-        """Waits until every rank has sent its buffers' addresses; after that, `peer` may be used.
+        """Waits until every rank has sent its buffers' addresses, and stores the offsets to them.
 
-        If peers read buffers (`reads` of `enter`), what a rank wrote to them before the call is
-        visible after this.
+        After this, the warpgroup may use `peer`. With `reads` in `enter`, data that the ranks wrote
+        to their buffers before the call is visible.
         """
         call, num_ranks = self._call, self.num_ranks
         if not call.buffers:
@@ -205,8 +229,9 @@ class Gpus(RanksOfMesh):
 
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
-                    # The tag may be a later call's: a peer does not wait for a block that has no
-                    # work. Compare modulo the tag's range.
+                    # The tag may belong to a later call, since a peer does not wait for a block
+                    # without work. So wait only while the tag is behind this call's number, modulo
+                    # the tag's range.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -250,13 +275,15 @@ class Gpus(RanksOfMesh):
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count`, for one kind of signal, to this block's counterpart on every rank.
+        """Sends the number `count` to the block of the same index on every rank, as a signal.
 
-        `count` is from 1 to 2**memory_map.COUNT_BITS - 1.
-
-        With `release`, a peer that sees the signal also sees what this warpgroup wrote before it.
-        Without `release`, the signal is only ordered after this warpgroup's earlier reads. It does
-        not wait for writes, and arrives about a microsecond sooner.
+        Args:
+          kind: 0 or 1; signals of different kinds are independent.
+          count: int32 from 1 to 2**memory_map.COUNT_BITS - 1, which grows from signal to signal of
+            a call.
+          release: whether a peer that sees the signal also sees this warpgroup's earlier writes.
+            Without it, the signal is only ordered after the warpgroup's earlier reads, does not
+            wait for writes, and arrives about a microsecond sooner.
         """
         call = self._call
 
@@ -273,9 +300,13 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits until this block's counterpart on every rank has signalled `count` or more.
+        """Waits until the block of the same index on every rank has signalled `count` or more.
 
-        `what` names the wait in the message that ends the program after `timeout_s`.
+        Args:
+          kind: the kind of signal, 0 or 1.
+          count: int32; if it is 0, this does not wait.
+          what: names the wait in the message that is printed when the program aborts after
+            `timeout_s` seconds.
         """
         call = self._call
 
@@ -305,9 +336,9 @@ class Gpus(RanksOfMesh):
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends `count` pairs of int32 words to every rank, from pair number `first` on.
 
-        Pair i is words 2i and 2i + 1 of `words` [n], in this rank's global memory. One value holds
-        a pair as two halves of 16 bits. A word that does not fit in 16 bits becomes -1. See
-        `send_values`.
+        Pair i is words[2 * i] and words[2 * i + 1] of `words` [n] in this rank's global memory. It
+        is sent as one value with two halves of 16 bits, so that it takes half the memory of
+        `send_values`. A word that does not fit in 16 bits becomes -1.
         """
         call, last = self._call, words.shape[0] - 1
 
@@ -336,22 +367,29 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for all pairs that a rank sends by `send_halves`, and copies them to `words` [n].
+        """Waits for all pairs that `rank` sends by `send_halves`; copies them to `words` [n].
 
-        See `read_values`.
+        `words` is int32 in shared memory. The caller must put a barrier between this call and other
+        threads' reads of `words`. `what` names the wait in the message of a timeout.
         """
         (total,) = words.shape
         self._read(rank, 0, words, -(-total // 2), what, halves=True)
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends words to `ranks` (None: to all) as this rank's values from number `start` on.
+        """Sends 32-bit words to other ranks, which read them by number with `read_values`.
 
-        Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
-        of values in turn, so a sender need not wait until its values are read. This requires that
-        in every call a rank receives something from each peer: by the time a set is used again, two
-        calls later, the peer has read it.
+        Any warpgroup may send, and any block of the receiver may read. Even and odd calls use
+        different memory at the receiver, so a sender need not wait until its values are read. This
+        requires that in every call a rank receives something from each peer: when the memory is
+        used again, two calls later, the peer has then read the values.
 
-        `words` [n] is of 32-bit elements in this rank's global or shared memory.
+        Args:
+          words: [n] 32-bit elements in this rank's global or shared memory.
+          start: int32, the number of words[0] among the values that this rank sends in the call.
+          ranks: the ranks to send to, or None to send to all.
+
+        Raises:
+          ValueError: n exceeds `memory_map.MAX_VALUES`.
         """
         call, (count,) = self._call, words.shape
         if count > memory_map.MAX_VALUES:
@@ -380,18 +418,26 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, start, words, *call.peers, *to], layouts)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for n values that a rank sends, from number `start` on; copies them to `words`.
+        """Waits for values that a rank sends by `send_values`, and copies them to `words`.
 
-        `words` is of 32-bit elements in shared memory. The caller puts a barrier between this and
-        other threads' use of it. `what` names the wait in the message that ends the program after
-        `timeout_s`.
+        Args:
+          rank: the rank that sends the values.
+          start: int32, the number of the first value to read.
+          words: [n] 32-bit elements in shared memory, for the n values from `start` on. The caller
+            must put a barrier between this call and other threads' reads of `words`.
+          what: names the wait in the message that is printed when the program aborts after
+            `timeout_s` seconds.
         """
         self._read(rank, start, words, words.shape[0], what)
 
     def _read(
         self, rank: Any, start: Any, words: Any, total: int, what: str, *, halves: bool = False
     ) -> None:
-        """Reads `total` values into `words`: words, or pairs of 16 bits."""
+        """Waits for `total` values of `rank`, from number `start` on, and copies them to `words`.
+
+        With `halves`, a value is a pair of 16-bit integers, which becomes two int32 in `words`;
+        else a value is one 32-bit word.
+        """
         call, (num_words,) = self._call, words.shape
 
         def emit(
@@ -435,7 +481,8 @@ class Gpus(RanksOfMesh):
                     for i in indices
                 ]
 
-                # All blocks poll the same words, so poll only the last few until they arrive.
+                # All blocks poll the same words. To reduce the traffic, poll only the last ones,
+                # one for each thread, until they have arrived.
                 if len(places) > 1:
                     poll(places[-1:])
                 values = poll(places)
@@ -454,18 +501,24 @@ class Gpus(RanksOfMesh):
         operands = [call.table, call.here, call.rank, rank, start, words, *call.peers]
         mosaic.inline(emit, operands, layouts)
 
-    # Addresses.
+    # The following methods compute addresses in the GPUs' heaps.
 
     def _heap(self, number: Value) -> Value:
         return _at(i64(self.base), 0, (number, memory_map.STRIDE))
 
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
-        """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
+        """Returns the address in GPU `owner`'s heap of the signal from `sender` to this block.
+
+        The signal comes from GPU `sender`, to the block of this block's index on GPU `owner`.
+        """
         start = memory_map.SIGNALS + 8 * memory_map.MAX_GPUS * memory_map.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (mosaic.block(), 8 * memory_map.MAX_GPUS), (sender, 8))
 
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
-        """Returns the address, in `owner`'s heap, of a value of GPU `sender` in a call."""
+        """Returns the address in GPU `owner`'s heap of value `index` from GPU `sender`.
+
+        `number` is the number of the call; its lowest bit selects one of two sets of values.
+        """
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, memory_map.MAX_GPUS))
         return _at(
@@ -475,18 +528,19 @@ class Gpus(RanksOfMesh):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of a kernel, while the kernel is traced.
+    """The values of a kernel call that the operations of `Gpus` need while the kernel is traced.
 
     Attributes:
-      place: [] int32, the place of this rank's GPU in the mesh.
+      place: [] int32, the row-major index of this rank's device in the mesh.
       rank: [] int32, this rank.
-      here: [] int32, the number of this rank's GPU.
-      peers: the number of each rank's GPU, [] int32 each.
-      table: 64-bit words in shared memory: the offset from each buffer's address here to its
-        address at each rank, [buffers, N], then the number of the call with each rank, [N].
-      buffers: the references that peers reach.
+      here: [] int32, the number of this rank's GPU on the host.
+      peers: the number of each rank's GPU on the host, [] int32 each.
+      table: reference to 64-bit words in shared memory: the difference between each buffer's
+        address at each of the N ranks and its address at this rank, [buffers, N], and then the
+        number of the call with each rank, [N].
+      buffers: references to the buffers that peers read or write.
       name: the kernel's name, for messages.
-      reads: whether peers read what was written to buffers before the call.
+      reads: whether peers read data that was written to the buffers before the call.
     """
 
     place: jax.Array
@@ -505,7 +559,7 @@ class _Call:
         return _plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
 
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
-        """Returns the word that signals `count` in this call with `rank`."""
+        """Returns the 64-bit word that signals `count` to `rank` in this call."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
         return arith.ori(arith.shli(number, i64(memory_map.COUNT_BITS)), _widen(count))
 
@@ -519,7 +573,7 @@ def _widen(value: Value) -> Value:
 
 
 def _low_half(value: Value) -> Value:
-    """Emits the lower 16 bits of an int32 as a signed number."""
+    """Emits the lower 16 bits of an int32, sign-extended to int32."""
     return arith.shrsi(arith.shli(value, i32(16)), i32(16))
 
 
@@ -528,7 +582,7 @@ def _narrow(value: Value) -> Value:
 
 
 def _of_lane(values: Sequence[Value], lane: Value) -> Value:
-    """Returns values[lane], or values[0] where lane is past the last."""
+    """Emits values[lane] for a dynamic `lane`, or values[0] if `lane` is past the last value."""
     value = values[0]
     for i, other in enumerate(values[1:], 1):
         value = arith.select(mosaic.equal(lane, i32(i)), other, value)
@@ -536,7 +590,7 @@ def _of_lane(values: Sequence[Value], lane: Value) -> Value:
 
 
 def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
-    """Returns base + offset + the sum of index · size over `terms`, in 64 bits."""
+    """Emits the 64-bit address base + offset + the sum of index * size over `terms`."""
     address = arith.addi(base, i64(offset))
     for index, size in terms:
         address = arith.addi(address, arith.muli(_widen(index), i64(size)))
@@ -544,7 +598,7 @@ def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
 
 
 def _plus(base: Value, *terms: tuple[Value, int]) -> Value:
-    """Returns base + the sum of index · size over `terms`, in 32 bits, as shared memory needs."""
+    """Emits the 32-bit address in shared memory, base + the sum of index * size over `terms`."""
     for index, size in terms:
         base = arith.addi(base, arith.muli(index, i32(size)))
     return base

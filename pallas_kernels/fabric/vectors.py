@@ -1,8 +1,8 @@
-"""Loads, stores and sums of vectors of up to 16 bytes, one instruction each, in any rank's memory.
+"""Loads, stores and sums of 1D arrays in any rank's memory, by vectors of up to 16 bytes.
 
-Pallas knows the alignment of this rank's own buffers only, and loads a peer's memory element by
-element. Here the caller promises the alignment: each part of memory starts at a multiple of the
-vector's bytes.
+A vector is loaded or stored by one instruction. Pallas knows the alignment only of this rank's own
+buffers, and loads a peer's memory element by element. In this module the caller guarantees the
+alignment: each reference starts at a multiple of the vector's bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
-GLOBAL_MEMORY = 1  # the number of the address space
-SUMS_OF_WARPGROUP = LANES // WARP  # `partial_sums` makes one partial sum per warp
+# LLVM's number of the address space of global memory.
+GLOBAL_MEMORY = 1
+# `partial_sums` computes this many sums, one for each warp of a warpgroup.
+SUMS_OF_WARPGROUP = LANES // WARP
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
-    """Loads a contiguous 1D part of any rank's global memory, `elements` neighbours to a thread."""
+    """Loads a contiguous 1D array from any rank's global memory into registers.
+
+    A thread holds vectors of `elements` neighbouring elements.
+    """
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -47,9 +52,10 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """Stores an array in registers to each of several contiguous 1D parts of global memory.
+    """Stores a 1D array in registers to each of `refs`, contiguous in any rank's global memory.
 
-    A thread holds `elements` neighbours. All addresses are computed before the first store.
+    A thread holds vectors of `elements` neighbouring elements. All addresses are computed before
+    the first store.
     """
     if fabric.interpret:
         for ref in refs:
@@ -77,18 +83,21 @@ def load_each(
     fill: float = 0.0,
     read_only: bool = False,
 ) -> list[jax.Array]:
-    """Loads contiguous 1D parts of any rank's global memory, all of one size, without a branch.
+    """Loads several 1D arrays of one size from any rank's global memory, without a branch.
 
-    All loads are under way at once. A result is in registers, `elements` neighbours (16 bytes) to a
-    thread. It is padded with `fill` to a multiple of what the warpgroup's threads hold together.
+    All loads are under way at once.
 
     Args:
-      refs: the parts.
-      held: for each part, a scalar that says whether to load it. Memory of the others is not
-        touched, and their results are `fill`.
-      elements: the neighbouring elements that a thread holds.
+      refs: references to the arrays, each contiguous.
+      held: for each array, a scalar that is true if the array is to be loaded. The memory of an
+        array that is not loaded is not accessed.
+      elements: the number of neighbouring elements in a thread's vector, 16 bytes.
       fill: the value of elements that are not loaded.
-      read_only: whether nobody writes to the parts while the kernel runs.
+      read_only: whether no thread of any rank writes to the arrays while the kernel runs.
+
+    Returns:
+      Each array in registers. Its size is padded to a multiple of LANES * elements. Padding, and
+      the elements of arrays that are not loaded, are `fill`.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
     if fabric.interpret:
@@ -141,10 +150,10 @@ def load_each(
 def store_part(
     fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int, *, held: Any = True
 ) -> None:
-    """Stores the first ref.shape[0] elements of an array in registers to any rank's global memory.
+    """Stores the first ref.shape[0] elements of a 1D array to `ref` in any rank's global memory.
 
-    A thread holds vectors of `elements` neighbours, and the part consists of whole vectors. Nothing
-    is stored unless the scalar `held` is true.
+    A thread holds vectors of `elements` neighbouring elements in registers, and ref.shape[0] is a
+    multiple of `elements`. Nothing is stored unless the scalar `held` is true.
     """
     if fabric.interpret:
 
@@ -174,9 +183,10 @@ def store_part(
 
 
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
-    """Multiplies a float32 array in registers by a scalar; rounds each product.
+    """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
 
-    Without this function, the compiler may fuse a product with an addition, without rounding it.
+    A plain product could be fused with a following addition (an FMA), which does not round the
+    product. A thread holds vectors of `elements` neighbouring elements.
     """
     if fabric.interpret:
         return value * factor
@@ -200,7 +210,10 @@ def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) 
 
 
 def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Array:
-    """Makes [size] float32 of one value in registers, `elements` neighbours to a thread."""
+    """Returns [size] float32 in registers, whose elements are all `value`.
+
+    A thread holds vectors of `elements` neighbouring elements.
+    """
     array = jnp.full((size,), value, jnp.float32)
     if fabric.interpret:
         return array
@@ -210,9 +223,10 @@ def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Ar
 def rotate(
     fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
-    """Rotates a list of N arrays: result[(first + i) % N] is parts[i], with 0 <= first < N.
+    """Rotates a list of N arrays in registers by the dynamic offset `first`.
 
-    `first` is a scalar of the kernel; `elements` is how many neighbours a thread holds.
+    The result has parts[i] at index (first + i) % N. `first`, [] int32, is at least 0 and less than
+    N. A thread holds vectors of `elements` neighbouring elements of each array.
     """
     parts, bit = list(parts), 1
     while bit < len(parts):
@@ -229,7 +243,7 @@ def _select(
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
-    """Selects one of two lists of arrays, without a branch."""
+    """Returns the arrays `yes` if the scalar `predicate` is true, else `no`, without a branch."""
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
@@ -255,7 +269,11 @@ def _select(
 
 
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
-    """Sums a float32 vector by warps: writes SUMS_OF_WARPGROUP partial sums to shared memory."""
+    """Sums the float32 elements of `value` that each warp holds, and writes the sums to `ref`.
+
+    `ref` is [SUMS_OF_WARPGROUP] float32 in shared memory, a sum for each warp of the warpgroup. A
+    thread holds vectors of `elements` neighbouring elements.
+    """
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
         return
@@ -282,10 +300,14 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
 
 
 def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
-    """Adds the SUMS_OF_WARPGROUP partial sums of a vector, in order, and stores them to ref[index].
+    """Adds the partial sums of `partial_sums`, in order, and stores the total to ref[index].
 
-    `sums` is the shared memory that `partial_sums` wrote; the caller puts a barrier between the two
-    functions. `ref` may be any rank's global memory.
+    Args:
+      fabric: the ranks of the kernel.
+      sums: [SUMS_OF_WARPGROUP] float32 in shared memory, which `partial_sums` wrote. The caller
+        must put a barrier between `partial_sums` and this function.
+      ref: float32 in any rank's global memory.
+      index: [] int32.
     """
     if fabric.interpret:
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(SUMS_OF_WARPGROUP)])
@@ -305,9 +327,9 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 
 
 def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
-    """Sets totals[i] to the sum of sums[i * count:][:count], added in order, one i to a thread.
+    """Sets totals[i] to the sum of sums[i * count : (i + 1) * count], added in order.
 
-    Both are float32 in shared memory.
+    `sums` and `totals` are 1D float32 in shared memory. A thread computes one total at a time.
     """
     (size,) = totals.shape
     if fabric.interpret:
@@ -335,7 +357,11 @@ def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
 
 
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
-    """Emits the addresses of this thread's `count` vectors, of `num_bytes` each, in a memref."""
+    """Emits pointers to this thread's `count` vectors in a memref of global memory.
+
+    A vector has `num_bytes`. The vectors of a warpgroup's threads are adjacent: thread t has the
+    vectors t, t + LANES, t + 2 * LANES and so on.
+    """
     thread = mosaic.lane()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)

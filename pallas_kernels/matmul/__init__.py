@@ -1,1 +1,1 @@
-"""GPU kernels of the grouped matmul."""
+"""Pallas Mosaic GPU kernels for grouped matmuls, their gradients, and float8 quantization."""

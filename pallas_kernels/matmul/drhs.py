@@ -1,6 +1,6 @@
-"""The gradients of a grouped matmul's matrices: the outer products of each group's rows, summed.
+"""Kernel for the gradients of a grouped matmul's matrices: lhs^T @ grad over each group's rows.
 
-  lhs [R, K]   grad [R, N]      output [L, K, N], a box is a tile
+  lhs [R, K]   grad [R, N]      output [L, K, N], a box is an output tile
                                 a's          b's
   a a a a      a a a            +---+---+    +---+---+
   a a a a  T   a a a     --->   |   |   |    |   |   |
@@ -8,24 +8,26 @@
   c c c c      c c c            |   |   |    |   |   |
                                 +---+---+    +---+---+
 
-There may be several gradients for the same rows of lhs. Their tiles at the same place follow each
-other, so that lhs is read from the caches.
+One call may take several grads for one lhs. The blocks compute the output tiles of all grads at one
+position in succession, so that all but the first read lhs from the caches.
 
-The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the sum over a group's
-rows into steps of 64. The first and last step of a group may hold rows of another group. The loader
-zeroes these rows in shared memory, ahead of the computers. So a NaN in another group's row, or past
-the last group, never enters an accumulator.
+A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
+and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The
+sum over a group's rows is cut into steps of 64 rows, one for each stage. A group's first and last
+step may hold rows of another group. The loader zeroes these rows in shared memory before the
+computers multiply. So a NaN in another group's row, or past the last group, never enters an
+accumulator.
 
 A stage of the ring passes between the warpgroups by three barriers:
 
-  full     the copies are in the stage. Computers and loader wait for it at every step.
-  cleared  other groups' rows in the stage are zero. The loader arrives, and the computers wait, at
-           a step with such rows, and at no other.
+  full     the copies have arrived. Computers and loader wait for it at every step.
+  cleared  other groups' rows in the stage are zero. The loader arrives and the computers wait only
+           at a step that has rows of other groups.
   empty    the computers have multiplied the stage's operands. The loader waits for it.
 
-The loader clears a step once it has filled the stages of the next `num_stages` - 2 steps, whose
-copies are under way meanwhile. To fill one more stage first would be a deadlock: the computers
-release that stage only once they have started the step.
+The loader clears a step after it has started the copies of the next `num_stages` - 2 steps, so that
+these copies run meanwhile. One more copy before the clearing would cause a deadlock: it needs a
+stage that the computers release only after they have started the step that is to be cleared.
 """
 
 from __future__ import annotations
@@ -63,17 +65,20 @@ from pallas_kernels.matmul.kernel import (
 from pallas_kernels.matmul.row_blocks import row_ranges
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-BLOCK_M = COMPUTERS * CHUNK  # the rows of an output tile; each computer warpgroup takes half
+# An output tile has this many rows. Each computer warpgroup computes half of them.
+BLOCK_M = COMPUTERS * CHUNK
 
 
 @dataclasses.dataclass(frozen=True)
 class DrhsTiles:
-    """The tile sizes of `drhs_of_each`, and the depth of its buffers in shared memory.
+    """The tile sizes of `drhs_of_each`, and the depth of its ring in shared memory.
 
     Attributes:
-      block_n: width of a block's output tile, a multiple of 64 up to 256.
-      num_stages: depth of the ring, in operand tiles of 64 rows, at least 2.
-      band: how many columns of tiles the blocks sweep together, from the first row to the last.
+      block_n: columns of an output tile, a multiple of 64 up to 256.
+      num_stages: number of pipeline stages in the ring, at least 2. A stage holds operand tiles of
+        64 rows.
+      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
+        band row by row.
     """
 
     block_n: int
@@ -82,7 +87,7 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with the deepest ring that fits, of at most 6 stages."""
+        """Returns tiles with as many stages as fit into shared memory, at most 6."""
         chunks = 2 * BLOCK_M * CHUNK
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
@@ -103,18 +108,20 @@ def drhs_of_each(
     num_blocks: int,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies each group's rows of lhs, transposed, by its rows of a grad: the gradient of rhs.
+    """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
 
     Args:
-      lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      grads: one or more, [R, N] of lhs's dtype; N is a multiple of tiles.block_n.
-      group_sizes: [L] int32, rows of each group, in order.
-      tiles: tile sizes, and depth of buffers.
-      num_blocks: thread blocks to use.
+      lhs: [R, K] bfloat16 or float16, the rows that the grouped matmul multiplied; R is a multiple
+        of 8, K of 64.
+      grads: one or more gradients of the grouped matmul's output, [R, N] of lhs's dtype; N is a
+        multiple of tiles.block_n.
+      group_sizes: [L] int32, the number of rows of each group, in order.
+      tiles: tile sizes, and number of pipeline stages.
+      num_blocks: number of thread blocks to launch.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      For each grad [L, K, N] of the operands' dtype, zero for an empty group. Sums are float32.
+      For each grad, [L, K, N] of lhs's dtype, summed in float32. An empty group's matrix is zero.
     """
     num_groups, width = group_sizes.shape[0], grads[0].shape[1]
     shape = num_groups, lhs.shape[1], width
@@ -131,10 +138,10 @@ def drhs_of_each(
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns how the rows of each group are cut into steps of 64, [L, 4] int32.
+    """Returns a table of the steps of 64 rows over which each group's sum runs, [L, 4] int32.
 
-    An entry is the number of steps (at least one), the first row of the first step (a multiple of
-    8), and the range [begin, end) of the group's rows.
+    A group's entry is its number of steps (at least one), the first row of its first step (a
+    multiple of 8), and the range [begin, end) of the group's rows.
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -144,10 +151,16 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Kernel):
-    """The kernel of `drhs_of_each`."""
+    """The kernel of `drhs_of_each`.
+
+    Attributes:
+      num_groups: L, the number of groups.
+      height: K, the rows of a group's output.
+      num_grads: number of grads, and of outputs.
+    """
 
     num_groups: int
-    height: int  # K, the rows of a group's output
+    height: int
     num_grads: int
 
     def __post_init__(self) -> None:
@@ -176,9 +189,9 @@ class _Drhs(Kernel):
 
     @property
     def _tile_rows(self) -> int:
-        """Returns how many tiles of a group are above each other.
+        """Returns the number of output tiles that cover the K rows of a group's output.
 
-        The last one may reach past K. It reads zeros there, and stores none of them.
+        The last tile may reach past K. Its copies read zeros there, and it stores no row past K.
         """
         return -(-self.height // BLOCK_M)
 
@@ -188,8 +201,8 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # The gradients' tiles at the same place follow each other, as they read the same part of
-        # lhs.
+        # The tiles of all grads at one position have consecutive indices, since they read the same
+        # tiles of lhs.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -198,14 +211,14 @@ class _Drhs(Kernel):
 
 
 class _Tile(NamedTuple):
-    """A tile of the output, and the steps of its sum.
+    """An output tile, and the rows of lhs and grad that its sum runs over; all int32.
 
     Attributes:
-      which: the index of its gradient.
-      group, top, left_edge: where it is in the output: the group, its first row and column.
-      steps: the number of steps of 64 rows.
-      first: the first row of the first step.
-      begin, end: the range of the group's rows.
+      which: the index of the tile's grad, and of its output.
+      group, top, left_edge: the tile's group, and its first row and column in the group's output.
+      steps: the number of steps of 64 rows in the sum.
+      first: the first row of the first step, a multiple of 8.
+      begin, end: the range [begin, end) of the group's rows.
     """
 
     which: jax.Array
@@ -218,13 +231,16 @@ class _Tile(NamedTuple):
     end: jax.Array
 
     def rows_of_group(self, step: jax.Array) -> _Range:
-        """Returns which of a step's rows are the group's."""
+        """Returns the range of the rows of a step that belong to the tile's group."""
         row = self.first + step * STEP
         return _Range(self.begin - row, self.end - row)
 
 
 class _Range(NamedTuple):
-    """Rows [begin, end) of a step; they may reach past the step's rows on both sides."""
+    """A range [begin, end) of rows, counted from the first of a step's 64 rows.
+
+    `begin` may be negative and `end` may exceed 64, if the group's rows go on past the step.
+    """
 
     begin: jax.Array
     end: jax.Array
@@ -236,7 +252,10 @@ class _Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader, which fills stages and clears rows of other groups some steps later."""
+    """The loader warpgroup's work: fills stages, and zeroes other groups' rows `_lag` steps later.
+
+    `table` is a reference to the result of `_group_steps`.
+    """
 
     kernel: _Drhs
     ring: Ring
@@ -247,14 +266,14 @@ class _Loader:
 
     @property
     def _lag(self) -> int:
-        """Returns how many steps a stage is cleared after it is filled."""
+        """Returns how many more steps are filled before a filled step is cleared."""
         return self.ring.num_stages - 2
 
     def run(self) -> None:
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         look_up = functools.partial(self.kernel.look_up, self.table)
-        # The carry holds the number of steps used so far and, for each of the last steps, which are
-        # not cleared yet, the rows that belong to the group.
+        # The carry holds the number of steps filled so far, and the ranges of the group's rows in
+        # the last `_lag` steps, which are filled but not yet cleared.
         carry = jnp.int32(0), (all_rows,) * self._lag
         used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
 
@@ -279,13 +298,22 @@ class _Loader:
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears `step`, the oldest uncleared step; returns the row ranges of the later steps."""
+        """Clears the oldest uncleared step; returns the row ranges of the steps after it.
+
+        Args:
+          step: the number of the oldest uncleared step; nothing is cleared if it is negative.
+          uncleared: the group's rows in each uncleared step, from the oldest on.
+          newest: the group's rows in the step that has just been filled.
+        """
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits until a step's tiles have arrived, and zeroes their rows outside `rows`."""
+        """Waits until the operand tiles of `step` have arrived, and zeroes other groups' rows.
+
+        `rows` is the range of the step's rows that belong to the group.
+        """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])
 
@@ -306,7 +334,13 @@ class _Loader:
 
 
 class _Held(NamedTuple):
-    """A computer's part of a tile, which is held in registers until it is stored."""
+    """A computer warpgroup's half of an output tile, held in registers until it is stored.
+
+    Attributes:
+      which: the index of the output.
+      group, top, left_edge: the group, and the first row and column of `values` in its output.
+      values: [64, block_n] of the output's dtype.
+    """
 
     which: jax.Array
     group: jax.Array
@@ -317,14 +351,18 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """The computer of index `number`, which multiplies and stores half of each tile's rows."""
+    """The work of computer warpgroup `number`: computes and stores half of each output tile's rows.
+
+    `table` is a reference to the result of `_group_steps`. `chunk` is this warpgroup's [64, 64]
+    buffer in shared memory, through which it stores 64 columns at a time.
+    """
 
     kernel: _Drhs
     ring: Ring
     cleared: Any
     table: Any
     outs: Sequence[Any]
-    chunk: Any  # this computer's buffer in shared memory for a chunk of columns
+    chunk: Any
     number: jax.Array
 
     def run(self) -> None:
@@ -344,7 +382,11 @@ class _Computer:
         return CHUNK, self.kernel.tiles.block_n
 
     def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
-        """Multiplies a tile; stores the previous tile meanwhile."""
+        """Computes an output tile, and meanwhile stores the previous one.
+
+        `carry` is the number of steps multiplied so far, and the previous tile. Returns the next
+        carry.
+        """
         used, before = carry
         multiply = functools.partial(self._multiply, tile)
         store_before = functools.partial(self._store, before)
@@ -365,17 +407,17 @@ class _Computer:
         plgpu.wgmma(accumulator, transposed(mine), right)
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
-        """Stores the chunks of columns of a tile from number `chunk` on."""
+        """Stores the held tile's chunks of 64 columns, from chunk number `chunk` to the last."""
         left = jnp.maximum(len(self._columns) - chunk, 0)
         lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
 
     @property
     def _columns(self) -> range:
-        """The first column of each chunk of a tile."""
+        """The first column of each chunk of 64 columns in an output tile."""
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
-        """Stores a chunk of columns of a tile, if there is one."""
+        """Stores chunk number `chunk`, 64 columns, of the held tile, if the tile has that many."""
 
         def write(first: int) -> None:
             self.chunk[...] = held.values[:, first : first + CHUNK]

@@ -1,22 +1,25 @@
 """Grouped matmuls of float8 rows and matrices on Hopper's tensor cores.
 
-Rows have a float32 scale for each 128 neighbours, matrices one for each 128 x 128 block. The tensor
-cores add float8 products in about 14 bits, so each sum of 128 products is made in accumulators of
-its own, and then multiplied by its two scales and added to float32 totals.
+Rows have a float32 scale for each 128 columns of a row, and matrices have one for each 128 x 128
+block. The tensor cores add float8 products with a precision of about 14 bits. So they sum only 128
+products at a time, and each such sum is multiplied by its two scales and added to float32 totals.
 
     lhs [R, K]           rhs [L, N, K]              out [R, N]
     128 rows  x 128  .   2 x 128 columns x 128  =   2 x [128 rows x 128 columns]
 
-The kernel is built like the others (`pallas_kernels.matmul.kernel`). A computer has 64 rows of an
-output tile, and multiplies them by two matrix tiles of 128 columns, one after the other: neighbours
-for a product, those of two matrices at the same columns for a gated product. So its registers hold
-the totals of both and the accumulators of one, and while it rescales one, the other computer has
-the tensor cores.
+A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
+and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). A
+computer warpgroup multiplies 64 rows of an output tile by two matrix tiles of 128 columns, the
+halves, one after the other. In `product` the halves are adjacent columns of one matrix; in
+`gated_product` they are the same columns of two matrices. A computer's registers hold the totals of
+both halves, and the accumulators of one. While one computer adds scaled sums to its totals, the
+other computer uses the tensor cores.
 
-A group's last tile may have 64 rows or fewer. Of a product each computer then multiplies these rows
-by one of the two matrix tiles; of a gated product the second computer has nothing to do.
+A group's last tile may have 64 rows or fewer. In `product` each computer then multiplies these rows
+by one of the two halves; in `gated_product` the second computer has nothing to compute.
 
-Both operands lie in memory with the summed dimension innermost, as the tensor cores read float8.
+Both operands are stored with the contraction dimension innermost, which the tensor cores require of
+float8 operands.
 """
 
 from __future__ import annotations
@@ -54,19 +57,25 @@ from pallas_kernels.matmul.row_tiles import (
     row_tiles,
 )
 
-_ROWS = BLOCK // COMPUTERS  # of a computer
-_HALVES = 2  # matrix tiles that a computer multiplies its rows by
-_ROW_BYTES = 128  # the bytes of a row of a chunk in shared memory
+# Each computer warpgroup computes this many rows of an output tile.
+_ROWS = BLOCK // COMPUTERS
+# A computer warpgroup multiplies its rows by this many matrix tiles of 128 columns, the halves.
+_HALVES = 2
+# A computer warpgroup stores as many columns at a time as fill this many bytes of a row.
+_ROW_BYTES = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tiles:
-    """The depth of the buffers in shared memory, and the order of tiles.
+    """The number of pipeline stages, the order of output tiles, and their width.
 
     Attributes:
-      num_stages: depth of the ring, in operand tiles of 128 along the summed dimension.
-      band: how many columns of tiles the blocks sweep together, from the first row to the last.
-      block_n: the output's columns in a tile: 256 of a product, 128 of a gated product.
+      num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 128
+        long along the contraction dimension.
+      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
+        band row by row.
+      block_n: columns of an output tile: 256, or 128 if there are two outputs or a gated one. The
+        kernels' functions set it.
     """
 
     num_stages: int = 4
@@ -86,14 +95,15 @@ def product(
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Multiplies each row by its group's matrix, and sums the products of all pairs.
+    """Multiplies each row by its group's matrix, and sums the products over (rows, matrices) pairs.
 
     Args:
-      pairs: (rows [R, K], matrices [L, N, K]) pairs. R is a multiple of 8.
-      group_sizes: [L] int32, rows of each group, in order.
+      pairs: one or more pairs (rows [R, K], matrices [L, N, K]), float8 with scales. R is a
+        multiple of 8.
+      group_sizes: [L] int32, the number of rows of each group, in order.
       dtype: the dtype of the result: bfloat16, float16 or float32.
-      num_blocks: thread blocks to use.
-      tiles: buffers and order; None: the default.
+      num_blocks: number of thread blocks to launch.
+      tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -132,20 +142,21 @@ def gated_product(
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> tuple[Scaled, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) with each row's group's matrices, quantized.
+    """Computes gating(lhs @ rhs[0][group], lhs @ rhs[1][group]) for each group's rows, quantized.
 
     Args:
-      lhs: rows [R, K]; R is a multiple of 8.
-      rhs: two arrays of matrices [L, N, K].
-      group_sizes: [L] int32, rows of each group, in order.
-      gating: an elementwise function of the two products, float32.
-      keep: whether to return the products too, quantized.
-      num_blocks: thread blocks to use.
-      tiles: buffers and order; None: the default.
+      lhs: rows [R, K], float8 with scales; R is a multiple of 8.
+      rhs: two arrays of transposed matrices [L, N, K], float8 with scales.
+      group_sizes: [L] int32, the number of rows of each group, in order.
+      gating: an elementwise function of the two float32 products.
+      keep: whether to return the two products, too.
+      num_blocks: number of thread blocks to launch.
+      tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      Rows [R, N]; with `keep` also the two products. Rows past the last group hold anything.
+      The gated product, rows [R, N], float8 of lhs's dtype with scales; with `keep` also the two
+      products, in the same format. Rows past the last group hold anything.
     """
     num_rows, width = lhs.values.shape[0], rhs[0].values.shape[1]
     kernel = _GatedProduct(
@@ -173,7 +184,10 @@ def gated_product(
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
-    """Returns the kernel's operands; row scales transposed, to be copied."""
+    """Returns the kernel's operands: values and scales of the rows, and of each array of matrices.
+
+    Row scales are transposed to [K / 128, R], so that one copy takes the scales of a tile's rows.
+    """
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
 
@@ -185,25 +199,31 @@ def _run(kernel, operands, group_sizes, out_type, name, interpret):
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Kernel(Kernel):
-    """What both kernels share: sums over pairs of depths K, and 64 rows a computer."""
+    """Base class of the float8 kernels: the operand ring, the sums, and the stores.
+
+    Attributes:
+      depths: K, the length of the contraction dimension, of each pair.
+      dtype: float8 dtype of the operands.
+      out_dtype: dtype of the outputs' values.
+    """
 
     depths: tuple[int, ...]
-    dtype: Any  # of the operands
+    dtype: Any
     out_dtype: Any
 
     @property
     def matrices(self) -> int:
-        """Returns how many arrays the two matrix tiles of a stage are of."""
+        """Returns the number of right operand arrays, 1 or 2, that a stage has tiles of."""
         raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        """Returns how many operand tiles a sum has."""
+        """Returns the number of steps of 128 in a sum over all pairs."""
         return sum(self.depths) // BLOCK
 
     @property
     def chunk(self) -> int:
-        """Returns the columns of the 64 rows that a computer stores at a time."""
+        """Returns the number of output columns that are stored at a time: 128 bytes of a row."""
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
@@ -235,9 +255,14 @@ class _Float8Kernel(Kernel):
     def walk_tiles(
         self, total: jax.Array, look_up: Any, operands: Any, outs: Any, scratch: Any
     ) -> None:
-        """Loads each output tile's operands in one warpgroup; computes the tile in the others.
+        """Loads the operands of each output tile in one warpgroup; computes it in the other two.
 
-        `look_up` maps the index of a tile, less than `total`, to the tile.
+        Args:
+          total: int32, the number of output tiles of all thread blocks.
+          look_up: maps the index of an output tile, less than `total`, to its description.
+          operands: references to the operands.
+          outs: references to the outputs.
+          scratch: references to shared memory and barriers, by the names in `scratch_types`.
         """
 
         def load():
@@ -258,21 +283,30 @@ class _Float8Kernel(Kernel):
     def compute_tile(
         self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
     ) -> jax.Array:
-        """Computes and stores a tile; returns how many stages of the ring have been used."""
+        """Computes and stores computer warpgroup `computer`'s part of an output tile.
+
+        `used` is the number of the ring's steps that the warpgroup has consumed before. Returns its
+        new value.
+        """
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns the columns that a tile takes from each array of matrices."""
+        """Returns a tile's slice of N in each right operand, 256 / `matrices` columns."""
         return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns references to the scales of a tile's two halves, of 128 columns each.
+        """Returns references to the scales of a tile's two halves of 128 columns.
 
-        `at(array, block)` makes the reference to the scale of columns 128 * block and following in
-        one array of scales. If the last tile has only one half, both references are to its scale,
-        and the second is not used.
+        If the output ends after the tile's first half, both references are to the first half's
+        scale, and the second is not used.
+
+        Args:
+          scales: references to the scales of each right operand array.
+          left_edge: the tile's first column.
+          at: `at(array, block)` returns the reference to one array's scale for the columns from
+            128 * block on.
         """
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.matrices > 1:
@@ -283,13 +317,19 @@ class _Float8Kernel(Kernel):
     def store_half(
         self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of a half's totals to `out`, chunk by chunk; see `store`."""
+        """Stores rows [begin, end) of one half's totals [64, 128] to `out`, some columns at a time.
+
+        The arguments after `total` are those of `store`.
+        """
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
             self.store(part, out, room, top, left + i, begin, end)
 
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
-        """Copies a tile's operands into the ring, step by step."""
+        """Copies the operands of an output tile into the ring, step by step.
+
+        `used` is the number of steps that the loader has filled before. Returns its new value.
+        """
         group, first, _, _, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
         together = 2 * (1 + self.matrices)
@@ -321,7 +361,11 @@ class _Float8Kernel(Kernel):
         rights: Sequence[Any],
         block_scales: Sequence[Any],
     ) -> jax.Array:
-        """Copies operand tiles and their scales into the ring's next stage, once it is empty."""
+        """Copies one step's operand tiles and scales into the ring, once the step's stage is empty.
+
+        `left`, `row_scales`, `rights` and `block_scales` are references in global memory, and
+        `used` is the number of steps filled before. Returns `used` + 1.
+        """
         stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
 
         @pl.when(used >= self.tiles.num_stages)
@@ -349,11 +393,19 @@ class _Float8Kernel(Kernel):
         steps: jax.Array | int,
         scratch: Any,
     ) -> tuple[jax.Array, ...]:
-        """Sums products over the ring's next `steps` stages; returns two totals, [64, 128] each.
+        """Sums products over the ring's next `steps` steps, for 64 rows of each left tile.
 
-        The totals are of the 64 rows of the tiles that begin at `row`. Total i is of half
-        first_half + i. With `num_halves` of 1, only the first total is computed, and the second is
-        zero.
+        Args:
+          used: int32, the number of steps that this warpgroup has consumed before.
+          row: the first of the 64 rows in the left operand's tiles.
+          first_half: the half of 128 columns, 0 or 1, to which the first total belongs.
+          num_halves: 2, or 1 to compute only the first total.
+          steps: number of steps.
+          scratch: references to the ring's arrays and barriers.
+
+        Returns:
+          Two totals [64, 128] float32, of halves first_half and first_half + 1. The second is zero
+          if `num_halves` is 1.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
         last = num_halves - 1
@@ -371,8 +423,9 @@ class _Float8Kernel(Kernel):
 
             return add
 
-        # Both halves share one body, so that the tensor cores' instructions stand in one place and
-        # have one set of registers. With two bodies, ptxas moves accumulators and spills totals.
+        # One loop body computes either half, so that the tensor core instructions are emitted once
+        # and use one set of registers. With a body for each half, ptxas copies accumulators and
+        # spills totals.
         def step(i, totals):
             half = i & last
             stage = lax.rem(used + (i >> last), num_stages)
@@ -392,7 +445,9 @@ class _Float8Kernel(Kernel):
                 interpreted=self.interpreted,
             )
 
-            if self.interpreted:  # the simulator reads operands by threads, not by tensor cores
+            # In the interpreter, threads read the operands instead of tensor cores. The fence
+            # orders their reads before the loader's next copies into the stage.
+            if self.interpreted:
                 plgpu.commit_smem()
 
             @pl.when(half == last)
@@ -410,7 +465,7 @@ class _Float8Kernel(Kernel):
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
-        """Frees a tile's stages without a multiplication."""
+        """Releases the ring's stages of an output tile that this warpgroup does not compute."""
 
         def step(i, _):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
@@ -422,10 +477,16 @@ class _Float8Kernel(Kernel):
     def store(
         self, values: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of `values`, 64 rows of one chunk of columns, to `out`.
+        """Stores rows [begin, end) of `values` to `out`, through shared memory.
 
-        Row 0 of `values` belongs to row `top` of `out`, and column 0 to column `left`. If `begin`
-        is None, all rows are stored. The values pass through `room`, in shared memory.
+        Args:
+          values: [64, chunk] in registers, of `out`'s dtype, or float32 if `out` is float8.
+          out: reference to the output in global memory.
+          room: the [64, chunk] buffer in shared memory through which values are stored.
+          top: the row of `out` to which row 0 of `values` belongs.
+          left: the column of `out` to which column 0 of `values` belongs.
+          begin: the first row to store, or None to store all 64 rows.
+          end: the row after the last one to store.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_swizzled(room, values, interpreted=self.interpreted)
@@ -460,7 +521,7 @@ class _Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Float8Kernel):
-    """The kernel of `product`."""
+    """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix."""
 
     @property
     def matrices(self) -> int:
@@ -488,7 +549,7 @@ class _Product(_Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(_Float8Kernel):
-    """The kernel of `gated_product`: a half is a matrix's tile at the output's columns."""
+    """The kernel of `gated_product`: a tile's halves are the same 128 columns of two matrices."""
 
     gating: Elementwise
     keep: bool
@@ -539,12 +600,18 @@ class _GatedProduct(_Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(_Float8Kernel):
-    """The kernel of `drhs_of_each`: 128 rows of a matrix's gradient by 2 x 128 columns.
+    """The kernel of `drhs_of_each`: an output tile is 128 rows by 2 halves of 128 columns.
 
-    The sum is over the blocks of 128 rows of a group.
+    The halves are adjacent columns of one matrix's gradient, or equal columns of two. The sum runs
+    over a group's blocks of 128 rows.
+
+    Attributes:
+      height: K, the number of rows of a matrix.
+      num_groups: L, the number of groups.
+      num_grads: number of grads, and of outputs, 1 or 2.
     """
 
-    height: int  # rows of a matrix
+    height: int
     num_groups: int
     num_grads: int
 
@@ -604,7 +671,7 @@ class _Drhs(_Float8Kernel):
         return used + count
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the output of a half, and its first column."""
+        """Returns the output that half `half` of a tile belongs to, and the half's first column."""
         if self.num_grads > 1:
             return outs[half], left_edge
         return outs[0], left_edge + half * BLOCK
@@ -620,19 +687,22 @@ def drhs_of_each(
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies each group's rows of lhs, transposed, by its rows of a grad: the gradient of rhs.
+    """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
 
     Args:
-      lhs: values [K, P], scales [P / 128, K]: of each column.
-      grads: one or two, values [N, P], scales [P / 128, N / 128]: of 128 columns.
-      groups: the second result of `row_blocks.row_blocks`, [L, 2] int32.
+      lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales
+        [P / 128, K], one for 128 rows of each column.
+      grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
+        [P / 128, N / 128], one for 128 rows and 128 columns.
+      groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
+        result of `row_blocks.row_blocks`.
       dtype: the dtype of the results: bfloat16, float16 or float32.
-      num_blocks: thread blocks to use.
-      tiles: buffers and order; None: the default.
+      num_blocks: number of thread blocks to launch.
+      tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      For each grad [L, K, N], zero for an empty group.
+      For each grad, [L, K, N] of `dtype`. An empty group's matrix is zero.
     """
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = groups.shape[0]
@@ -660,7 +730,12 @@ def drhs_of_each(
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes rows [64, 128] float32; returns them over their scales, and these scales."""
+    """Quantizes rows [64, 128] float32, with a scale for each row.
+
+    Returns:
+      (rows divided by their scales, [64, 128] float32, to be converted to float8; scales, [64]
+      float32).
+    """
     magnitude = jnp.abs(rows)
     is_finite = magnitude < jnp.inf
     largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)

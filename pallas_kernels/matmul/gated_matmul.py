@@ -1,14 +1,14 @@
-"""Grouped matmul by two matrices for each group, with a gating function of the two products.
+"""Grouped matmul with two matrices for each group, and a gating function in the epilogue.
 
-The kernel is `grouped_matmul.Product` with two right operands and one left: it reads the rows once,
-holds the tiles of both products in the accumulators side by side, and applies the gating function
-to them as it stores the tile:
+The kernel is `grouped_matmul.Product` with one left and two right operands. It reads the rows once,
+holds a tile of both products in the accumulators side by side, and applies the gating function to
+both when it stores the tile:
 
   rows of a tile --> times matrix 0 --> accumulators [part, block_m] \\
                                                                       gating --> hidden
                  --> times matrix 1 --> accumulators [part, block_m] /
 
-With `keep` it stores the two products, too.
+With `keep` the kernel also stores the two products, which the gradients need.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def gated_product(
     zero_unused: bool = True,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) with each row's group's matrices.
+    """Computes gating(lhs @ rhs[0][group], lhs @ rhs[1][group]) for the rows of each group.
 
-    The products are rounded to the operands' dtype before `gating` gets them, as float32.
+    The products are rounded to lhs's dtype, and converted back to float32 for `gating`.
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      rhs: two [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
-      group_sizes: [L] int32, rows of each group, in order.
+      rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
+      group_sizes: [L] int32, the number of rows of each group, in order.
       gating: an elementwise function of two arrays.
-      keep: whether to return the products too.
-      tiles: tile sizes of an output, and depth of buffers.
-      num_blocks: thread blocks to use.
-      zero_unused: whether rows past the last group are zero; else they are not written.
+      keep: whether to return the two products, too.
+      tiles: tile sizes of an output, number of pipeline stages, and number of store buffers.
+      num_blocks: number of thread blocks to launch.
+      zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of the operands' dtype; with `keep` also the two products, [R, N] each.
+      The gated product, [R, N] of lhs's dtype; with `keep` also the two products, [R, N] each.
     """
     num_rows, depth = lhs.shape
     width = rhs[0].shape[2]
@@ -83,8 +83,8 @@ def gated_product(
 class _GatedProduct(Product):
     """The kernel of `gated_product`.
 
-    Its output is the gated product; with `keep`, the outputs are the two products and then the
-    gated product.
+    Its only output is the gated product, unless `keep` is set: its outputs then are the two
+    products and, last, the gated product.
     """
 
     gating: Elementwise

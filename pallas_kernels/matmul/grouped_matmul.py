@@ -1,7 +1,7 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
-The rows of every group are cut into tiles of their own, and the columns of the output into tiles of
-`block_n`. Groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
+The kernel cuts each group's rows into row tiles, and the output's columns into tiles of `block_n`.
+In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
 
   rows [R, K]    matrices [L, K, N]      output [R, N]
   a              a        b              +---+---+---+
@@ -11,16 +11,16 @@ The rows of every group are cut into tiles of their own, and the columns of the 
   b              +-----+  +-----+        +---+---+---+
   c                                      |   |   |   |  of c's
   -                                      +---+---+---+
-  -  past the last group                  zeros, or as they were
+  -  past the last group                  zeros, or not written
 
-Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a tile
-may begin with up to 7 rows of the group before, and end with rows of the next one. These are
-multiplied, too, and not stored.
+Row tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles. So a
+row tile may begin with up to 7 rows of the previous group, and end with rows of the next group.
+Rows of other groups are multiplied, too, but their products are not stored.
 
-`pallas_kernels.matmul.kernel` has the warpgroups' roles: the loader (`_Loader`) copies tiles of the
-rows and of their group's matrix into the ring, and the computers (`_Computer`) multiply and store
-them (`pallas_kernels.matmul.store`). A kernel that computes something else from the sums, or has
-several matrices per group, overrides members of `Product`.
+`pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader (`_Loader`) copies tiles
+of the rows and of their group's matrix into a ring in shared memory. The computers (`_Computer`)
+multiply them, and store the sums by `pallas_kernels.matmul.store`. A kernel with another epilogue,
+or with several matrices for each group, is a subclass of `Product`.
 """
 
 from __future__ import annotations
@@ -57,15 +57,18 @@ from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tile sizes of a `product`, and the depth of its buffers in shared memory.
+    """The tile sizes of `product`, and the number of its buffers in shared memory.
 
     Attributes:
-      heights: the numbers of rows that a block's output tile may have, in rising order: multiples
-        of 8 up to 256, as one instruction of the tensor cores multiplies.
-      block_n: width of a block's output tile, 128 or 256; each computer takes half of it.
-      num_stages: depth of the ring, in operand tiles of 64 along the summed dimension.
-      num_buffers: 32 x 64 chunks of its results that a computer may have on their way to memory.
-      band: how many columns of tiles the blocks sweep together, from the first row to the last.
+      heights: the numbers of rows that an output tile may have, in rising order: multiples of 8 up
+        to 256, the sizes that one tensor core instruction can multiply.
+      block_n: columns of an output tile, 128 or 256; each computer warpgroup computes half of them.
+      num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
+        long along K, the contraction dimension.
+      num_buffers: number of 32 x 64 buffers through which each computer warpgroup stores results to
+        global memory.
+      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
+        band row by row.
     """
 
     heights: tuple[int, ...]
@@ -78,9 +81,10 @@ class Tiles:
     def fitting(
         cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
     ) -> Tiles:
-        """Returns tiles with the deepest ring that fits, of at most 6 stages, and buffers.
+        """Returns tiles with as many stages as fit into shared memory, at most 6, and buffers.
 
-        A stage holds a tile of each of a group's `matrices`.
+        `matrices` is the number of matrices for each group; a stage holds a tile of each. The
+        memory left next to the stages goes to store buffers, at most 8 for each computer warpgroup.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
@@ -91,12 +95,12 @@ class Tiles:
 
     @property
     def block_m(self) -> int:
-        """The most rows of a block's output tile."""
+        """The largest number of rows that an output tile may have."""
         return self.heights[-1]
 
     @property
     def part(self) -> int:
-        """Columns of a computer's part of an output tile."""
+        """The columns of an output tile that each of the two computer warpgroups computes."""
         return self.block_n // COMPUTERS
 
     def __post_init__(self) -> None:
@@ -122,22 +126,24 @@ def product(
     zero_unused: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
-    """Multiplies each row by its group's matrix, and sums the products of all pairs.
+    """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
+
+    The kernel reads no rows past the last tile of the last group.
 
     Args:
-      pairs: (lhs [R, K], rhs [L, K, N]) pairs of bfloat16 or float16, all of one dtype; rhs is
-        [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.part.
-      group_sizes: [L] int32, rows of each group, in order.
-      transpose_rhs: whether the matrices are given transposed.
-      tiles: tile sizes, and depth of buffers.
-      num_blocks: thread blocks to use.
-      zero_unused: whether rows past the last group are zero; else they are not written.
+      pairs: one or more pairs (lhs [R, K], rhs [L, K, N]) of bfloat16 or float16, all of one dtype;
+        rhs is [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.part. K may
+        differ between pairs.
+      group_sizes: [L] int32, the number of rows of each group, in order.
+      transpose_rhs: whether rhs holds the transposes of the matrices.
+      tiles: tile sizes, number of pipeline stages, and number of store buffers.
+      num_blocks: number of thread blocks to launch.
+      zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of the operands' dtype. Sums are float32, in the same accumulators for all pairs, and
-      are rounded once. The kernel reads rows past the last group no further than the last group's
-      last tile.
+      [R, N] of the operands' dtype. The products of all pairs are summed in float32, and each sum
+      is rounded once.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
@@ -163,10 +169,15 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Product(Kernel):
-    """The kernel of `product`: sums over pairs of the given depths, K.
+    """The kernel of `product`.
 
-    The tensor cores compute tiles transposed, columns of the output by rows: the number of rows of
-    an instruction is then free in steps of 8, and a tile is as high as its rows need.
+    The tensor cores compute the transpose of an output tile, [columns, rows]. An instruction's
+    result may have any multiple of 8 as its second dimension, so the number of rows fits the group.
+
+    Attributes:
+      depths: K of each pair.
+      transpose_rhs: whether the matrices are [L, N, K] instead of [L, K, N].
+      zero_unused: whether the kernel zeroes the rows past the last group.
     """
 
     depths: tuple[int, ...]
@@ -175,7 +186,7 @@ class Product(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns how many matrices of a group multiply the same rows."""
+        """Returns the number of matrices of each group by which every row is multiplied."""
         return 1
 
     @property
@@ -184,18 +195,26 @@ class Product(Kernel):
 
     @property
     def holds(self) -> bool:
-        """Returns whether registers have room for a tile's results next to the accumulators.
+        """Returns whether registers hold a finished tile's results next to the accumulators.
 
-        If so, a tile is stored while the next one is multiplied.
+        If they do, a computer warpgroup stores a tile while it multiplies the next tile.
         """
         return True
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
     ) -> tuple[jax.Array, ...]:
-        """Returns the elements at some columns and rows of each output, [columns, rows].
+        """Computes a part of each output's tile from the accumulators: the kernel's epilogue.
 
-        `total` are the accumulators, [part, block_m] for each of `matrices`, side by side.
+        Args:
+          total: float32 accumulators [part, matrices * block_m], the transposed products of the
+            rows and each matrix, side by side.
+          dtype: dtype of the outputs.
+          columns: the columns of the tile to return.
+          rows: the rows of the tile to return.
+
+        Returns:
+          For each output an array [columns, rows] of `dtype`.
         """
         return (total[columns, rows].astype(dtype),)
 
@@ -209,7 +228,8 @@ class Product(Kernel):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         right = (tiles.block_n, STEP) if self.transpose_rhs else (STEP, tiles.block_n)
-        num_buffers = max(tiles.num_buffers, self.outputs)  # at least one of each output
+        # A chunk of each output is stored at a time, so each output needs a buffer.
+        num_buffers = max(tiles.num_buffers, self.outputs)
         return dict(
             ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
@@ -232,13 +252,13 @@ class Product(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _RowTiles:
-    """The tiles that the rows are cut into, in the kernel's body.
+    """The row tiles of all groups, as the kernel's body sees them.
 
     Attributes:
-      table: a reference to what `row_tiles` returns.
-      heights: the heights that a tile may have, in rising order.
-      count: how many tiles there are.
-      num_rows: how many rows are in groups.
+      table: a reference to the table of `row_tiles`, [most_tiles + 1, 4] int32.
+      heights: the numbers of rows that a tile may have, in rising order.
+      count: int32, the number of row tiles.
+      num_rows: int32, the number of rows that belong to groups.
     """
 
     table: Any
@@ -247,7 +267,7 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of the lowest that holds the tile's rows."""
+        """Returns the index in `heights` of the lowest height that is enough for a tile's rows."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
         return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
@@ -255,7 +275,11 @@ class _RowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader; `operands` are references to the rows and to the matrices of each pair."""
+    """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
+
+    `rows` describes the row tiles. `operands` are references to the arrays of each pair in turn:
+    its lhs, and then its matrices.
+    """
 
     kernel: Product
     ring: Ring
@@ -268,14 +292,18 @@ class _Loader:
         self.ring.drain(used)
 
     def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns a tile's group, first row and column, and the index of its height."""
+        """Returns the tile at `index`: (group, first row, first column, index in `heights`)."""
         tile, left_edge = self.kernel.place(index, self.rows.count)
         table = self.rows.table
         return table[tile, GROUP], table[tile, FIRST], left_edge, self.rows.kind_of(tile)
 
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
-        """Fills the stages of a tile's steps, over all pairs; returns the steps used so far."""
-        together = 1 + self.kernel.matrices  # operands that are loaded together
+        """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
+
+        `used` is the number of steps that this block has filled before. Returns its new value.
+        """
+        # Each pair has this many operands: its lhs and its matrices.
+        together = 1 + self.kernel.matrices
         for k, depth in enumerate(self.kernel.depths):
             lhs, *rhs = self.operands[k * together : (k + 1) * together]
             fill = functools.partial(self._fill_stage, tile, lhs, rhs)
@@ -296,7 +324,10 @@ class _Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """The computer of index `number`: multiplies and stores its columns of each tile."""
+    """The work of computer warpgroup `number`: computes and stores half of each tile's columns.
+
+    `rows` describes the row tiles, and `store` writes results to the outputs.
+    """
 
     kernel: Product
     ring: Ring
@@ -321,21 +352,31 @@ class _Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape of a result of a tile: columns by rows."""
+        """The shape [columns, rows] of this warpgroup's part of an output tile."""
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        """Returns a tile's place, and the index of its height."""
+        """Returns the output tile at `index`: this warpgroup's part of it, and its height's index.
+
+        The height's index refers to the `heights` that a tile may have.
+        """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         left_edge += self.number * self.kernel.tiles.part
         first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
         return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
-        """Multiplies a tile if it `exists`, and stores a tile.
+        """Computes a tile if it `exists`, and stores a tile.
 
-        If results are held in registers, the previous tile is stored, else this one. `carry` is the
-        number of steps used so far, and the place and the results of the previous tile.
+        If the kernel `holds` results in registers, the previous tile is stored, else this tile.
+
+        Args:
+          tile: the tile's place in the output, and the index of its height, from `_look_up`.
+          exists: False in the call after the last tile, which stores the last tile's results.
+          carry: the number of steps multiplied so far, and the previous tile's place and results.
+
+        Returns:
+          The next carry.
         """
         used, (place_before, held) = carry
         place, kind = tile
@@ -364,7 +405,7 @@ class _Computer:
         return used + own_steps, (place, held)
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts to multiply a stage's operands, with as many rows as the tile is high."""
+        """Starts the matmuls of a stage's operands, for a tile of the height at index `kind`."""
         multiply = functools.partial(self._multiply_rows, accumulator, stage)
         lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 

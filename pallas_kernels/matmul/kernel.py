@@ -1,22 +1,25 @@
-"""What the grouped matmul's kernels share: roles of warpgroups, a ring, and the order of tiles.
+"""Base of the grouped matmul kernels: warpgroup roles, ring of operand tiles, order of tiles.
 
-A fixed number of thread blocks walk the tiles of the output. A block has three warpgroups and, in
-shared memory, a ring of stages. A stage holds what one step of a sum takes: a tile of the left
-operand and a tile of each right one, which are 64 long along the summed dimension.
+The kernels are persistent: a fixed number of thread blocks loop over the tiles of the output. A
+thread block has three warpgroups: a loader, which copies operands, and two computers, which
+multiply them. It has a ring of pipeline stages in shared memory. A stage holds the operands of one
+step of a sum over the contraction dimension: a tile of the left operand and a tile of each right
+operand, 64 long along that dimension.
 
                      full                       full
   memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
                     <------ 0  1  2  3 ...     <------ computer 1 --> its half
                      empty                      empty
 
-  loader     fills one stage after the other, as soon as both computers have emptied it: it runs
-             ahead of them by as many steps as there are stages, also into the next output tile.
-  computers  multiply the tiles in a stage, each for its half of the output tile, and empty it. They
-             store an output tile, if the registers have room for it, while the next one is
-             multiplied.
+  loader     copies operand tiles into a stage as soon as both computers have released it. The
+             loader runs ahead of the computers by up to the number of stages, also into the next
+             output tile.
+  computers  multiply the tiles in a stage and release it. Each computes half of the output tile.
+             If the registers have room, a computer stores an output tile while it multiplies the
+             next one.
 
-A kernel is a `Kernel` with a `__call__`, which gives each warpgroup its role. What is in a stage,
-how it is multiplied and what becomes of the sums is for each kernel to say.
+Each kernel is a subclass of `Kernel`. Its `__call__` gives each warpgroup its role, and defines the
+operands in a stage, their multiplication, and the use of the sums.
 """
 
 from __future__ import annotations
@@ -36,23 +39,41 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-STEP = 64  # length of a stage's tiles along the summed dimension
-CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
+# A stage's operand tiles are this many elements long along the contraction dimension.
+STEP = 64
+# A computer warpgroup stores this many columns at a time: the width of a swizzled 16-bit tile.
+CHUNK = 64
 COMPUTERS = 2
-_LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
-_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # registers per thread, instead of 168
-OTHER_BYTES = 2560  # the shared memory that is reserved for barriers and for Mosaic
+# Warpgroup 2 loads operand tiles. Warpgroups 0 and 1 compute.
+_LOADER = 2
+# Registers per thread of the loader warpgroup and of the computer warpgroups, after the loader has
+# given registers to the computers. All threads start with 168.
+_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
+# Bytes of a block's shared memory that are reserved for barriers and for Mosaic.
+OTHER_BYTES = 2560
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Tiles of an operand in memory; only the tile of index `chosen` is copied."""
+    """Candidate tiles of one operand in global memory, one of which is copied.
+
+    A copy's source array and shape are static, so there is a candidate for each that may be needed.
+
+    Attributes:
+      tiles: references to the candidate tiles.
+      chosen: int32, the index of the tile to copy.
+    """
 
     tiles: Sequence[Any]
     chosen: Any = 0
 
     def copy(self, destination: Callable[[Any], Any], full: Any) -> None:
-        """Starts to copy the chosen tile to `destination(tile)`; the copy arrives at `full`."""
+        """Starts an asynchronous copy of the chosen tile to shared memory.
+
+        Args:
+          destination: maps a candidate tile to the reference in shared memory that it is copied to.
+          full: the barrier at which the copy arrives.
+        """
 
         def copy(tile: Any) -> None:
             plgpu.copy_gmem_to_smem(tile, destination(tile), full)
@@ -67,16 +88,18 @@ class Choice:
 )
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of operand tiles: holds scratch types outside the kernel's body, references inside.
+    """A ring of pipeline stages in shared memory, each with the operand tiles of one step.
+
+    The arrays and barriers are scratch types outside the kernel's body, and references inside it.
 
     Attributes:
-      left: [stages, ...] the tiles of the left operand.
-      right: [stages, ...] the tiles of the right operand; [stages, matrices, ...] if a stage has
-        several.
-      full: a stage's barrier at which its copies arrive.
-      empty: a stage's barrier at which the computers arrive.
-      num_stages: depth of the ring.
-      matrices: right operand tiles in a stage.
+      left: [stages, ...] one tile of the left operand for each stage.
+      right: [stages, ...] one tile of the right operand for each stage; [stages, matrices, ...] if
+        `matrices` is more than 1.
+      full: for each stage, the barrier at which the loader's copies arrive.
+      empty: for each stage, the barrier at which the computer warpgroups release it.
+      num_stages: number of stages.
+      matrices: number of right operand tiles in a stage.
     """
 
     left: Any
@@ -95,7 +118,15 @@ class Ring:
         right: tuple[int, int],
         matrices: int = 1,
     ) -> Ring:
-        """Returns the types of scratch, for tiles of the given shapes."""
+        """Returns a ring of scratch types, from which the kernel's launch allocates shared memory.
+
+        Args:
+          dtype: dtype of both operands.
+          num_stages: number of stages.
+          left: shape of a left operand tile.
+          right: shape of a right operand tile.
+          matrices: number of right operand tiles in a stage.
+        """
         operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
         several = (matrices,) if matrices > 1 else ()
         return cls(
@@ -108,18 +139,27 @@ class Ring:
         )
 
     def stage_of(self, step: jax.Array) -> jax.Array:
-        """Returns the stage of a step; steps are counted over all tiles of the block."""
+        """Returns the index of the stage that holds step `step`.
+
+        A thread block numbers its steps consecutively, over all its output tiles.
+        """
         return lax.rem(step, jnp.int32(self.num_stages))
 
     def right_tiles(self, stage: jax.Array) -> list[Any]:
-        """Returns the right operand's tiles in a stage."""
+        """Returns references to a stage's `matrices` right operand tiles."""
         tiles = self.right.at[stage]
         return [tiles] if self.matrices == 1 else [tiles.at[i] for i in range(self.matrices)]
 
     def fill(self, used: jax.Array, left: Choice, rights: Sequence[Choice]) -> jax.Array:
-        """Copies operand tiles to the next stage, that of step `used`; returns `used` + 1.
+        """Starts the copies of one step's operand tiles, once the step's stage is empty.
 
-        Waits until the stage is empty. A left tile may have fewer rows than the stage has room for.
+        Args:
+          used: int32, the number of steps that this block has filled before.
+          left: the left operand tile; it may have fewer rows than the stage has room for.
+          rights: a right operand tile for each of `matrices`.
+
+        Returns:
+          `used` + 1.
         """
         stage = self.stage_of(used)
 
@@ -134,7 +174,7 @@ class Ring:
         return used + 1
 
     def drain(self, used: jax.Array) -> None:
-        """Waits until the computers have emptied all stages, after `used` steps."""
+        """Waits until the computer warpgroups have released all stages, after `used` steps."""
         drain(self.empty, used, self.num_stages)
 
     def accumulate(
@@ -146,21 +186,21 @@ class Ring:
         meanwhile: Callable[[jax.Array], None] | None = None,
         least_steps: int = 0,
     ) -> jax.Array:
-        """Sums over the ring's next `steps` stages, from step `used` on, and empties them.
+        """Sums products over the ring's next `steps` steps, and releases their stages.
 
         Args:
-          used: steps that the block has taken before.
-          steps: steps of this sum.
+          used: int32, the number of steps that this block has multiplied before.
+          steps: number of steps of this sum: 0, or at least `least_steps`.
           shape: shape of the accumulator.
-          multiply: `multiply(accumulator, stage, step)` starts as many matmuls as there are
-            `matrices`, which `wgmma_wait` counts.
-          meanwhile: `meanwhile(step)` runs while matmuls are under way, `least_steps` times at
-            least.
-          least_steps: if it is not 0, every step checks whether it is one of `steps`. The checks
-            make the gradients of matrices up to 7 % slower.
+          multiply: `multiply(accumulator, stage, step)` starts the asynchronous matmuls of a
+            stage's operands: exactly `matrices` of them, since `wgmma_wait` counts matmuls.
+          meanwhile: `meanwhile(step)` runs in each step while its matmuls are under way.
+          least_steps: `meanwhile` runs at least this many times, even if `steps` is 0. If it is not
+            0, each step first checks that it is below `steps`. This check would make the gradients
+            of matrices up to 7 % slower.
 
         Returns:
-          The sums in registers, float32.
+          The sums in registers, float32 of shape `shape`.
         """
 
         def sum_up(accumulator: Any) -> jax.Array:
@@ -198,7 +238,8 @@ class Ring:
             multiply_stage()
         if meanwhile is not None:
             meanwhile(step)
-        # Once the step before this one has ended, its stage is empty.
+        # After the wait only this step's matmuls may still run, so the previous step's stage is
+        # free.
         plgpu.wgmma_wait(self.matrices)
         pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
 
@@ -208,11 +249,12 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The common base of the kernels: the roles of warpgroups, and the order of tiles.
+    """Base class of the grouped matmul kernels: warpgroup roles, and the order of output tiles.
 
     Attributes:
-      tiles: sizes of tiles; has block_n and band.
-      num_blocks: thread blocks.
+      tiles: tile sizes, with at least `block_n`, the columns of an output tile, and `band`, the
+        number of columns of tiles in a band (see `place`).
+      num_blocks: number of thread blocks.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
       width: columns of the output.
     """
@@ -223,18 +265,19 @@ class Kernel:
     width: int
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        """The body: takes references to the operands and the outputs, and scratch."""
+        """Runs as the kernel's body, with references to operands, outputs and named scratch."""
         raise NotImplementedError
 
     @property
     def tile_columns(self) -> int:
-        """Returns how many tiles are side by side; the last may reach past the output."""
+        """Returns how many tiles cover the output's columns; the last may reach past them."""
         return -(-self.width // self.tiles.block_n)
 
     def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
-        """Runs `load()` in the loader's warpgroup, and `compute(number)` in each computer.
+        """Runs `load()` in the loader warpgroup, and `compute(number)` in both computer warpgroups.
 
-        `number` is the computer's number. Registers move from the loader to the computers.
+        `number` is the computer warpgroup's index, 0 or 1. The loader first gives most of its
+        registers to the computers.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -260,13 +303,23 @@ class Kernel:
         *,
         once_more: bool = False,
     ) -> Any:
-        """Runs `body(look_up(tile), exists, carry)` for this block's share of `total` tiles.
+        """Runs `body` on each output tile that belongs to this thread block.
 
-        The next tile is looked up before the body runs on the current one, to hide the latency of
-        the look-up.
+        Block b has the tiles b, b + num_blocks, b + 2 * num_blocks and so on. The next tile is
+        looked up before the body runs on the current one, to hide the latency of the look-up.
 
-        With `once_more` the body also runs once after the last tile, with `exists` False. A body
-        that stores the previous tile while it computes a tile can then store the last one too.
+        Args:
+          total: int32, the number of output tiles of all blocks.
+          look_up: maps a tile's index to the description of the tile that `body` takes.
+          body: `body(look_up(tile), exists, carry)` returns the next carry. `exists` is whether
+            there is a tile to compute.
+          carry: the first carry.
+          once_more: whether the body also runs once after the last tile, with `exists` False. A
+            body that stores the previous tile while it computes a tile can then store the last
+            tile.
+
+        Returns:
+          The last carry.
         """
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
@@ -282,10 +335,10 @@ class Kernel:
         return lax.fori_loop(0, mine + int(once_more), turn, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the row of tiles and the first column of the output tile of an index.
+        """Returns the position of the output tile `index`: its row of tiles, and its first column.
 
-        Tiles are numbered band by band: a band is `tiles.band` columns of tiles, over all `rows`.
-        The last band may have fewer columns.
+        Tiles are numbered band by band, and row by row within a band. A band is `tiles.band`
+        columns of tiles over all `rows` rows of tiles; the last band may have fewer columns.
         """
         band = jnp.int32(self.tiles.band)
         whole, rest = quotient_and_rest(index, jnp.maximum(rows * band, 1))
@@ -301,13 +354,13 @@ def _always(destination: Any, _: Any) -> Any:
 
 
 def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
-    """Runs the function at `index`; runs nothing if the index is past the last function."""
-    # JAX lowers the first branch of a switch twice, so the first one is empty.
+    """Calls `functions[index]` for a traced index; calls none if the index is past the last one."""
+    # JAX lowers the first branch of a switch twice. An empty first branch keeps the code small.
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
-# A register layout of 8 rows and 64 columns. Each warp holds two rows, and each thread four
-# neighbouring values of a row.
+# A warpgroup's register layout for arrays of 8 rows and 64 columns. Each of the four warps holds
+# two rows, and each thread holds four neighbouring values of a row.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
     warp_dims=(-4,),
@@ -317,7 +370,7 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 
 
 def check_buffers(tiles: Any) -> None:
-    """Raises ValueError if the ring has fewer than two stages, or `band` is not positive."""
+    """Raises ValueError if `tiles.num_stages` is less than 2, or `tiles.band` is less than 1."""
     if tiles.num_stages < 2 or tiles.band < 1:
         raise ValueError(f"a ring needs two stages, and band must be positive, not {tiles}.")
 
@@ -329,7 +382,15 @@ def launch(
     name: str,
     interpret: Any,
 ) -> Callable[..., Any]:
-    """Returns the function of arrays that runs a kernel on its blocks of three warpgroups."""
+    """Returns a function from operand arrays to result arrays, which launches `kernel` on the GPU.
+
+    Args:
+      kernel: the kernel, which runs on `kernel.num_blocks` blocks of three warpgroups.
+      scratch_types: types of shared memory and barriers, by the argument names of the kernel.
+      out_type: shape and dtype of the result, or a list of them.
+      name: the kernel's name in profiles.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+    """
     return mosaic.kernel(
         kernel,
         out_type=out_type,
@@ -344,7 +405,10 @@ def launch(
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:
-    """Returns the transforms to the tensor cores' layout: swizzled tiles of 8 rows of 128 bytes."""
+    """Returns Mosaic's transforms of an array in shared memory that tensor cores read.
+
+    The array is stored as tiles of 8 rows of 128 bytes, which are swizzled.
+    """
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
 
@@ -362,6 +426,6 @@ def transposed(ref: Any) -> Any:
 
 
 def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) -> jax.Array:
-    """Returns zeros in registers, in a layout of Mosaic's."""
+    """Returns zeros in registers. `layout` is their Mosaic register layout on a GPU."""
     array = jnp.zeros(shape, dtype)
     return array if interpreted else plgpu.layout_cast(array, layout)

@@ -1,21 +1,19 @@
-"""Quantizes rows or matrices to float8, in both orders, in one pass over memory.
+"""Kernel that quantizes rows or matrices to float8, and also transposes them, in one memory pass.
 
-One result has the order of the input, the other is transposed.
+Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
+contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
+gradient of the matrices needs the rows and their gradients transposed, with scales for 128 rows.
 
-Float8 operands of the tensor cores must have the summed dimension innermost. A product sums along
-the columns of rows and matrices; the gradient of rows needs the matrices transposed, and the
-gradient of matrices needs both operands transposed, with scales along the rows.
+A thread block of 512 threads handles a tile of 128 rows by 128 columns:
 
-A block of 512 threads takes a tile of 128 rows by 128 columns:
+            16 columns                   A warp handles 32 rows by 32 columns, in 2 steps of 16
+         +--+--+--+--+                   columns. In each step a thread handles 4 x 4 elements:
+    32   |  |  |  |  |  x 2              it stores 4 bytes at a time, to rows of the values and
+    rows +--+--+--+--+                   to rows of the transposed values. A warp's stores to
+         |  |  |  |  |                   transposed values fill whole sectors of 32 bytes.
 
-            16 columns                   a warp has 32 rows by 32 columns, in 2 steps of 16;
-         +--+--+--+--+                   a thread has 4 x 4 neighbours of each step: 4 bytes of
-    32   |  |  |  |  |  x 2              rows of the values, and 4 of rows of the transposed
-    rows +--+--+--+--+                   values. Of these the threads of a warp have whole
-         |  |  |  |  |                   sectors of 32 bytes.
-
-Transposed rows of a group start at a multiple of 128, so that each sum of 128 products is of one
-group. What is between groups is zero.
+In the transposed array each group starts at a multiple of 128, so that each sum of 128 products
+belongs to one group. The padding between groups is zero.
 """
 
 from __future__ import annotations
@@ -37,19 +35,27 @@ from pallas_kernels.formats import FLOAT8_ROWS, Float8
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-_PATCH = 4  # a thread handles patches of this many rows and columns
-_ACROSS = 4  # a warp handles this many patches side by side
-_STEP = _PATCH * _ACROSS  # the columns that a warp handles at a time
-_STRIPS = BLOCK // WARP  # a tile has this many strips of 32 rows
-_SIDES = 4  # warps with the same rows
-_WIDTH = BLOCK // _SIDES  # columns of a warp
+# In each step, a thread handles a patch of 4 rows by 4 columns.
+_PATCH = 4
+# A warp's 32 patches lie 4 side by side, 8 above each other.
+_ACROSS = 4
+# A warp handles this many columns in a step.
+_STEP = _PATCH * _ACROSS
+# A tile has this many strips of 32 rows, and 4 warps share each strip.
+_STRIPS = BLOCK // WARP
+_SIDES = 4
+# A warp handles this many columns of a tile in all, in `_WALKS` steps.
+_WIDTH = BLOCK // _SIDES
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
 _PTX_TYPE = "e4m3"
 
 
 class Scaled(NamedTuple):
-    """Float8 numbers and the scales of their blocks.
+    """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
+
+    A number is its value times the scale of its block. Rows have blocks of 128 columns of one row;
+    matrices have blocks of 128 x 128.
 
     Attributes:
       values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
@@ -68,19 +74,21 @@ def quantize_rows(
     by_column: bool,
     interpret: Any = None,
 ) -> tuple[Scaled | None, TransposedRows]:
-    """Quantizes rows; returns them transposed and, if asked for, also in their own order.
+    """Quantizes rows to float8_e4m3fn, and transposes them.
 
     Args:
-      rows: [R, K] bfloat16, float16 or float32, or quantized rows.
-      blocks: the first result of `row_blocks`.
-      keep_order: whether to return rows in their own order, too, with a scale for each 128
-        neighbours of a row.
-      by_column: whether transposed rows have a scale for 128 rows of one column; else for 128 rows
-        and 128 columns.
+      rows: [R, K] bfloat16, float16 or float32, or quantized rows; K is a multiple of 128.
+      blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
+        `row_blocks`.
+      keep_order: whether to also return the rows not transposed, with a scale for each 128 columns
+        of a row.
+      by_column: whether the transposed rows have a scale for 128 rows of one column; else they have
+        a scale for 128 rows and 128 columns.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      (rows or None, transposed rows). Rows past the last group hold anything.
+      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Quantized rows
+      past the last group hold anything.
     """
     num_rows, width = (rows.values if isinstance(rows, Scaled) else rows).shape
     num_blocks = blocks.shape[0]
@@ -107,10 +115,16 @@ def quantize_rows(
 
 
 def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
-    """Quantizes matrices [L, K, N], and returns them and their transposes [L, N, K].
+    """Quantizes matrices to float8_e4m3fn; returns them and their transposes.
 
-    A scale belongs to 128 rows and 128 columns, so both have the same numbers. K and N are
-    multiples of 128; the dtype is bfloat16, float16 or float32.
+    A scale belongs to 128 rows and 128 columns, so a matrix and its transpose hold equal numbers.
+
+    Args:
+      matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      (matrices [L, K, N], transposed matrices [L, N, K]).
     """
     num_matrices, height, width = matrices.shape
     num_blocks = num_matrices * height // BLOCK
@@ -142,16 +156,20 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel, which handles `num_blocks` x (`width` / 128) tiles.
+    """The kernel that quantizes and transposes, on `num_blocks` x (`width` / 128) tiles.
 
     Attributes:
-      width: columns of the rows.
-      num_blocks: blocks of 128 rows.
-      rows_of_matrix: the number of rows of a matrix. Transposed values of the next matrix follow.
-      by_row: whether values in their own order have a scale for each 128 neighbours of a row.
-      by_column: whether transposed values have a scale for each column; else one for 128 columns.
-      is_scaled: whether the rows are already quantized; their scales are then the second operand.
-      whole: whether all rows exist, and values in both orders have the same scales.
+      width: number of columns of the input.
+      num_blocks: number of blocks of 128 rows.
+      rows_of_matrix: number of rows of a matrix, a multiple of 128. Each matrix is transposed by
+        itself. Rows, when they are the input, count as one matrix of P rows.
+      by_row: whether the kernel stores values that are not transposed, with a scale for each 128
+        columns of a row.
+      by_column: whether transposed values have a scale for 128 rows of each column; else they have
+        a scale for 128 rows and 128 columns.
+      is_scaled: whether the input is quantized; its scales are then the second operand.
+      whole: whether every block has 128 rows, and the kernel stores values that are not transposed
+        with the scales of the transposed values.
     """
 
     width: int
@@ -197,7 +215,15 @@ class _Job:
         )(*operands)
 
     def interpreted(self, refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
-        """Does a tile's work in Pallas' interpreter, in one of the warpgroups."""
+        """Quantizes a tile by JAX operations in Pallas' interpreter, where `emit` cannot run.
+
+        Args:
+          refs: references to the input, its scales if it is quantized, and the outputs.
+          block: the index of the tile's block of 128 rows.
+          column: the index of the tile's 128 columns.
+          first: the block's first row in the input.
+          count: the number of rows that the block has.
+        """
         source, *rest = refs
         source_scales = rest.pop(0) if self.is_scaled else None
         columns = pl.ds(column * BLOCK, BLOCK)
@@ -232,7 +258,10 @@ class _Job:
         pl.when(lax.axis_index("warpgroup") == 0)(store)
 
     def store_kept(self, values_ref, scales_ref, tile, first, count, column):
-        """Stores the rows of a tile that exist, as they lie, in Pallas' interpreter."""
+        """Quantizes a tile's `count` rows and stores them, not transposed, in the interpreter.
+
+        `tile` is [128, 128] float32; its row 0 is row `first` of the outputs.
+        """
         values, scales = FLOAT8_ROWS.encode(tile)
 
         def store(i: Any, _: Any) -> None:
@@ -244,7 +273,13 @@ class _Job:
         lax.fori_loop(0, BLOCK, store, None)
 
     def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
-        """Emits a tile's work for one thread."""
+        """Emits MLIR code for one thread, which quantizes the thread's elements of a tile.
+
+        Args:
+          memrefs: the input, its scales if it is quantized, the outputs, and shared memory.
+          scalars: the tile's index among blocks and among columns, and the block's first row and
+            number of rows.
+        """
         source, *rest = memrefs
         source_scales = rest.pop(0) if self.is_scaled else None
         *outs, shared = rest
@@ -260,9 +295,11 @@ class _Job:
         block, column, first, count = scalars
         left = arith.muli(column, i32(BLOCK))
         tile = _Tile(self, row, place, left, block, column, first, count)
-        numbers = tile.load(source, source_scales)  # [walk][row][column]
+        # numbers[walk][row][column] are the thread's patches in each step.
+        numbers = tile.load(source, source_scales)
 
-        # Each warp's largest of its rows and columns, and then those of the whole tile.
+        # Each warp finds the largest magnitudes of its rows and columns, and shares them with the
+        # other warps through shared memory.
         sizes = [[[_size(x) for x in of_row] for of_row in walk] for walk in numbers]
         if self.by_row:
             rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
@@ -325,7 +362,18 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """What one thread has of a tile; `row` and `place` are its patch's in the first walk."""
+    """A thread's elements of a tile of 128 x 128.
+
+    Attributes:
+      job: the kernel.
+      row, place: the first row and column in the tile of the thread's 4 x 4 patch in the first
+        step. The patch of the next step is 16 columns further.
+      left: the tile's first column in the input.
+      block: the index of the tile's block of 128 rows.
+      column: the index of the tile's 128 columns.
+      first: the block's first row in the input.
+      count: the number of rows that the block has.
+    """
 
     job: _Job
     row: Value
@@ -337,7 +385,11 @@ class _Tile:
     count: Value
 
     def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
-        """Returns the numbers of all patches, float32; 0 in rows that do not exist."""
+        """Loads the thread's elements as float32: numbers[step][row][column], 4 x 4 in a step.
+
+        Elements in rows past the block's `count` are 0. `scales` are the input's scales, by which
+        its values are multiplied, or None.
+        """
         i32, f32 = mosaic.i32, mosaic.float_type()
         element = mosaic.element_of(source)
         size = mosaic.bytes_of(element)
@@ -347,7 +399,8 @@ class _Tile:
             row = arith.addi(self.row, i32(i))
             exists = mosaic.below(row, self.count)
             if not self.job.whole:
-                # A row that does not exist is read where its block starts, a row of the array.
+                # Rows past `count` may not exist in the array, so the block's first row is read
+                # instead.
                 row = arith.select(exists, row, i32(0))
             row = arith.addi(self.first, row)
             start = self.pointer(source, row, self.job.width, self.column_of_thread, size)
@@ -369,21 +422,24 @@ class _Tile:
         return arith.addi(self.left, self.place)
 
     def pointer(self, ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
-        """Returns the pointer to an element of an array [..., width]."""
+        """Returns a pointer to element (row, column) of an array [rows, width].
+
+        `size` is the bytes of an element.
+        """
         wide = mosaic.integer_type(64)
         at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
         at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
         return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
 
     def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
-        """Stores neighbours to shared memory."""
+        """Stores 32-bit numbers to shared memory, next to each other from element `at` on."""
         word = mosaic.integer_type(32)
         pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
         of_all = mosaic.vector_type(len(numbers), word)
         llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
 
     def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
-        """Loads neighbours from shared memory."""
+        """Loads `count` 32-bit numbers from shared memory, from element `at` on."""
         word = mosaic.integer_type(32)
         loaded = []
         for first in range(0, count, _PATCH):
@@ -444,7 +500,10 @@ def _past(pointer: Value, num_bytes: int) -> Value:
 
 
 def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
-    """Loads four neighbours as float32."""
+    """Loads four adjacent elements as float32.
+
+    An element has the MLIR type `element` and `size` bytes; it is float8 if `size` is 1.
+    """
     if size == 1:
         word = llvm.load(mosaic.integer_type(32), pointer, alignment=_PATCH)
         return float8.widened(_PTX_TYPE, word)
@@ -464,22 +523,25 @@ def _max(sizes: Any) -> Value:
 
 
 def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns, for each size, the larger of it and of the size in the thread at a distance."""
+    """Returns the elementwise maximum of this lane's and another lane's magnitudes `sizes`.
+
+    The other lane of the warp has this lane's index XOR `distance`.
+    """
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
 def _scale(largest: Value) -> tuple[Value, Value]:
-    """Returns the scale of a block, and 1 / scale.
+    """Returns the float8 scale of a block with this largest magnitude, and 1 / scale.
 
-    With `branchless_reciprocal`, kernels with one scale for a tile would need more than 64
-    registers per thread, and a multiprocessor would run one block of threads instead of two.
+    `float8.reciprocal` is used because with `branchless_reciprocal` some kernels would need more
+    than 64 registers per thread. A multiprocessor would then run one thread block instead of two.
     """
     scale = float8.scale(FLOAT8_ROWS, largest)
     return scale, float8.reciprocal(scale)
 
 
 def _packed(numbers: Any, factors: Any) -> Value:
-    """Returns four numbers, each times its factor, as float8 in a word."""
+    """Returns four float32 numbers, each times its factor, as four float8 in a 32-bit word."""
     four = [
         float8.scaled(number, float8.magnitude(number)[0], factor)
         for number, factor in zip(numbers, factors, strict=True)

@@ -1,4 +1,8 @@
-"""The blocks of 128 rows that sums over a group's rows are cut into."""
+"""Cuts each group's rows into blocks of 128, for float8 matmuls that sum over a group's rows.
+
+The gradient of a group's matrix is such a sum. A block holds rows of one group only, so that the
+products of a block can share scales.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,14 @@ BLOCK = 128
 
 
 class TransposedRows(NamedTuple):
-    """Rows, transposed: the rows of each group start at a multiple of 128, and are padded with 0.
+    """Float8 rows [R, K], transposed, with each group's rows padded to a multiple of 128.
+
+    So each group starts at a multiple of 128. The padding is zero.
 
     Attributes:
-      values: [K, P] float8. P is `padded_rows`.
-      scales: [P / 128, K] float32, one for 128 rows of a column; or [P / 128, K / 128], one for
-        128 rows and 128 columns.
+      values: [K, P] float8, where P is `padded_rows(R, num_groups)`.
+      scales: [P / 128, K] float32, one scale for 128 rows of a column; or [P / 128, K / 128]
+        float32, one scale for 128 rows and 128 columns.
     """
 
     values: Any
@@ -24,10 +30,12 @@ class TransposedRows(NamedTuple):
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group's rows start and end, [L] int32 each.
+    """Returns each group's first row, and the row after its last one, [L] int32 each.
 
-    Rows end no later than `num_rows`, whatever the sizes. A negative size counts as 0.
-    L * num_rows must be below 2^31.
+    Args:
+      group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
+        0.
+      num_rows: groups are cut off at this row. L * num_rows must be below 2^31.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
@@ -35,17 +43,21 @@ def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
-    """Returns how many rows there may be if each group's are padded to a multiple of 128."""
+    """Returns an upper bound of the number of rows, with each group padded to a multiple of 128."""
     return (-(-num_rows // BLOCK) + num_groups) * BLOCK
 
 
 def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns which rows the blocks of 128 transposed rows hold.
+    """Returns the rows in each block of `TransposedRows`, and the blocks of each group.
+
+    Args:
+      group_sizes: [L] int32, the number of rows of each group, in order.
+      num_rows: R, the number of rows of the array; groups are cut off at this row.
 
     Returns:
-      [P / 128, 2] int32: the first row of each block, and how many rows it has: from 0, past the
-      last group, to 128.
-      [L, 2] int32: of each group the first block, and how many blocks there are.
+      (blocks, groups). `blocks`: [P / 128, 2] int32, for each block its first row in the array
+      [R, K], and its number of rows: 128, fewer in a group's last block, or 0 past the last group.
+      `groups`: [L, 2] int32, for each group its first block, and its number of blocks.
     """
     num_groups = group_sizes.shape[0]
     starts, ends = row_ranges(group_sizes, num_rows)
@@ -58,5 +70,6 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     first = starts[group] + (block - first_blocks[group]) * BLOCK
     count = jnp.clip(ends[group] - first, 0, BLOCK)
     count = jnp.where(block < block_ends[-1], count, 0)
-    first = jnp.where(count > 0, first, 0)  # a row of the array, also of a block without rows
+    # A block without rows gets first row 0, which exists, since kernels may read it.
+    first = jnp.where(count > 0, first, 0)
     return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)

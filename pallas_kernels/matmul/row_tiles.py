@@ -1,15 +1,17 @@
-"""Computes the tiles of every group's rows, by one small kernel with a thread block per group.
+"""Computes the table of row tiles: how a grouped matmul cuts each group's rows into tiles.
 
-A letter stands for 8 rows of a group. If a tile may be 2 or 4 of these high, they are cut so:
+In this example a letter stands for 8 rows of group a, b or c, and a tile may be 16 or 32 rows high:
 
-  group         a a a a a a a a a a b b b b c c c c c c
-  tile of it    0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
+  group of the rows           a a a a a a a a a a b b b b c c c c c c
+  tile within the group       0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
 
-The block of a group sums the rows and the tiles of all groups before it, and writes its own tiles
-to the table. XLA takes four launches for the same table: a running sum of the groups' rows, one of
-their tiles, a search, and a gather.
+A small kernel computes the table, with a thread block for each group. A group's block sums the rows
+and the tiles of all groups before it, and writes the entries of its own tiles. XLA needs four
+launches to compute this table: a cumulative sum of the groups' rows, a cumulative sum of their
+tiles, a search, and a gather.
 
-The heights are an operand, so that all matmuls of a program, whose tiles differ, share one kernel.
+The allowed tile heights are an operand of the kernel. So all matmuls of a program share one
+kernel, though their tile heights differ.
 """
 
 from __future__ import annotations
@@ -26,17 +28,22 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.matmul.row_blocks import row_ranges
 
-ROW_ALIGNMENT = 8  # tiles start at a multiple of this many rows
-# The indices of the table's columns.
+# A tile's first row is a multiple of this number.
+ROW_ALIGNMENT = 8
+# The columns of the table: a tile's group, its first row, and the range [begin, end) of its rows
+# that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-_LOW = 64  # tables have room for tiles of this height: matmuls with higher ones share a kernel
+# A table has room for tiles of this height, even if a matmul's tiles may be higher. So matmuls with
+# higher tiles have tables of one size, and share a kernel.
+_LOW = 64
 
 
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
-    """Returns for how many tiles a table has room, which is at least as many as there can be.
+    """Returns the number of entries in a table of row tiles: an upper bound of all groups' tiles.
 
-    Each group's first tile may begin up to 7 rows early, and its last may end late.
+    A group's first tile may begin up to 7 rows before the group, at a multiple of 8, and its last
+    tile may end after the group.
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
@@ -45,20 +52,23 @@ def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
 def row_tiles(
     group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpreted: bool = False
 ) -> jax.Array:
-    """Returns the table of the tiles of all groups' rows, [most_tiles + 1, 4] int32.
+    """Returns the table of row tiles: which rows each tile of a grouped matmul has.
 
-    An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
-    rows that belong to the group. A group has as few tiles as the largest of `heights` allows, of
-    equal heights but for the last, which is no higher. The last entry holds the number of tiles
-    that exist, and then the number of rows in groups. Entries of tiles that do not exist may hold
-    anything.
+    A group has as few tiles as the largest of `heights` allows. A group's tiles have equal heights,
+    but the last one may be lower.
 
     Args:
-      group_sizes: [L] int32, rows of each group, in order. Groups end at `num_rows`, whatever their
-        sizes; a negative size counts as 0. So no tile is of rows that do not exist.
+      group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
+        0, and groups are cut off at `num_rows`. So every tile's rows exist.
       heights: the numbers of rows that a tile may have, multiples of 8 in rising order.
-      num_rows: the most rows that there may be in groups.
-      interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
+      num_rows: the number of rows of the operand, an upper bound of the rows in groups.
+      interpreted: whether XLA computes the table, on any machine, instead of a kernel on a GPU.
+
+    Returns:
+      [most_tiles + 1, 4] int32. An entry is a tile's group, its first row (a multiple of 8), and
+      the range [begin, end) of its rows that belong to the group. The last entry holds the number
+      of tiles that exist, and then the number of rows in groups. Entries of tiles that do not exist
+      may hold anything.
     """
     return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
 
@@ -82,7 +92,7 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
 
 
 def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
-    """Returns the lowest of `heights` that holds so many rows, at most the largest."""
+    """Returns the lowest of the tile `heights` that is at least `rows`, or the largest of them."""
     lowest = jnp.full_like(rows, heights[-1])
     for height in reversed(heights[:-1]):
         lowest = jnp.where(rows <= height, height, lowest)
@@ -92,7 +102,10 @@ def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
 def by_kernel(
     group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpret: Any = None
 ) -> jax.Array:
-    """Makes the table by the kernel; `interpret` are the options of Pallas' GPU interpreter."""
+    """Computes the table of `row_tiles` by a Pallas kernel.
+
+    `interpret` is the options of Pallas' GPU interpreter, or None to run on a GPU.
+    """
     most = most_tiles(group_sizes.shape[0], heights, num_rows)
     padded = [*heights, *[heights[-1]] * (-len(heights) % _UNROLL)]
     call = _call if interpret else _call_once
@@ -109,12 +122,12 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns the number of existing rows of a group that starts at row `start`."""
+            """Returns the rows of `group`, which starts at row `start` and ends by `num_rows`."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
         def tiles_of(start, size):
-            """Returns how many tiles cut a group's rows: none if it is empty."""
+            """Returns the number of tiles of a group with `size` rows from row `start` on."""
             return jnp.where(
                 size > 0,
                 lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (heights[-1] - 1), heights[-1]),
@@ -174,5 +187,5 @@ def _call(
     )(group_sizes, heights)
 
 
-# Jitted, so that it is traced once, however many matmuls a program has.
+# The kernel is jitted, so that it is traced once in a program with several matmuls.
 _call_once = functools.partial(jax.jit, static_argnums=(2, 3, 4))(_call)

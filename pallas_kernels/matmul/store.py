@@ -1,13 +1,14 @@
-"""Stores a computer's part of an output tile, chunk by chunk, in the kernel of a product.
+"""Stores a computer warpgroup's half of an output tile from registers to global memory.
 
-A tile in registers is [columns, rows], as the tensor cores compute it. A chunk of 64 columns by 32
-rows goes to a buffer in shared memory, transposed, and from there to the output:
+A tile in registers is [columns, rows], as the tensor cores compute it. It is stored in chunks of 64
+columns by 32 rows. A chunk is transposed into a buffer in shared memory, and copied to the output:
 
   registers             buffer        output
-  chunk of the tile --> [32, 64] -->  all 32 rows are the group's: a bulk copy
-                                 -->  some are: each thread stores its elements of these rows
+  chunk of the tile --> [32, 64] -->  if all 32 rows belong to the group: one bulk copy (TMA)
+                                 -->  else: each thread stores its elements of the group's rows
 
-Buffers take turns. One is written again once the bulk copies from it have read it.
+A warpgroup uses its buffers cyclically. A buffer is rewritten only after the bulk copies from it
+have read it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-STORED_ROWS = 32  # rows that a computer stores at a time
+# A computer warpgroup stores this many rows of a tile at a time.
+STORED_ROWS = 32
 
-# The elements at some columns and rows of a tile of each output, [columns, rows].
+# A function of a slice of a tile's columns and a slice of its rows. Returns the elements there,
+# [columns, rows], for each output.
 Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 
 
@@ -47,12 +50,15 @@ Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 )
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Shared memory for chunks: types of scratch first, and references in the kernel's body.
+    """Shared memory buffers through which chunks of a tile are stored.
+
+    The attributes are scratch types outside the kernel's body, and references inside it. `of`
+    returns buffers without the axis of computers.
 
     Attributes:
-      chunks: [computers, buffers, 32, 64], swizzled; [buffers, 32, 64] of one computer.
-      plain: [computers, 32, 64] or [32, 64], if the kernel is interpreted: single rows are stored
-        from there, which a swizzled tile does not allow.
+      chunks: [computers, buffers, 32, 64] of the outputs' dtype, swizzled.
+      plain: [computers, 32, 64], not swizzled, in an interpreted kernel; else None. The interpreter
+        copies single rows from this buffer, since it can't copy them from a swizzled one.
     """
 
     chunks: Any
@@ -66,18 +72,18 @@ class Buffers:
         return cls(plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)), plain)
 
     def of(self, computer: jax.Array) -> Buffers:
-        """Returns the buffers of one computer."""
+        """Returns the buffers of one computer warpgroup, without the axis of computers."""
         plain = None if self.plain is None else self.plain.at[computer]
         return Buffers(self.chunks.at[computer], plain)
 
 
 class Place(NamedTuple):
-    """Where a tile is in the output.
+    """The position of a tile in the output; all int32.
 
     Attributes:
-      top: its first row.
-      begin, end: the range of its rows that are its group's.
-      left_edge: its first column.
+      top: the tile's first row.
+      begin, end: the range [begin, end) of output rows that the tile has of its group.
+      left_edge: the tile's first column.
     """
 
     top: jax.Array
@@ -88,13 +94,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Stores the tiles of one computer.
+    """Stores the output tiles of one computer warpgroup.
 
     Attributes:
       outs: references to the outputs, [R, N], all of one dtype.
-      buffers: the buffers of this computer in shared memory.
-      block_m: rows of a tile.
-      part: columns of this computer's part of a tile.
+      buffers: the buffers of this warpgroup in shared memory.
+      block_m: the largest number of rows in a tile.
+      part: number of columns of a tile that this warpgroup computes.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
 
@@ -106,23 +112,27 @@ class Store:
 
     @property
     def num_chunks(self) -> int:
-        """Returns the number of chunks of a tile."""
+        """Returns the number of 32 x 64 chunks in this warpgroup's part of a tile."""
         return len(self._chunks())
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Returns the first row and column of each chunk of a tile."""
+        """Returns the first (row, column) of each 32 x 64 chunk, counted from the tile's first."""
         rows = range(0, self.block_m, STORED_ROWS)
         return [(row, column) for row in rows for column in range(0, self.part, CHUNK)]
 
     def chunks(self, first: Any, count: int, place: Place, results: Results) -> None:
-        """Stores `count` chunks of a tile, from the chunk of number `first` on."""
+        """Stores `count` chunks of a tile to the outputs, from chunk number `first` on.
+
+        `place` is the tile's position in the outputs, and `results` returns the tile's elements.
+        Chunk numbers past the tile's last chunk are ignored.
+        """
         lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
 
     def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
-        """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
+        """Stores the rows of a tile's chunk `number` that belong to the tile's group.
 
-        Registers can only be selected by constant indices, so each chunk has its own code to write
-        it to a buffer. The code after that is the same for all chunks.
+        Registers can only be selected by constant indices, so each chunk has its own code that
+        writes it to a buffer. The code that copies the buffer to the output is shared.
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
@@ -136,7 +146,8 @@ class Store:
         ]
 
         @pl.when(number == 0)
-        def _():  # the copies of the tile before have read their buffers
+        def _():
+            # Wait until the bulk copies of the previous tile have read their buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(first < stop)
@@ -148,14 +159,17 @@ class Store:
             self._copy(buffers, top, left_edge, first, stop)
 
     def _write_each(self, buffers: Sequence[Any], results: Results, row: int, column: int) -> None:
-        """Writes the chunk at a row and a column of each output's tile to its buffer."""
+        """Writes the chunk that starts at (row, column) of each output's tile to a buffer."""
         height = min(STORED_ROWS, self.block_m - row)
         values = results(slice(column, column + CHUNK), slice(row, row + height))
         for buffer, part in zip(buffers, values, strict=True):
             self._write(buffer.at[:height], part)
 
     def _write(self, buffer: Any, values: jax.Array) -> None:
-        """Writes [columns, rows] to a buffer; the reader of the buffer waits for `commit_smem`."""
+        """Writes values [columns, rows], transposed, to a buffer in shared memory.
+
+        The caller must call `commit_smem` before the buffer is read.
+        """
         if self.interpreted:
             buffer[...] = values.T
         else:
@@ -169,8 +183,11 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of the buffers to the outputs: row 0 to (top, left_edge)."""
-        # The last chunk of a tile may be lower than the others.
+        """Copies rows [begin, end) of each buffer to its output.
+
+        Row 0 and column 0 of a buffer belong to row `top` and column `left_edge` of the output.
+        """
+        # A tile's last chunk has fewer than 32 rows if block_m is not a multiple of 32.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(begin == 0) & (end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
@@ -197,7 +214,10 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of a buffer, which need not start at a multiple of 8."""
+        """Copies rows [begin, end) of a buffer to `out`; `begin` need not be a multiple of 8.
+
+        Row 0 and column 0 of the buffer belong to row `top` and column `left_edge` of `out`.
+        """
         if self.interpreted:
             self._copy_rows_in_parts(buffer, out, top, left_edge, begin, end)
             return
@@ -219,9 +239,10 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Does what `_copy_rows` does, in the interpreter.
+        """Copies rows [begin, end) of a buffer to `out`, as `_copy_rows`, in the interpreter.
 
-        A copy has a static height, so there is one for each power of two in the number of rows.
+        A copy has a static height. So the rows are copied in parts whose heights are powers of two:
+        the binary digits of end - begin.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plain = self.buffers.plain
@@ -239,7 +260,11 @@ class Store:
             height //= 2
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
-        """Zeroes the outputs' rows from `start` on; `num_workers` computers share the chunks."""
+        """Zeroes this computer warpgroup's share of the outputs' rows from `start` to the last.
+
+        The rows' chunks are shared among `num_workers` warpgroups; `worker` is the index of this
+        one.
+        """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape
         buffer, layout = self.buffers.chunks.at[0], plgpu.Layout.WGMMA
@@ -263,7 +288,10 @@ class Store:
     def _zero_chunk(
         self, buffer: Any, top: jax.Array, left_edge: jax.Array, begin: jax.Array, end: jax.Array
     ) -> None:
-        """Copies rows [begin, end) of a buffer of zeros to each output at (top, left_edge)."""
+        """Zeroes 64 columns of the outputs' rows [top + begin, top + end), from `left_edge` on.
+
+        `buffer` is [32, 64] in shared memory, and holds zeros.
+        """
         buffers = [buffer] * len(self.outs)
 
         @pl.when(end - begin == STORED_ROWS)

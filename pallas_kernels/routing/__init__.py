@@ -1,1 +1,1 @@
-"""GPU kernels of the router."""
+"""Pallas Mosaic GPU kernel of the MoE router: top-k experts, their weights, and softmax."""

@@ -1,11 +1,12 @@
-"""The numbers that columns and groups are compared by where a bias or a second score is added.
+"""Sums of scores by which top-k routing compares experts and groups of experts.
 
-A sum of scores, or of a score and a bias, is two float32 numbers: `high`, the sum rounded to
-float32, and `low`, what was rounded off. Where two sums are equal, logits decide.
+Experts are the columns of the scores. A sum is a score plus a bias, or the sum of a group's two
+best scores. It is represented by two float32 numbers: `high`, the sum rounded to float32, and
+`low`, the error of that rounding. If two sums are equal, the logits are compared.
 
-XLA and the kernel compare by the same numbers. So functions here compute with `ops`, which holds
-arrays or words of a kernel's lanes, and apply elementwise functions that
-`pallas_kernels.fabric.elementwise` emits.
+The XLA implementation and the GPU kernel must choose the same experts, so both call the functions
+here. A function computes by an argument `ops`, whose values are JAX arrays in XLA and registers in
+the kernel. `ops` applies elementwise functions, which `pallas_kernels.fabric.elementwise` can emit.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ import numpy as np
 
 from pallas_kernels.routing.plan import Groups
 
-_LARGEST = np.float32(1e37)  # its sums and differences are finite
+# Logits are clipped to this magnitude, so that their sums and differences are finite in float32.
+_LARGEST = np.float32(1e37)
 _LOG_2 = np.float32(math.log(2))
 
 
 class Ops(Protocol):
-    """What sums are computed with."""
+    """The operations on float32 values by which sums are computed, in XLA or in a kernel."""
 
     def zero(self) -> Any: ...
 
     def call(self, function: Callable[..., jax.Array], *operands: Any) -> Any:
-        """Calls a function of `ARITY` with its operands."""
+        """Applies `function`, a key of `ARITY`, to operands elementwise."""
 
     def where_finite(self, of: Any, value: Any) -> Any:
-        """Returns `value` where `of` is finite, and elsewhere 0."""
+        """Returns `value` where `of` is finite, else 0."""
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        """Returns `value` where `of` is larger than 0, and elsewhere `other`."""
+        """Returns `value` where `of` is greater than 0, else `other`."""
 
 
 def plus(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -44,18 +46,21 @@ def plus(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def rounded_off(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns a + b - total exactly, where total is a + b rounded (Knuth's TwoSum)."""
+    """Returns exactly a + b - total, where total is a + b rounded to float32 (Knuth's TwoSum)."""
     of_b = total - a
     return (a - (total - of_b)) + (b - of_b)
 
 
 def left_of(total: jax.Array, rest: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns total + rest - high exactly, where high is total + rest rounded and rest smaller."""
+    """Returns exactly total + rest - high, where high is total + rest rounded to float32.
+
+    |rest| must be less than |total| (Dekker's Fast2Sum).
+    """
     return rest - (high - total)
 
 
 def smaller_sigmoid(x: jax.Array) -> jax.Array:
-    """Returns the smaller one of sigmoid(x) and sigmoid(-x), which add up to 1."""
+    """Returns the smaller of sigmoid(x) and sigmoid(-x). These two numbers add up to 1."""
     return jax.nn.sigmoid(-jnp.abs(x))
 
 
@@ -68,10 +73,10 @@ def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
 
 
 def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns more than the error of a + b as the sum of two sums (high, low), from their highs.
+    """Returns an upper bound of the error of a + b for the sum of two sums (a, low) and (b, low).
 
-    A low is at most 2^-24 of its high, and so is the rounding of the sum. The constant exceeds what
-    is lost where numbers below 2^-126 are flushed to 0.
+    Each low is at most 2^-24 times its high, and the rounding of a + b is at most 2^-24 times the
+    result. The constant 2^-120 covers the error of numbers below 2^-126, which are flushed to 0.
     """
     return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
 
@@ -80,7 +85,7 @@ def minus(a: jax.Array, b: jax.Array) -> jax.Array:
     return a - b
 
 
-# The elementwise functions that `Ops.call` gets, and how many operands each has.
+# Maps each elementwise function that is passed to `Ops.call` to its number of operands.
 ARITY: dict[Callable[..., jax.Array], int] = {
     plus: 2,
     minus: 2,
@@ -94,7 +99,10 @@ ARITY: dict[Callable[..., jax.Array], int] = {
 
 
 def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns (total, rest, high): the sum of two sums is total + rest, which rounds to high."""
+    """Adds two sums a and b, each (high, low).
+
+    Returns (total, rest, high): the sum is total + rest, and high is the sum rounded to float32.
+    """
     total = ops.call(plus, a[0], b[0])
     rest = ops.call(plus, a[1], b[1])
     rest = ops.call(plus, ops.call(rounded_off, a[0], b[0], total), rest)
@@ -103,15 +111,17 @@ def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def add(ops: Ops, a: Any, b: Any) -> tuple[Any, Any]:
-    """Adds two sums (high, low)."""
+    """Adds two sums, each (high, low); returns the total as (high, low)."""
     total, rest, high = _rounded(ops, a, b)
     return high, ops.where_finite(high, ops.call(left_of, total, rest, high))
 
 
 def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
-    """Returns whether sums are compared: with a bias, or of a group's two best scores.
+    """Returns whether columns are compared by sums (high, low) instead of by logits.
 
-    A group's two best logits are found without, and added then.
+    They are if there is a bias, or if groups are worth the sum of their two best scores and the
+    scores are not logits. If scores are logits, a group's two best logits are found by comparing
+    logits, and are added afterwards.
     """
     return bias is not None or (groups is not None and groups.best == 2 and scores != "logit")
 
@@ -119,15 +129,18 @@ def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
 def score_and_bias(
     ops: Ops, scores: str, logit: Any, score: Any, bias: Any, *, rounded: bool = False
 ) -> tuple[Any, ...]:
-    """Returns (high, low), the sum of a score and a bias; with `rounded`, (high,) alone.
+    """Adds scores and biases.
 
     Args:
-      ops: computes with the operands.
-      scores: what scores are, a key of `OF_TWO`.
-      logit: the logits, for scores that are logits or sigmoids.
-      score: the scores, rounded, for other scores.
-      bias: the biases, or None.
-      rounded: whether to compute the rounded sum alone.
+      ops: the operations that compute with the operands.
+      scores: the score function, a key of `OF_TWO`.
+      logit: float32 logits; used if `scores` is "logit" or "sigmoid".
+      score: float32 scores; used if `scores` is another function.
+      bias: float32 biases, or None for no bias.
+      rounded: whether to compute only the sum rounded to float32.
+
+    Returns:
+      The sum as (high, low), or (high,) if `rounded`.
     """
     total: tuple[Any, ...] = (logit if scores == "logit" else score, ops.zero())
     if scores == "sigmoid":
@@ -144,9 +157,10 @@ def score_and_bias(
 
 
 def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns (total, lower, upper) of the sum of two sums, from their highs alone.
+    """Bounds the sum of two sums (a, low) and (b, low) without knowing their lows.
 
-    The sum is at least `lower` and at most `upper`, and it is not if all are infinite or NaN.
+    Returns (total, lower, upper): total is a + b rounded to float32, and the exact sum is at least
+    `lower` and at most `upper`. If total is infinite or NaN, so are lower and upper.
     """
     total = ops.call(plus, a, b)
     error = ops.where_finite(total, ops.call(error_of_two, a, b))
@@ -154,9 +168,10 @@ def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
-    """Returns log(e^a + e^b): the larger plus log(1 + y) for a y of 0 to 1, by its series."""
+    """Returns log(e^a + e^b) = max(a, b) + log(1 + e^-|a - b|), with a series for the logarithm."""
     ratio = jnp.exp(-jnp.abs(a - b))
-    z = ratio / (ratio + np.float32(2))  # log(1 + y) = 2 artanh(z)
+    # log(1 + ratio) is 2 artanh(z), whose series has odd powers of z.
+    z = ratio / (ratio + np.float32(2))
     square = z * z
     series = square * np.float32(2 / 13) + np.float32(2 / 11)
     for power in (9, 7, 5, 3, 1):
@@ -165,9 +180,9 @@ def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
 
 
 def _log_odds_of_mean(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns log(s / (1 - s)) of the mean s of two sigmoids.
+    """Returns log(s / (1 - s)) where s is the mean of sigmoid(a) and sigmoid(b).
 
-    s / (1 - s) is (e^a + e^b + 2 e^(a + b)) / (2 + e^a + e^b).
+    s / (1 - s) equals (e^a + e^b + 2 e^(a + b)) / (2 + e^a + e^b).
     """
     either = _log_sum(a, b)
     return _log_sum(either, a + b + _LOG_2) - _log_sum(either, _LOG_2)
@@ -181,8 +196,9 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# For each score function, a function of two logits that grows with the sum of their scores, even
-# where the sums round to the same number. It orders groups whose sums of their best two are equal.
+# Maps each score function to a function of two logits that grows with the sum of their scores, also
+# between sums that round to equal (high, low). It orders groups whose two best scores have equal
+# sums.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -1,4 +1,7 @@
-"""Describes what the kernel `top_k` supports, and its options, without Pallas or Mosaic."""
+"""Defines the options of the routing kernel `top_k`, and which shapes it supports.
+
+Imports neither Pallas nor Mosaic.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,28 @@ import math
 
 from pallas_kernels.fabric.hardware import WARP
 
-MOST_COLUMNS = 1024  # a row must fit in the registers of a warp
-MOST_CHOICES = WARP  # each lane stores one choice
-# A bound below every sum of scores divided by their largest, unless all scores are 0.
+# The most columns (experts) of a row, which must fit in the registers of a warp.
+MOST_COLUMNS = 1024
+# The most choices of a row, since each lane of a warp stores one choice.
+MOST_CHOICES = WARP
+# To normalize weights, the kernel divides a row's chosen scores by the largest of them, and then by
+# their sum. The sum exceeds this bound, unless all scores are 0. A smaller sum is replaced by this
+# bound, to avoid a division by 0.
 LEAST_SUM = 1e-6
-_LOWEST = -3.4028234663852886e38  # the lowest finite float32
+# The lowest finite float32.
+_LOWEST = -3.4028234663852886e38
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Blocks of neighbouring columns: each row chooses from its best blocks.
+    """Group-limited routing: each row chooses columns (experts) only from its best groups.
+
+    A group is a block of neighbouring columns.
 
     Attributes:
-      number: how many blocks there are, a divisor of the columns.
-      kept: how many of them a row chooses from.
-      best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
+      number: the number of groups, a divisor of the number of columns.
+      kept: the number of groups from which a row chooses columns.
+      best: 1 or 2; groups are compared by the sum of this many of their largest scores.
     """
 
     number: int
@@ -31,15 +41,17 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """Computes weights from the scores of a row's choices.
+    """How weights are computed from the scores of a row's k chosen columns.
 
     Attributes:
-      normalize: whether each score is divided by the scores' sum plus `epsilon`. The inputs are
-        then logarithms of scores, so that scores that underflow still have ratios; without epsilon
-        they may be shifted by a common constant. If False, the inputs are the scores.
-      epsilon: the constant of the normalization, 0 or more.
-      scale: a factor on each weight, applied last.
-      sigmoid: whether, with `normalize`, the inputs are logits whose sigmoids are the scores.
+      normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. The
+        kernel's inputs are then logarithms of scores, so that the ratios of scores that underflow
+        are still right; if `epsilon` is 0, a common constant may be added to them. If False, the
+        inputs are the scores.
+      epsilon: a constant added to the sum in the normalization, 0 or more.
+      scale: a factor by which each weight is finally multiplied.
+      sigmoid: whether, with `normalize`, the inputs are logits whose sigmoids are the scores,
+        instead of logarithms of scores.
     """
 
     normalize: bool
@@ -49,12 +61,15 @@ class Weighing:
 
     @property
     def log_epsilon(self) -> float:
-        """The logarithm of epsilon; the lowest float32 for an epsilon of 0."""
+        """The logarithm of `epsilon`, or the lowest finite float32 if `epsilon` is 0."""
         return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:
-    """Returns why the kernel cannot choose k of this number of columns, or None if it can."""
+    """Returns why the kernel cannot choose k of `columns` columns, or None if it can.
+
+    The reason is the end of a sentence such as "the kernel cannot run: ...".
+    """
     if columns > MOST_COLUMNS:
         return f"it holds rows of at most {MOST_COLUMNS} columns, not {columns}"
     if k > MOST_CHOICES:

@@ -1,23 +1,25 @@
-"""Chooses the k best columns (experts) of every row without sorting: one warp per row.
+"""Top-k routing kernel: chooses the k best columns (experts) of every row (token) without sorting.
 
-A lane holds neighbouring columns of its row in registers, each as a tuple of unsigned 32-bit words.
-The first words are keys of the numbers by which columns are compared. A key grows with its number
-in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The
-last word falls with the column's index, so that among equal columns the first has the largest
-tuple. Each of k steps takes the largest tuple of the row, by one reduction over the warp per word,
-and clears it in its lane.
+One warp handles one row. A lane of the warp holds neighbouring columns of the row in registers. A
+column is a tuple of unsigned 32-bit words. The first words are integer keys of the float32 numbers
+by which columns are compared. A key grows with its number in the total order of IEEE 754, which
+`lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The last word falls as the column's index
+grows, so that among equal columns the first has the largest tuple. Each of k steps finds the
+largest tuple of the row, by one warp reduction for each word, and sets it to 0 in its lane.
 
-Columns without a bias are compared by their logits. With a bias they are compared by (high, low,
-logit) of `order`. The warp first chooses by `high` alone. It chooses again, by all three, only if
-two of the best columns, or the last of them and another column, have equal highs.
+Columns without a bias are compared by their logits. With a bias, columns are compared by (high,
+low, logit), where the sum of score and bias is high + low (see `order`). The warp first chooses by
+`high` alone. The warp chooses again, by all three numbers, only if two chosen columns, or the last
+chosen column and another one, have equal highs.
 
-With groups, the lanes of a group first compute the group's keys, the warp chooses the best groups
-in the same way, and columns of other groups count as -inf. The sums of the groups' two best highs
-choose the groups, unless their rounding errors may decide.
+With groups, the lanes of a group first compute the group's keys. The warp chooses the best groups
+in the same way as columns, and columns of other groups count as -inf. If a group is worth the sum
+of its two best scores, groups are first compared by the sum of two highs. The exact sums are
+compared only if the rounding errors could change the chosen groups.
 
-If asked for, the warp also computes the row's softmax. The lanes that hold the choices compute the
-weights. The arithmetic is that of XLA's kernels, except that sums are taken in the order of the
-lanes, which does not depend on the number of rows.
+On request, the warp also computes the row's softmax. The lanes that hold the chosen columns compute
+the weights. The arithmetic gives the bits of XLA's kernels, except that sums run in the order of
+the lanes, which does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
-_ROWS = LANES // WARP  # a block has this many rows, one per warp
+# A thread block handles this many rows, one per warp.
+_ROWS = LANES // WARP
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
@@ -57,13 +60,15 @@ _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
 class Chosen(NamedTuple):
-    """The choices of each of T rows of E columns.
+    """The chosen columns (experts) of each of T rows (tokens), and their weights.
 
     Attributes:
       columns: [T, k] int32, the chosen columns, best first.
-      chosen: [T, k] float32, the inputs of their weights.
-      weights: [T, k] float32, their weights.
-      softmax: [T, E] float32, the softmax of each row of logits; None unless it was asked for.
+      chosen: [T, k] float32, the numbers from which the weights of the chosen columns are computed:
+        logits, softmax probabilities, or `top_k`'s argument `gathered` at the columns.
+      weights: [T, k] float32, the weights of the chosen columns.
+      softmax: [T, E] float32, the softmax of each row of E logits, or None if `top_k` was not asked
+        for it.
     """
 
     columns: Any
@@ -86,22 +91,27 @@ def top_k(
     softmax: bool = False,
     interpret: Any = None,
 ) -> Chosen:
-    """Chooses the k best columns of each row.
+    """Chooses the k best columns (experts) of each row (token), and computes their weights.
 
     Args:
       logits: [T, E] float32, T > 0.
-      k: how many to choose.
-      weighing: what weights are made of.
-      scores: what the bias is added to, and what is summed of groups: a key of `order.OF_TWO`.
-      rounded: [T, E] float32, the scores if they are neither logits nor sigmoids and a bias or
-        groups need them; else None.
-      bias: [1, E] or [T, E] float32, or None.
-      kept: [T, E] int32, 0 for columns that count as -inf; None: none do.
-      gathered: [T, E] float32, what is weighed; None: the softmax if it is made and is not
-        normalized again, else the logits.
-      groups: the groups of columns to choose from, or None.
-      softmax: whether to return the softmax of the logits.
+      k: the number of columns to choose in each row.
+      weighing: how weights are computed.
+      scores: the score function, a key of `order.OF_TWO`. The bias is added to scores, and groups
+        are compared by sums of scores.
+      rounded: [T, E] float32, the scores. Needed if there is a bias, or if groups are compared by
+        two scores, unless `scores` is "logit" or "sigmoid"; else None.
+      bias: [1, E] or [T, E] float32 added to the scores in the choice, or None.
+      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None if there are
+        none.
+      gathered: [T, E] float32, the numbers from which weights are computed. If None, these are the
+        softmax if `softmax` is set and `weighing` does not normalize, else the logits.
+      groups: the groups of columns for group-limited routing, or None.
+      softmax: whether to return the softmax of the logits, too.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Raises:
+      ValueError: the kernel does not support this number of columns, choices or groups.
     """
     rows, columns = logits.shape
     if reason := unavailable_reason(columns, k, groups):
@@ -143,8 +153,8 @@ def top_k(
     )
 
 
-# The words of a column or of a group: its keys, and last a word that distinguishes equal ones.
-# Words of 0 stand for no column.
+# The words by which columns or groups are compared: keys, and last a word that is larger for a
+# smaller index. Tuples of words are compared lexicographically. Words of 0 stand for no column.
 _Words = tuple[Any, ...]
 
 
@@ -157,13 +167,15 @@ class _TopK:
     scores: str
     groups: Groups | None
     makes_softmax: bool
-    given: tuple[str, ...]  # the operands' names
-    has_one_bias: bool  # of all rows
+    # The names of the operands that are given.
+    given: tuple[str, ...]
+    # Whether all rows have one bias, [1, E].
+    has_one_bias: bool
     interpreted: bool
 
     @property
     def width(self) -> int:
-        """The columns of a row that one lane holds."""
+        """The number of columns of a row that each lane of the warp holds."""
         return pl.cdiv(self.columns, WARP)
 
     def __call__(self, *refs: Any) -> None:
@@ -186,7 +198,13 @@ class _TopK:
             self.one_row(_Lanes(self.columns, self.width), row, refs)
 
     def one_row(self, lanes: Any, row: Any, refs: Sequence[Any]) -> None:
-        """Chooses the columns of a row, and computes their weights. Words hold bits of numbers."""
+        """Chooses the columns of a row, computes their weights, and stores the row's results.
+
+        Args:
+          lanes: emits or computes the operations on the warp's lanes.
+          row: the index of the row.
+          refs: references to the operands in `given`, and then to the outputs.
+        """
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
         columns, chosen = self.choose(lanes, row, operands)
@@ -202,7 +220,11 @@ class _TopK:
         lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
     def weigh(self, lanes: Any, chosen: Any) -> Any:
-        """Computes the weights of the choices that the first k lanes hold."""
+        """Returns the weights of the row's chosen columns, one in each of the first k lanes.
+
+        Lane i of `chosen` holds the bits of the number from which the weight of choice i is
+        computed.
+        """
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
         if not weighing.normalize:
@@ -223,7 +245,12 @@ class _TopK:
         return lanes.apply(_SCALE, lanes.apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
-        """Computes the row's softmax for a lane's own values, and for other values of the row."""
+        """Computes the softmax of a row.
+
+        `values` are the logits of each lane's columns. `others` are further logits of the row, such
+        as the chosen ones. Returns the probabilities of `values` and then of `others`. Words hold
+        float32 bits.
+        """
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
             first, second, *rest = keys
@@ -237,9 +264,10 @@ class _TopK:
         return [lanes.apply(_DIVIDE, term, total) for term in terms]
 
     def choose(self, lanes: Any, row: Any, operands: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns, in lane i < k, the i-th best column of a row and its logit.
+        """Returns the k best columns of a row and their logits.
 
-        Other lanes hold any column.
+        Lane i < k holds the index of the i-th best column, and the bits of its logit. Other lanes
+        hold any column.
         """
 
         def by_all_keys() -> list[Any]:
@@ -260,9 +288,18 @@ class _TopK:
     def chosen(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], *, exact: bool
     ) -> tuple[_Words, Any]:
-        """Returns the words of the i-th best column in lane i, and whether they are right.
+        """Chooses the k best columns of a row by all keys, or by the first key alone.
 
-        With `exact` columns and groups are compared by all of their keys, which is right.
+        Args:
+          lanes: emits or computes the operations on the warp's lanes.
+          row: the index of the row.
+          operands: references to the kernel's operands, by name.
+          exact: whether columns and groups are compared by all of their keys. Else groups, and
+            columns with a bias, are compared by the first key, the sum rounded to float32.
+
+        Returns:
+          The words of the i-th best column in lane i < k, and whether the choice is certain to be
+          the same as with `exact`.
         """
         keys = self.keys(lanes, row, operands, exact)
         of_columns = keys if "bias" in operands else keys[-1:]
@@ -304,11 +341,12 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Returns lists of keys of a lane's columns; columns are compared by the first list first.
+        """Returns the keys by which a lane's columns are compared, as lists of a key per column.
 
-        With `exact` the lists are the keys of (high, low, logit), or of the logit alone if there
-        are no sums. Without `exact` they are the keys of `high` if there are sums, and of the logit
-        if there is no bias.
+        Columns are compared by the first list, then by the second, and so on. With `exact` the
+        lists are the keys of high, low and logit, or only of the logit if columns are not compared
+        by sums. Without `exact` there is a list of the keys of high if columns are compared by
+        sums, and then one of the logits if there is no bias.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -334,9 +372,16 @@ class _TopK:
         return keys
 
     def kept(self, lanes: Any, columns: Sequence[_Words], exact: bool) -> tuple[Any, Any]:
-        """Returns whether each lane's group is among the best, and 0 where that is right.
+        """Chooses the best groups of a row.
 
-        `columns` are keys alone.
+        Args:
+          lanes: emits or computes the operations on the warp's lanes.
+          columns: the keys of each of a lane's columns, without the word of the index.
+          exact: whether `columns` have all keys; else they have the first key only.
+
+        Returns:
+          Whether each lane's columns belong to a chosen group, and a word that is 0 if the choice
+          is certain to be the same as with `exact`, else not 0.
         """
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
@@ -353,7 +398,8 @@ class _TopK:
         none = doubt = lanes.word(0)
         upper = first[0]
         if self.groups.best == 2:
-            assert second is not None  # a group has two columns or more
+            # A group has at least two columns, which `unavailable_reason` has checked.
+            assert second is not None
             if exact:
                 first = self.sum_of(lanes, first, second)
             else:
@@ -369,14 +415,18 @@ class _TopK:
             kept = is_best if kept is None else lanes.either(kept, is_best)
             own = _without(lanes, own, best)
         if not exact:
-            # Those that are left have lower bounds in `own`, and may not reach the last kept.
+            # The groups were ordered by lower bounds of their sums. The choice is certain if the
+            # lower bound of the last chosen group exceeds the upper bound of every other group.
             reaches = lanes.select(lanes.greater(best[0], upper), none, lanes.word(1))
             doubt = lanes.either(doubt, lanes.select(kept, none, reaches))
             doubt = lanes.warp_max(doubt)
         return kept, doubt
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
-        """Returns the keys of a group of these two best columns."""
+        """Returns the keys of a group by which groups are compared: (high, low, tie-breaker).
+
+        `keys` are the keys of the group's two best columns. (high, low) is the sum of their scores.
+        """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
         sums = [
@@ -401,7 +451,7 @@ def _is_larger(lanes: Any, a: _Words, b: _Words) -> Any:
 
 
 def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
-    """Returns the largest words of a lane."""
+    """Returns, in each lane, the largest tuple of words of the lane's columns."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]
@@ -411,7 +461,7 @@ def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
 
 
 def _warp_best(lanes: Any, own: _Words) -> _Words:
-    """Returns the largest words of the warp, in every lane."""
+    """Returns the largest tuple of words of all lanes of the warp, in every lane."""
     best, is_best = [lanes.warp_max(own[0])], None
     for word in own[1:]:
         is_last = lanes.equal(own[len(best) - 1], best[-1])
@@ -421,7 +471,7 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns `words`, or words of 0 if they equal the taken words."""
+    """Returns `words`, or words of 0 if they are those of the column or group `taken`."""
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
 
@@ -429,7 +479,10 @@ def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
 def _two_largest(
     lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
 ) -> tuple[_Words, _Words]:
-    """Returns the two largest of a, a_second, b and b_second, where a second may be None."""
+    """Returns the two largest of the word tuples a, a_second, b and b_second.
+
+    a_second is at most a, or None; b_second is at most b, or None.
+    """
     a_is_larger = _is_larger(lanes, a, b)
     first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
     for other in (a_second, b_second):
@@ -439,7 +492,10 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns to each lane the float32 sum over its group of `number` lanes, a power of two."""
+    """Returns, in each lane, the float32 sum of `word` over the lane's group of `number` lanes.
+
+    `number` is a power of two. Words hold float32 bits.
+    """
     distance = number // 2
     while distance:
         word = lanes.apply(_ADD, word, lanes.exchange(word, distance))
@@ -448,7 +504,7 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """Emits the operations of `_TopK` for one thread; words are unsigned, with 32 bits."""
+    """Emits the operations of `_TopK` for one lane of a warp. Words are 32-bit, unsigned."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
@@ -458,9 +514,10 @@ class _Lanes:
         return self.word(0)
 
     def load(self, ref: Value, row: Value, *, again: bool = False) -> list[Value]:
-        """Returns the bits of this lane's columns of a row; past the last column, of that one.
+        """Loads this lane's columns of row `row` as float32 bits, `width` words.
 
-        With `again` they are loaded even if they have been before, and need no registers meanwhile.
+        Columns past the row's last column repeat the last column. With `again`, the loads are
+        volatile, so that the compiler does not keep the values of an earlier load in registers.
         """
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
@@ -487,7 +544,10 @@ class _Lanes:
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
-        """Returns the words of this lane's columns; 0 past the row's last column."""
+        """Returns the words of each of this lane's columns: its keys, and the word of its index.
+
+        `keys` are lists of a key per column. Columns past the row's last column have words of 0.
+        """
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
         for i, of_column in enumerate(zip(*keys, strict=True)):
@@ -500,12 +560,12 @@ class _Lanes:
         return columns
 
     def bits(self, key: Value) -> Value:
-        """Returns the bits of the number that has this key."""
+        """Returns the float32 bits of the number whose key is `key`: the inverse of `key()`."""
         below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Replaces a lane's words past the row's last column by 0."""
+        """Returns a lane's words, one for each column, with 0 past the row's last column."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -516,7 +576,7 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 numbers to words that hold their bits."""
+        """Applies a function of float32 numbers to words that hold float32 bits."""
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
 
@@ -535,17 +595,17 @@ class _Lanes:
         return self.select(is_nan, value, self.zero())
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        # Numbers above 0, infinity included, have the bits 1 to _INFINITY. Words are unsigned, so
-        # 0 - 1 is the largest word.
+        # The bits of numbers above 0 are 1 to _INFINITY. Words are unsigned, so 0 - 1 is the
+        # largest word and fails the comparison.
         is_positive = self.greater(self.word(_INFINITY), self.minus_one(of))
         return self.select(is_positive, value, other)
 
     def unless(
         self, condition: Value, function: Callable[[], list[Value]], values: list[Value]
     ) -> list[Value]:
-        """Returns `values` where the condition holds, else what `function` emits.
+        """Returns `values` if the condition holds, else the results that `function` emits.
 
-        The condition must be the same for all threads of a warp.
+        The condition must be equal in all lanes of a warp.
         """
         return mosaic.unless(condition, function, values)
 
@@ -558,13 +618,13 @@ class _Lanes:
         return llvm.load(i32, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
 
     def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
-        """Stores the words of the first k lanes to a row of k."""
+        """Stores the words of the first k lanes to row `row` of `ref` [T, k]."""
         with mosaic.when(mosaic.below(self.lane, mosaic.i32(k))):
             place = arith.addi(arith.muli(row, mosaic.i32(k)), self.lane)
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores each lane's words to the columns that `load` reads."""
+        """Stores each lane's words, one for each of its columns, to row `row` of `ref` [T, E]."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -586,14 +646,14 @@ class _Lanes:
         return mosaic.warp_max(word)
 
     def exchange(self, word: Value, distance: int) -> Value:
-        """Returns the word of the lane whose number differs by `distance`, a power of two."""
+        """Returns the word of another lane: the lane whose index is this lane's XOR `distance`."""
         return mosaic.shuffle(word, distance)
 
     def word(self, value: int) -> Value:
         return mosaic.i32(value)
 
     def number(self, value: float) -> Any:
-        """Returns the bits of a float32."""
+        """Returns a word that holds the float32 bits of `value`."""
         return self.word(int(np.float32(value).view(np.uint32)))
 
     def complement(self, word: Value) -> Value:
@@ -619,7 +679,10 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """Computes the operations of `_Lanes` in Pallas' interpreter; words are [WARP] uint32."""
+    """The operations of `_Lanes` in Pallas' interpreter, on all lanes of a warp at once.
+
+    A word is an array [WARP] uint32, with an element for each lane.
+    """
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
