@@ -18,7 +18,7 @@ from jax_ep.flags import Error, Flags
 
 
 class Command(NamedTuple):
-    # The name of the module is imported only when the command runs.
+    # The name of the command's module, which is imported only when the command runs.
     module: str
     summary: str
 

@@ -199,9 +199,10 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
 def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
     """Evaluates a placement on one step of the trace, `step` [layers, tokens, K].
 
-    Returns a dict: "balance" [layers], the busiest rank's rows over the mean; "wire_rows" [layers],
-    rows sent between ranks per token; "rank_changes", the share of choices whose expert in the next
-    layer is on another rank; and "us" [layers], the predicted time of a layer in microseconds.
+    Returns a dict: "balance" [layers], the busiest rank's rows divided by the mean; "wire_rows"
+    [layers], the rows sent between ranks per token; "rank_changes", the share of pairs of a token's
+    choices in two successive layers whose experts are on different ranks; and "us" [layers], the
+    predicted time of a layer's forward pass in microseconds.
     """
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
