@@ -96,7 +96,10 @@ class Case:
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws an array uniformly from [-1, 1); `seed` is an integer array of one element."""
+    """Draws an array of the given shape and dtype uniformly from [-1, 1).
+
+    `seed` is an integer array of one element, which may be traced.
+    """
     return jax.random.uniform(jax.random.key(seed.reshape(())), shape, dtype, -1, 1)
 
 
@@ -168,7 +171,7 @@ BASELINES: dict[str, Callable[[Case, str], Baseline]] = {
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Returns why a baseline cannot run on a platform, such as "cpu", or None if it can."""
+    """Returns why the baseline `name` cannot run on a platform, such as "cpu"; None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None

@@ -439,7 +439,8 @@ def _chunks(
 
     def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:
         loss, dhead = carry
-        x, target = rows  # [chunk, H], [chunk]
+        # x is [chunk, H], target [chunk].
+        x, target = rows
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
         top = lax.pmax(jnp.max(logits, axis=1), tensor)
         exponentials = jnp.exp(logits - top[:, None])

@@ -193,7 +193,8 @@ def _deepep_v1(hosts: int, gb_per_s: float) -> Published:
 def _deepep_v2(hosts: int, gb_per_s: float) -> Published:
     return Published(
         "DeepEP V2, SM90",
-        # The source does not name the GPU; the figure needs more NVLink bandwidth than an H800 has.
+        # The source does not name the GPU. The published figure needs more NVLink bandwidth than an
+        # H800 has, so the bandwidth of an H100 is assumed.
         Cluster(hosts, 8, nic_gb_per_s=50, nvlink_gb_per_s=450),
         Work(8192, 256, 8, _FLOAT8_ROW, hosts_per_token=4),
         gb_per_s,

@@ -99,7 +99,10 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
 
 
 def traffic(op: str, work: Work) -> Traffic:
-    """Counts the bytes per rank that an operation of `operations.OPERATIONS` must move."""
+    """Counts the bytes per rank that any implementation of an operation must move, for `floor`.
+
+    `op` is the operation's name in `operations.OPERATIONS`, and `work` its routing and sizes.
+    """
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
     own = PLAIN.row_bytes(work.hidden, work.dtype)

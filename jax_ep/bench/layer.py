@@ -62,7 +62,7 @@ TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class Shape(NamedTuple):
-    """The sizes H, F, E and K of a model's MoE layers, and its router's score function."""
+    """The sizes of a model's MoE layers: H, F, E and K in this order, and the router's score."""
 
     hidden: int
     mlp_dim: int
@@ -76,7 +76,8 @@ SHAPES = {
     "qwen3-moe": Shape(2048, 768, 128, 8),
     "mixtral": Shape(4096, 14336, 8, 2),
 }
-SMALL_SHAPES = {  # CPUs measure these shapes
+# The shapes that are measured on CPUs, by the names of SHAPES.
+SMALL_SHAPES = {
     "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
     "qwen3-moe": Shape(128, 64, 16, 8),
     "mixtral": Shape(128, 256, 8, 2),

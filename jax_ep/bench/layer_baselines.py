@@ -93,7 +93,7 @@ def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Returns why a layer cannot run on a platform, such as "cpu", or None if it can."""
+    """Returns why the layer `name` cannot run on a platform, such as "cpu"; None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None

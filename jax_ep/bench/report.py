@@ -107,10 +107,14 @@ def fixed_width(
     text: Collection[str] = (),
     nothing: Sequence[str] | None = None,
 ) -> list[str]:
-    """Renders a table's cells as lines of aligned columns, the header first.
+    """Renders the cells of a table as lines of text with aligned columns, the header first.
 
-    Columns named in `text` are aligned to the left, all others to the right. A column is left out
-    if each of its cells is empty or equals the column's entry in `nothing`.
+    Args:
+      header: the columns' headings.
+      lines: the cells of each line, one per column.
+      text: the headings of columns that are aligned to the left; others are aligned to the right.
+      nothing: a text per column. A column is left out if each of its cells is empty or has this
+        text. None: only empty columns are left out.
     """
     usual = nothing or [""] * len(header)
     kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]

@@ -464,7 +464,10 @@ def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
 
 
 def _quantization(keys: _Keys) -> Quantization:
-    """Returns the quantization that config.json states."""
+    """Reads the quantization of a model from `quantization_config` in config.json.
+
+    Raises ValueError if the method is not supported.
+    """
     said = keys.config.get("quantization_config") or {}
     method = said.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:

@@ -24,7 +24,7 @@ _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A tensor of floating numbers, stored as they are.
+    """A tensor of floating-point numbers that is stored without quantization.
 
     Attributes:
         directory: the directory with the tensor.
@@ -53,7 +53,10 @@ class Plain:
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes values to a slice, rounded to `dtype`; unchanged values keep their bytes."""
+        """Rounds numbers to `dtype` and writes them to a slice of the tensor.
+
+        A stored number stays as it is if, cast to the dtype of `values`, it equals the new number.
+        """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation that config.json names.
+    """Returns the activation function for a name in config.json, such as "silu".
 
     Raises:
         ValueError: no activation of this name is known.

@@ -156,7 +156,7 @@ class Directory:
         return self._entries[file][name]
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Returns a copy of a slice of a tensor."""
+        """Reads a slice of the tensor `name` from its file; returns a copy in C order."""
         with self._slice(name, index) as view:
             out = view.copy(order="C")
         with self._lock:
@@ -164,7 +164,10 @@ class Directory:
         return out
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
-        """Writes `values`, which must have the tensor's dtype, to a slice of the tensor."""
+        """Writes `values` to a slice of the tensor `name` in its file.
+
+        `values` must have the tensor's dtype and the slice's shape.
+        """
         with self._slice(name, index) as view:
             assert (values.dtype, values.shape) == (view.dtype, view.shape), name
             view[...] = values

@@ -1,4 +1,7 @@
-"""`python -m jax_ep info`: prints facts for a bug report, and which implementations run here."""
+"""`python -m jax_ep info`: prints versions, devices and which implementations run on them.
+
+A bug report should include this output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages the loads of experts over training steps."""
+"""Averages the loads of experts (how often each is chosen) over training steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LoadTracker:
 
     @property
     def load(self) -> jax.Array:
-        """The average counts per step, float32 in the tracker's shape; 0 before any update."""
+        """The average counts per step, [layers, E] or [E] float32; 0 before the first update."""
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 

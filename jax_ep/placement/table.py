@@ -60,7 +60,13 @@ class Placement:
 
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
-        """Makes a placement from `expert_of_slot`, [layers, P] integers, -1 for an empty slot.
+        """Makes a placement from the expert of each slot.
+
+        Args:
+            expert_of_slot: [layers, P] integers, the expert that each slot holds; -1 for an empty
+                slot.
+            num_experts: E, the number of experts of a layer.
+            num_ranks: N, the number of ranks, which divides P.
 
         Raises:
             ValueError: num_ranks does not divide P, an id is not below num_experts, or an expert

@@ -236,7 +236,7 @@ def redistribute(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether a dtype is bool, or a real dtype of 8 bits or more."""
+    """Returns whether `redistribute` can move a dtype: bool, or real with 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
