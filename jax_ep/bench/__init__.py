@@ -1,1 +1,4 @@
-"""The commands `bench` and `estimate` of `python -m jax_ep`, which measure and predict times."""
+"""Implements the commands `bench` (measures times) and `estimate` of `python -m jax_ep`.
+
+`estimate` predicts the time of an exchange between hosts.
+"""

@@ -1,13 +1,16 @@
-"""`python -m jax_ep bench balance`: times a layer with skewed routing, for ways to place experts.
+"""`python -m jax_ep bench balance`: times a layer under skewed routing, by placement of experts.
 
-Every layer of a shape has the same parameters and tokens, and is given its choices of experts: K
-distinct experts per token, drawn with probabilities 1 / (1 + popularity rank) ** exponent. Exponent
-0 is uniform routing. The experts' popularity ranks are shuffled. A placement is found by
-`jax_ep.placement.balance` from the loads of as many tokens of another draw.
+All layers of a model shape have the same parameters and tokens. The router's choices are given: K
+distinct experts per token, drawn with probabilities proportional to
+1 / (1 + popularity rank) ** exponent. Exponent 0 is uniform routing. Popularity ranks are assigned
+to experts at random. `jax_ep.placement.balance` computes a placement (which rank holds which
+experts, popular ones more than once) from the loads of a second draw of equally many tokens.
 
-The receive buffer has as many rows as a routing and its placement need, or a given number for all.
-"Redistribute" is the wall time of one `jax_ep.placement.redistribute` of the experts' weights, from
-the order of the ids to the placement or back; "a step" spreads it over the steps between two.
+The receive buffer has the rows that the routing and the placement need, or the number of rows that
+--capacity_factor sets. The column "redistribute us" is the wall time of one call of
+`jax_ep.placement.redistribute`, which moves the experts' weights between the order of their ids and
+the placement. The column "a step" is this time divided by --redistribute_every, the number of
+training steps between two redistributions.
 """
 
 from __future__ import annotations
@@ -89,15 +92,15 @@ def run() -> int:
 
 
 class Placed(NamedTuple):
-    """A layer whose experts have been placed.
+    """A MoE layer whose experts' weights are arranged by a placement.
 
     Attributes:
-      state: parameters, x, choices of experts and placement, or None for experts in order; the
-        ranks stacked.
-      mesh: the mesh of its ranks.
-      config: the layer's configuration; its capacity is set later.
-      needed: the number of rows that the rank with most rows receives.
-      facts: times of moving the weights, as fields of a row.
+      state: the tuple (parameters, x, topk_idx, placement); every array has a leading axis of
+        ranks. The placement is None if experts are in the order of their ids.
+      mesh: the one-axis mesh of the ranks.
+      config: the layer's configuration, without a capacity factor; `BalanceCase.build` sets it.
+      needed: the number of rows that the most loaded rank receives.
+      facts: fields for the row of results: the time and bytes of moving the weights.
     """
 
     state: Any
@@ -108,9 +111,10 @@ class Placed(NamedTuple):
 
 
 class BalanceCase(runner.Case):
-    """A layer with one routing and one placement, for every overflow and capacity.
+    """Measures a layer with one routing and one placement, for each overflow rule and capacity.
 
-    `expected` maps a routing to the first output for it. The cases of all placements share it.
+    `expected` maps a routing, in words, to the first output [N, T, H] measured with it. All cases
+    share this dict, so that the outputs of all placements are compared.
     """
 
     spaced = False
@@ -234,7 +238,7 @@ class BalanceBench(runner.Bench):
         compare(rows, _EVERY.value)
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Draws wall times by routing and by where the experts live."""
+        """Draws wall times as bars, one group per exponent and one bar per placement."""
 
         def bar(row: Row) -> str:
             factor = row.get("capacity_factor")
@@ -256,19 +260,31 @@ class BalanceBench(runner.Bench):
 def draw_choices(
     num_tokens: int, num_experts: int, top_k: int, exponent: float, ranks: Any, seed: int
 ) -> Any:
-    """Draws K distinct experts for each token; expert e has the popularity rank ranks[e].
+    """Draws K distinct experts for each token, at random without replacement (Gumbel top-k).
+
+    Expert e is drawn with a probability proportional to 1 / (1 + ranks[e]) ** exponent. ranks [E]
+    are the experts' popularity ranks; 0 is the most popular expert.
 
     Returns:
-        [num_tokens, K] int32, the most likely choice of a token first.
+        [num_tokens, K] int32 expert ids, in the order in which they are drawn.
     """
     draws = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
     return np.argsort(exponent * np.log1p(ranks) - draws, axis=1)[:, :top_k].astype(np.int32)
 
 
 def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, Row]:
-    """Places the experts; returns (params, x, placement), and the times of moving the weights.
+    """Computes a placement and moves the experts' weights to it.
 
-    The placement is None, and experts stay in the order of their ids, if `copies` is None.
+    Args:
+        state: the tuple (params, x, cotangent) of `layer.make_state`, stacked by rank.
+        load: [1, E], the number of choices of each expert.
+        copies: the number of extra slots per rank, for copies of popular experts; a slot holds one
+            expert's weights. None: experts stay in the order of their ids.
+        mesh: the one-axis mesh of the ranks.
+
+    Returns:
+        The tuple (params, x, placement) and a dict with the time (microseconds) and the bytes of
+        moving the weights. If `copies` is None, the placement is None and the dict is empty.
     """
     params, x, _ = state
     if copies is None:
@@ -295,13 +311,14 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
     stacked = jax.tree.map(lambda leaf: leaf.reshape(mesh.size, -1, *leaf.shape[1:]), slots)
     params = params._replace(**stacked)
     return (params, x, after[0]), {
-        "redistribute_us": statistics.median(seconds[2:]) * 1e6,  # the first two runs compiled
+        # The first two redistributions, one in each direction, include compilation.
+        "redistribute_us": statistics.median(seconds[2:]) * 1e6,
         "redistributed_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(slots)),
     }
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Returns the number of rows that the rank with most rows receives."""
+    """Counts the rows that each rank receives; returns the count of the most loaded rank."""
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
@@ -326,9 +343,10 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
 
 
 def compare(rows: list[Row], steps: int) -> None:
-    """Adds to each row its wall time divided by the wall time of uniform routing.
+    """Adds to each row "over_uniform": its wall time divided by that of uniform routing.
 
-    The wall time includes a share of one redistribution of the experts in every `steps` steps.
+    The wall time includes "share_us", the time of one redistribution of the experts divided by
+    `steps`, the number of steps between two redistributions.
     """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")

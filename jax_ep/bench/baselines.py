@@ -1,10 +1,10 @@
-"""Defines baselines of the exchange: XLA's collectives alone, as plain JAX offers them.
+"""Defines baselines for dispatch and combine: one XLA collective each, called through plain JAX.
 
 Each baseline moves rows in one direction: "out", as dispatch and the gradient of combine do, or
-"back", as combine and the gradient of dispatch do. All other work is left out: rows are already
-packed in the order of sending, routes are known, and nothing is copied or summed at the end (except
-for the sum that is part of reduce-scatter). So a baseline is a lower bound on the time of an
-exchange built from it.
+"back", as combine and the gradient of dispatch do. A baseline is the collective alone: rows are
+already packed in the order of sending, offsets and counts are known, and received rows are not
+copied or summed (except for the sum that is part of reduce-scatter). So its time is a lower bound
+for a dispatch or combine built from this collective.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """One direction of an exchange by one collective, for `timing.Loop`.
+    """A collective that moves rows in one direction of an exchange, for `timing.Loop`.
 
     Attributes:
       arrays: host arrays [N * B, ...], B rows per rank.
-      prepare: makes a rank's operands from its rows of `arrays`, as in `timing.Loop`.
-      step: runs the collective on a rank's operands, over the axis `AXIS`.
-      expected: computes what `step` must return from the operands, both with the ranks stacked.
-      tolerance: the largest error that a value of the result may have.
-      wire_rows: rows that a rank sends to other ranks, mean over ranks.
+      prepare: makes a rank's operands from its B rows of each array, as in `timing.Loop`.
+      step: runs the collective on a rank's operands, over the mesh axis `AXIS`.
+      expected: computes the right result of `step` from the operands; operands and result have a
+        leading axis of ranks.
+      tolerance: the largest absolute error that an element of the result may have.
+      wire_rows: the number of rows that a rank sends to other ranks, mean over ranks.
     """
 
     arrays: tuple[Array, ...]
@@ -43,7 +44,10 @@ class Baseline:
     tolerance: float = 0.0
 
     def check(self, operands: Any, results: Any) -> None:
-        """Raises AssertionError unless the stacked results of all ranks agree with `expected`."""
+        """Raises AssertionError unless all results are within `tolerance` of `expected`.
+
+        `operands` and `results` have a leading axis of ranks.
+        """
         error = np.abs(results.astype(np.float32) - self.expected(operands).astype(np.float32))
         within = np.all(error <= self.tolerance)
         assert within, f"off by up to {error.max()}, tolerance {self.tolerance}"
@@ -51,7 +55,10 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An exchange to measure; `routing` [N * T, K] holds the rank of each choice, -1 for none."""
+    """The routing and sizes of an exchange (dispatch and combine) to measure.
+
+    `routing` [N * T, K] holds the destination rank of each token's K choices, -1 for no choice.
+    """
 
     routing: Array
     num_ranks: int
@@ -63,34 +70,49 @@ class Case:
         return len(self.routing) // self.num_ranks
 
     def pairs(self) -> Array:
-        """Counts the (token, choice) pairs from each rank to each rank: [source, destination]."""
+        """Counts the (token, choice) pairs that each rank sends to each rank: [N, N].
+
+        The first axis is the source rank, the second the destination.
+        """
         by_source = self.routing.reshape(self.num_ranks, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).sum(axis=1) for rank in ranks], axis=1)
 
     def tokens(self) -> Array:
-        """Counts the tokens of each rank with an expert on each rank: [source, destination]."""
+        """Counts the tokens of each rank that choose an expert on each rank: [N, N].
+
+        The first axis is the tokens' rank, the second the experts' rank.
+        """
         by_source = self.routing.reshape(self.num_ranks, self.num_tokens, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).any(axis=2).sum(axis=1) for rank in ranks], axis=1)
 
     def wire_rows(self) -> float:
-        """Counts the rows that a rank must send, one per (token, other rank): mean over ranks."""
+        """Counts the rows that a rank must send to other ranks, as the mean over ranks.
+
+        A token is one row for each other rank that has an expert of it.
+        """
         return _off_diagonal_mean(self.tokens())
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws an array uniformly from [-1, 1); `seed` is an integer array of one element."""
+    """Draws an array of the given shape and dtype uniformly from [-1, 1).
+
+    `seed` is an integer array of one element, which may be traced.
+    """
     return jax.random.uniform(jax.random.key(seed.reshape(())), shape, dtype, -1, 1)
 
 
 def rank_seeds(num_ranks: int, seed: int = 0) -> Array:
-    """Returns seeds [N] int32 for `random_rows`, one for each rank."""
+    """Returns a different `random_rows` seed for each rank, as an array [N] int32."""
     return np.arange(num_ranks, dtype=np.int32) + 1000 * seed
 
 
 def all_to_all(case: Case, direction: str) -> Baseline:
-    """Makes the baseline of `lax.all_to_all`, which sends [N, T, H]: every token to every rank."""
+    """Makes the baseline of `lax.all_to_all`.
+
+    Each rank sends an array [N, T, H]: one row of H values for each of its T tokens to every rank.
+    """
     shape = (case.num_ranks, case.num_tokens, case.hidden)
     return Baseline(
         arrays=(rank_seeds(case.num_ranks),),
@@ -102,7 +124,7 @@ def all_to_all(case: Case, direction: str) -> Baseline:
 
 
 def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
-    """Makes the baseline of `lax.all_gather` "out" and of `lax.psum_scatter` "back"."""
+    """Makes a baseline: `lax.all_gather` for the direction "out", `lax.psum_scatter` for "back"."""
     rows = (case.num_ranks - 1) * case.num_tokens
     if direction == "out":
         shape: tuple[int, ...] = (case.num_tokens, case.hidden)
@@ -127,13 +149,16 @@ def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
 def ragged_all_to_all(case: Case, direction: str) -> Baseline:
     """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, choice).
 
-    MoE code in JAX commonly sends rows in this way.
+    MoE code in JAX commonly dispatches tokens with this collective and one row per choice.
     """
     return _ragged(case, case.pairs(), direction)
 
 
 def ragged_all_to_all_dedup(case: Case, direction: str) -> Baseline:
-    """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, rank), the fewest."""
+    """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, destination rank).
+
+    No exchange can send fewer rows: a token whose choices share a rank is sent there once.
+    """
     return _ragged(case, case.tokens(), direction)
 
 
@@ -146,7 +171,7 @@ BASELINES: dict[str, Callable[[Case, str], Baseline]] = {
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Returns why a baseline cannot run on a platform, such as "cpu", or None if it can."""
+    """Returns why the baseline `name` cannot run on a platform, such as "cpu"; None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
@@ -155,11 +180,14 @@ def unavailable_reason(name: str, platform: str) -> str | None:
 def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     """Makes a baseline of `lax.ragged_all_to_all`.
 
-    `out_counts` [source, destination] are the rows between ranks in the direction "out".
+    `out_counts` [N, N] holds the number of rows that each source rank (first axis) sends to each
+    destination rank (second axis) in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination] offsets in operands
-    recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination] offsets in the output
+    # Both are [source, destination]: where the source's rows for the destination start in the
+    # source's operand, and in the destination's output.
+    send_offsets = np.cumsum(counts, axis=1) - counts
+    recv_offsets = np.cumsum(counts, axis=0) - counts
     send_rows = max(int(counts.sum(axis=1).max()), 1)
     recv_rows = max(int(counts.sum(axis=0).max()), 1)
 

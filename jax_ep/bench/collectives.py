@@ -1,10 +1,11 @@
-"""`python -m jax_ep bench collectives`: times every algorithm of the collectives.
+"""`python -m jax_ep bench collectives`: times every algorithm of this library's collectives.
 
-Prints a table for each operation and number of ranks, with the shape of the whole array, its MB
-(10^6 bytes), a column for each algorithm, the fastest algorithm, its speed-up over the function of
-`jax.lax`, and the choice of algorithm=None. Times are in-loop wall times and, on GPUs, device times
-of everything that a call launches; `jax_ep.bench.timing` describes both. `--write_table` writes the
-resulting choices in the form of `jax_ep/collectives/table.json`, which `algorithm=None` reads.
+Prints a table for each operation and number of ranks. A line has the shape of the whole array, its
+size in MB (10^6 bytes), the time of each algorithm, the fastest algorithm, its speed-up over the
+function of `jax.lax`, and the algorithm that algorithm=None selects. Times are in-loop wall times
+and, on GPUs, device times of everything that a call launches; `jax_ep.bench.timing` describes both.
+`--write_table` writes the fastest algorithms as a file like `jax_ep/collectives/table.json`, the
+table from which algorithm=None selects.
 
 NCCL's own use of NVLink multicast is off unless NCCL_NVLS_ENABLE is set, since many hosts lack
 multicast and the kernels do not need it.
@@ -46,8 +47,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce_rms_norm": collectives.all_reduce_rms_norm,
 }
 OPERATIONS = tuple(FUNCTIONS)
-# These are not measured by default: "fused", since it runs one of two others, and "multimem", since
-# it needs multicast memory.
+# The algorithms to measure by default, by operation. "fused" is left out because it runs one of two
+# other algorithms, and "multimem" because it needs multicast memory.
 MEASURED = {
     op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
     for op, algorithms in ALGORITHMS.items()
@@ -107,7 +108,10 @@ def run() -> int:
 
 
 class CollectivesCase(runner.Case):
-    """One operation on arrays of all sizes, by every algorithm and plan."""
+    """Measures one collective on one number of ranks, for all array sizes, algorithms and plans.
+
+    A plan is a kernel's launch configuration: blocks, warpgroups per block, vectors per thread.
+    """
 
     def __init__(self, op: str, ranks: int, rows: Sequence[int], on_gpu: bool):
         self.op, self.num_ranks = op, ranks
@@ -133,7 +137,10 @@ class CollectivesCase(runner.Case):
         )
 
     def columns(self, rows: int) -> list[tuple[str, str]]:
-        """Returns each algorithm and plan to measure; the plan "" is the algorithm's own."""
+        """Returns the (algorithm, plan) pairs to measure for an array of `rows` rows.
+
+        The plan is a text such as "64x4x1"; "" is the plan that the algorithm chooses itself.
+        """
         names = _IMPLEMENTATIONS.value
         if names is None:
             available = ALGORITHMS[self.op].available(self.problem(rows))
@@ -146,12 +153,19 @@ class CollectivesCase(runner.Case):
         ]
 
     def x(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype of a rank's operand."""
+        """Returns the shape and dtype of a rank's operand if the whole array has `rows` rows.
+
+        The whole array is the operand, except that all_gather's is the gathered result.
+        """
         rows = rows // self.num_ranks if self.op == "all_gather" else rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
     def problem(self, rows: int) -> Problem:
-        """Returns the problem by which the algorithm for an array of `rows` rows is selected."""
+        """Returns the `Problem` from which algorithm=None selects an algorithm.
+
+        It has the operation, operand shapes, ranks and machine. `rows` is the number of rows of the
+        whole array.
+        """
         x = self.x(rows)
         others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
         operands = [x, *(others if self.op == "all_reduce_rms_norm" else [])]
@@ -159,9 +173,10 @@ class CollectivesCase(runner.Case):
         return Problem(self.op, operands, self.num_ranks, (AXIS,), place)
 
     def prepare(self) -> tuple[Mesh, dict[int, tuple[jax.Array, ...]]]:
-        """Makes the operands by the number of rows, [N * B, ...] each, with B rows for a rank.
+        """Makes the mesh and, for each number of rows, the operands as sharded arrays.
 
-        Values are normally distributed; every rank has the same residual and scale.
+        An operand is [N * B, ...], B rows for each rank, with normally distributed values.
+        all_reduce_rms_norm also takes a residual and a scale, which are equal on all ranks.
         """
         mesh = Mesh(np.asarray(jax.devices()[: self.num_ranks]), (AXIS,))
         sharding = NamedSharding(mesh, PartitionSpec(AXIS))
@@ -198,7 +213,8 @@ class CollectivesCase(runner.Case):
         state, outputs = jax.device_get((loop.state, loop.outputs()))
         eps = float(jnp.finfo(self.dtype).eps)
         exact = self.op in ("all_gather", "all_to_all")
-        # XLA may round after every addition; the sum of N normal numbers is about sqrt(N).
+        # XLA may round to the operands' dtype after each of the N - 1 additions. The sum of N
+        # standard normal numbers has a magnitude of about sqrt(N).
         tolerance = 0.0 if exact else 8 * eps * self.num_ranks
         if row["algorithm"] != "xla" and self.op in ("all_reduce", "reduce_scatter"):
             tolerance = eps
@@ -239,7 +255,7 @@ class CollectivesBench(runner.Bench):
         return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**row)
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders a case's results by each clock: a line for each size."""
+        """Renders one table of wall times and one of device times, with a line per array size."""
         lines = []
         for clock in ("wall", "device"):
             if timed := [row for row in rows if row.get(clock)]:
@@ -248,12 +264,12 @@ class CollectivesBench(runner.Bench):
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:
-        """Writes the table from which algorithm=None chooses, if --write_table asks for it."""
+        """Writes the lookup table of algorithm=None to the file of --write_table, if given."""
         if _WRITE_TABLE.value:
             write_table(_WRITE_TABLE.value, rows, jax.devices())
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Draws wall times over the array's size, with a panel for each operation and N."""
+        """Draws wall times over array size, one panel per operation and number of ranks."""
         panels: report.Panels = {}
         for row in (row for row in rows if "wall" in row):
             panel = panels.setdefault("{op}, {ranks} ranks".format(**row), {})
@@ -270,7 +286,10 @@ class CollectivesBench(runner.Bench):
 
 
 def expected(op: str, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Computes an operation's results from its operands in float64; both have the ranks stacked."""
+    """Computes a collective's exact results in float64 with NumPy, to check the measured ones.
+
+    Operands in `state` and results have a leading axis of ranks, [N, ...].
+    """
     x = np.asarray(state[0])
     num_ranks, hidden = len(x), x.shape[-1]
     if op == "all_gather":
@@ -293,7 +312,10 @@ def expected(op: str, state: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def table(timed: Sequence[Row], clock: str) -> list[str]:
-    """Renders times by one clock, "wall" or "device": a column for each algorithm."""
+    """Renders the times of one operation as lines of text: a line per size, a column per algorithm.
+
+    `clock` selects the times: "wall" (host) or "device" (profiler).
+    """
     columns = list(dict.fromkeys(row["implementation"] for row in timed))
     header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
     lines = []
@@ -313,10 +335,10 @@ def table(timed: Sequence[Row], clock: str) -> list[str]:
 
 
 class _InPlaceLoop(Loop):
-    """A loop of `lax.psum` in place: each call sums the result of the call before.
+    """A timed loop in which each `lax.psum` reduces the previous call's result, in place.
 
-    If all calls had the same operand, XLA would copy the operand for each call, which programs
-    seldom need.
+    If every call had the same operand, XLA would copy the operand before each psum. Real programs
+    seldom need that copy, so it must not be timed.
     """
 
     def _loop(
@@ -341,7 +363,10 @@ class _InPlaceLoop(Loop):
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the table of the file that will be written; returns {} if there is no file yet."""
+    """Reads the existing lookup table in the file of --write_table; returns {} if there is no file.
+
+    Raises `Error` if the file does not hold a JSON object.
+    """
     if not os.path.exists(path):
         return {}
     try:
@@ -355,10 +380,12 @@ def read_table(path: str) -> dict[str, Any]:
 
 
 def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]) -> None:
-    """Merges the choices that follow from measured times into a file's table, or makes the file.
+    """Writes the fastest algorithm for each operation, number of ranks and size to a lookup table.
 
-    Device times are used if every algorithm has them at every size, and else wall times. The times
-    of other sizes that the file has are kept, if they are of the same machine, jax, clock and day.
+    An existing table in the file is updated. The choices follow from device times if every
+    algorithm has them at every size, and else from wall times. Times in the file for array sizes
+    that are not in `records` are kept if they come from the same machine, JAX version, clock and
+    day.
     """
     merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
@@ -367,7 +394,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            and record["implementation"] in MEASURED[op]  # only the algorithm's own plan counts
+            # An implementation with a forced plan ("one_shot 64x4x1") is not in MEASURED.
+            and record["implementation"] in MEASURED[op]
             and record.get("wall")
         ]
         clock = "device" if all(record.get("device") for record in timed) else "wall"
@@ -404,17 +432,22 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
 
 
 def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which kernels have a plan such as "64x4x1"; "": their own."""
+    """Returns a context in which kernels compile with the plan `text`, such as "64x4x1".
+
+    The numbers are thread blocks, warpgroups of a block and vectors of a thread. With "", kernels
+    choose their plan themselves.
+    """
     if not text:
         return contextlib.nullcontext()
-    from jax_ep.collectives.pallas import forced_plan  # loads Mosaic
+    # This import loads Mosaic, which machines without GPUs may lack.
+    from jax_ep.collectives.pallas import forced_plan
     from pallas_kernels.collectives.tiles import TilePlan
 
     return forced_plan(TilePlan(*map(int, text.split("x"))))
 
 
 def _check_implementations(ranks: Sequence[int]) -> None:
-    """Raises `Error` if a named implementation would not be measured."""
+    """Raises `Error` if an algorithm of --implementations, or --plans, cannot be measured here."""
     names = _IMPLEMENTATIONS.value
     refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:

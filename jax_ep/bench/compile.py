@@ -1,12 +1,14 @@
-"""`python -m jax_ep bench compile`: seconds to trace, lower and compile a layer and its parts.
+"""`python -m jax_ep bench compile`: seconds to trace, lower and compile an MoE layer and its parts.
 
-Each program is compiled for the devices that are here, from the shapes of its arrays alone, after
-JAX's caches have been cleared. Nothing is run. "Trace" is Python that runs the functions, "lower"
-what writes the program, kernels included, for XLA, and "compile" what XLA does with it, and
-Mosaic's compiler and ptxas with the kernels. "Kernels" are the different kernels in the program.
+Each program is compiled for this machine's devices from array shapes alone, after JAX's caches have
+been cleared. Nothing is run. "Trace" is the time in which JAX traces the Python functions to a
+jaxpr. "Lower" is the time to translate the jaxpr, kernels included, to StableHLO. "Compile" is the
+time of XLA and, for the kernels, of Mosaic's compiler and ptxas. "Kernels" is the number of
+different kernels in the program.
 
-The parts of a layer are compiled as programs of their own. The layer's seconds are not their sum:
-the layer has what stands between them, and a kernel that several of them share is compiled once.
+The layer's parts (router, exchange, experts) are also compiled as separate programs. Their seconds
+do not add up to the layer's: the layer has operations between its parts, and compiles a kernel that
+several parts share only once.
 """
 
 from __future__ import annotations
@@ -51,18 +53,19 @@ _LAYERS = FLAGS.integer(
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
-# Matches, in a lowered program, the hash of each kernel and the name of its function on the host.
+# Match the hash of each Mosaic GPU kernel in a lowered program's text, and the kernel's name in the
+# name of the host function that launches it.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
 _SECONDS = ("trace_s", "lower_s", "compile_s")
 
 
 class Program:
-    """A program to compile: a function of each rank's arrays.
+    """A program to compile, given as the function that each rank runs inside `shard_map`.
 
     Attributes:
-      function: the function of one rank's `operands`.
-      operands: one rank's arrays, a pytree of `jax.ShapeDtypeStruct`.
+      function: the function; it is called with `operands`.
+      operands: the shapes and dtypes of one rank's arguments, pytrees of `jax.ShapeDtypeStruct`.
     """
 
     def __init__(self, function: Callable[..., Any], *operands: Any):
@@ -74,7 +77,7 @@ def run() -> int:
 
 
 class CompileCase(runner.Case):
-    """All programs of one shape and number of tokens. They are compiled one after the other."""
+    """Compiles all programs of one model shape and number of tokens, one after the other."""
 
     def __init__(self, work: Row, shape: Shape):
         super().__init__("{shape}, {tokens} tokens, {ranks} ranks".format(**work), [work])
@@ -134,14 +137,17 @@ class CompileBench(runner.Bench):
 
 
 def seconds(row: Row) -> float:
-    """Returns the seconds to trace, lower and compile a row's program."""
+    """Returns the sum of a row's trace, lowering and compile times, in seconds."""
     return sum(row[key] for key in _SECONDS)
 
 
 def programs(
     shape: Shape, tokens: int, num_ranks: int, num_layers: int | None
 ) -> dict[str, Program]:
-    """Returns the programs of a model's layer, by name: the layer first, then its parts."""
+    """Returns the programs to compile for one model shape, by name: the MoE layer, then its parts.
+
+    `num_layers` adds a program of that many layers' forward passes; None adds none.
+    """
     config = MoEConfig(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.top_k,
@@ -195,7 +201,10 @@ def programs(
 
 
 def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Returns a function of the same arrays: the result, and gradients of the first `count`."""
+    """Wraps a function to return (result, gradients of its first `count` arguments).
+
+    The result is also the cotangent of the backward pass.
+    """
 
     def both(*args):
         out, pull = jax.vjp(lambda *some: function(*some, *args[count:]), *args[:count])
@@ -205,7 +214,12 @@ def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., A
 
 
 def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
-    """Compiles a program for the devices of a mesh: returns its seconds and kernels by name."""
+    """Compiles a program for a mesh, with JAX's caches cleared.
+
+    Returns:
+        A dict: "trace_s", "lower_s" and "compile_s" in seconds, "kernels", the number of different
+        kernels, and "kernel_names".
+    """
     spec = PartitionSpec(AXIS)
 
     def on_all_ranks(array):
@@ -235,14 +249,22 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
 
 
 def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
-    """Makes programs lowered within compile kernels that an earlier program has, too."""
+    """Returns a context in which lowered programs do not reuse Mosaic kernels compiled earlier.
+
+    Mosaic keeps compiled kernels for the whole process, even after JAX's caches are cleared. On
+    CPUs, which have no such kernels, the context does nothing.
+    """
     if mesh.devices.flat[0].platform == "cpu":
         return contextlib.nullcontext()
-    from pallas_kernels.fabric import mosaic  # loads Mosaic, which machines without GPUs may lack
+    # This import loads Mosaic, which machines without GPUs may lack.
+    from pallas_kernels.fabric import mosaic
 
     return mosaic.compiled_anew()
 
 
 def kernels_of(text: str) -> tuple[int, list[str]]:
-    """Returns how many different kernels a lowered program has, and their names."""
+    """Returns the number of different Mosaic kernels in a lowered program's text, and their names.
+
+    Kernels count as different by their hash. Several kernels may share a name.
+    """
     return len(set(_HASH.findall(text))), sorted(set(_NAME.findall(text)))

@@ -1,14 +1,15 @@
-"""`python -m jax_ep bench decode`: times MoE layers at the batches of decoding.
+"""`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding.
 
-A program is a stack of layers in one compiled loop, whose iterations stand for decoding steps. Each
-layer adds its output for the normalized x to x. With as many layers as a model has, a step is all
-of that model but its attention, embeddings and logits. The layers are either unrolled, each with
-arrays of its own, or scanned over stacked arrays. Experts are multiplied in bfloat16, or in float8
-that is quantized before the loop.
+A program is a stack of MoE layers in one compiled loop; each iteration stands for one decoding
+step. Each layer adds its output for the normalized x to x, as in a transformer. With all of a
+model's layers, a step is the whole model except for attention, embeddings and logits. Layers are
+either unrolled, each with its own arrays, or run by `lax.scan` over stacked arrays. Experts compute
+in bfloat16, or in float8 with weights that are quantized before the loop.
 
-Next to the times stands the floor: the bytes that any implementation must read, over the bandwidth
-of a plain copy in the same run. They are the matrices of the experts that a token of the batch
-chose, on the rank with most of them, and the gates.
+The column "floor us" is a lower bound: the bytes that any implementation must read on a rank,
+divided by the bandwidth of a plain copy measured in the same run. These bytes are, for each layer,
+the router's gate and the matrices of the experts that the batch chose, on the rank with the most
+such experts.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from jax_ep.moe.params import MoEParams
 
 
 class Format(NamedTuple):
-    """A format that experts are multiplied in.
+    """A number format of the experts' matmuls.
 
     Attributes:
-      matmul_dtype: that of `jax_ep.MoEConfig`.
-      bytes_per_number: of a matrix, with its scales.
-      tolerance: the largest error of a row of the output, as in `layer.agree`.
+      matmul_dtype: the `matmul_dtype` of `jax_ep.MoEConfig`; None multiplies in bfloat16.
+      bytes_per_number: the bytes of one weight in memory, with its share of the scales.
+      tolerance: the largest relative error of a row of the output; see `layer.agree`.
     """
 
     matmul_dtype: Any
@@ -52,11 +53,12 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
-    # A float32 scale for 128 x 128 numbers; each of two matmuls rounds two operands.
+    # Each block of 128 x 128 weights has one float32 scale. An error arises where the two matmuls
+    # of an expert each round two operands, by up to 2^-4 of a number.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
-# CPUs measure these; float8 needs multiples of 128.
+# The shapes that are measured on CPUs. H and F are 128, since float8 needs multiples of 128.
 SMALL_SHAPES = {
     name: shape._replace(hidden=128, mlp_dim=128, num_experts=16, top_k=min(shape.top_k, 4))
     for name, shape in SHAPES.items()
@@ -97,9 +99,13 @@ def run() -> int:
 
 
 class Stack(NamedTuple):
-    """The layers of one rank: lists of them, or arrays with a leading axis of layers.
+    """The parameters of a stack of MoE layers.
 
-    `quantized` holds their `QuantizedExperts`, or is None for experts multiplied in bfloat16.
+    Attributes:
+      params: a list with one `MoEParams` per layer, or, for scanned layers, one `MoEParams` whose
+        arrays have an axis of layers.
+      quantized: the layers' `QuantizedExperts` in the same form as `params`, or None if experts
+        compute in bfloat16.
     """
 
     params: list[MoEParams] | MoEParams
@@ -107,7 +113,7 @@ class Stack(NamedTuple):
 
 
 class DecodeCase(runner.Case):
-    """One stack of layers, at every batch."""
+    """Measures one stack of MoE layers at every batch size."""
 
     spaced = False
 
@@ -142,18 +148,24 @@ class DecodeCase(runner.Case):
         return Loop(None, step, state, mesh, _TIMING.iterations_of(tokens))
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes that a step must read on a rank, and their time."""
+        """Returns the bytes that a step must read on a rank, and the lower bound from them.
+
+        "floor_us" is the time in microseconds to read "bytes" at the bandwidth of a plain copy.
+        "experts_hit" is the number of experts of a layer that the batch chose, mean over layers.
+        """
         hits = experts_hit(loop.state, loop.mesh, self.config, row["batch"])
         matrix = self.shape.hidden * self.shape.mlp_dim
         read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
-        read += row["layers"] * self.shape.hidden * self.shape.num_experts * 4  # the gates
+        # Each layer's router reads its gate, [H, E] float32.
+        read += row["layers"] * self.shape.hidden * self.shape.num_experts * 4
         found = {"experts_hit": float(hits.sum(axis=1).mean()), "bytes": float(read)}
         if (bandwidth := self.bench.bandwidths.memory) is not None:
             found["floor_us"] = read / bandwidth * 1e6
         return found | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        # An error of float8 may change the choices of the next layers.
+        # Rounding to float8 may change the experts that the next layers choose, so a stack of
+        # several layers is compared only with stacks of the same format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         name, outputs = self.bench.name(row), loop.outputs()
@@ -163,7 +175,7 @@ class DecodeCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns the throughput, and a step's time over the floor's."""
+        """Returns "tokens_per_s", and "of_floor": a step's time divided by its lower bound."""
         us = (row["device"] or {}).get("slowest_us") or row["wall"]["median_us"]
         found = {"tokens_per_s": row["batch"] / row["wall"]["median_us"] * 1e6}
         return found | ({"of_floor": us / row["floor_us"]} if "floor_us" in row else {})
@@ -190,7 +202,8 @@ class DecodeBench(runner.Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        # For each work: the name, the output and the tolerance of its first program.
+        # Maps the work (shape, layers, ranks, batch and, for several layers, the format) to the
+        # name, output [N, T, H] and tolerance of the first program that was checked for it.
         self.expected: dict[Any, tuple[str, Any, float]] = {}
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
@@ -271,10 +284,10 @@ class DecodeBench(runner.Bench):
 def make_stack(
     shape: Shape, config: MoEConfig, layers: int, scanned: bool, mesh: Mesh, seed: int
 ) -> Stack:
-    """Makes random layers; every array has a leading axis of N ranks.
+    """Makes the random parameters of `layers` MoE layers on all ranks.
 
-    If `scanned`, the layers are stacked along the second axis, else they are lists. Both have the
-    same values.
+    Every array has a leading axis of N ranks. If `scanned`, the second axis is the layers', else
+    the result has a list with an entry per layer. Both forms have the same values.
     """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
@@ -301,7 +314,7 @@ def make_stack(
 
 
 def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Array:
-    """Makes random tokens of all ranks: [N, T, H] bfloat16."""
+    """Makes random tokens for all ranks, T = `num_tokens` on each: [N, T, H] bfloat16."""
 
     def on_rank(seed: jax.Array) -> jax.Array:
         return random_rows(seed + 400, (1, num_tokens, shape.hidden), jnp.bfloat16)
@@ -314,11 +327,13 @@ def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Arr
 def step_of_layers(
     state: tuple[Stack, jax.Array], config: MoEConfig, batch: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the layers on a rank's x [T, H].
+    """Runs one decoding step on a rank: all layers, one after the other, on its tokens x [T, H].
+
+    Only the first `batch` of the N * T tokens of all ranks are routed; the others are masked.
 
     Returns:
-      The last x, and the choices of each expert, [layers, E] int32. The ranks' tokens past the
-      first `batch` are left out.
+      The last layer's residual stream x [T, H], and the number of times that the batch chose each
+      expert, [layers, E] int32.
     """
     stack, x = state
     tokens, mask = x.shape[0], None
@@ -345,7 +360,7 @@ def step_of_layers(
 def experts_hit(
     state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
 ) -> np.ndarray:
-    """Returns how many experts of each layer and rank a batch chose, [layers, N]."""
+    """Counts the experts on each rank that at least one token of the batch chose: [layers, N]."""
 
     def on_rank(state: Any) -> jax.Array:
         state = jax.tree.map(lambda leaf: leaf[0], state)

@@ -1,12 +1,13 @@
-"""Defines a decoder-only Mixture-of-Experts language model of published shape, in Flax Linen.
+"""Defines a decoder-only Mixture-of-Experts language model in Flax Linen, with published sizes.
 
-`python -m jax_ep bench train` measures this model and `examples/train_qwen3_moe.py` trains it. It
-is in the package because examples are not installed with it, and the bench must measure what users
-train. `jax_ep.bench.train_step` has the training step.
+`python -m jax_ep bench train` measures this model and `examples/train_qwen3_moe.py` trains it. The
+model is in the package, because examples are not installed and the bench must measure the model
+that users train. `jax_ep.bench.train_step` defines the training step.
 
 The architecture is Qwen3-MoE's: RMSNorm before attention and before experts, grouped-query
-attention with normalized queries and keys, a rotary embedding, `jax_ep.linen.MoE` in every layer.
-Modules have the published names, so that published weights can be found by the path of a parameter.
+attention with normalized queries and keys, a rotary embedding, and `jax_ep.linen.MoE` in every
+layer. Modules have the names of the published checkpoint, so that the path of a parameter leads to
+its published weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from jax_ep.moe.routing import Score
 
 TENSOR_AXIS = "tensor"
 FSDP_AXIS = "fsdp"
-# Mesh axes of the parameters' logical axes.
+# Maps logical axis names of the parameters (see `flax.linen.with_logical_partitioning`) to the mesh
+# axes that they are split over.
 _AXES = {
     "exp": "expert",
     "embed": FSDP_AXIS,
@@ -39,37 +41,42 @@ _AXES = {
 }
 
 _policies = jax.checkpoint_policies
-# What a layer keeps for its backward pass besides its input, by name. The rest is computed again.
+# Rematerialization policies by name: the intermediate arrays of a layer, besides its input, that
+# are kept for the backward pass. The backward pass recomputes all others.
 REMAT: dict[str, Any] = {
-    "none": None,  # keeps whatever JAX keeps
+    # Without rematerialization, JAX keeps every array that the backward pass uses.
+    "none": None,
     "full": _policies.nothing_saveable,
-    "projections": _policies.dots_with_no_batch_dims_saveable,  # attention's and the router's
-    "dispatched": _policies.save_only_these_names("dispatched_tokens"),  # repeats no dispatch
-    # The backward pass repeats neither the dispatch nor the experts' matmuls, except for the last.
+    # The projections of attention and the router's logits are kept.
+    "projections": _policies.dots_with_no_batch_dims_saveable,
+    # The received tokens are kept, so the backward pass does not repeat the dispatch.
+    "dispatched": _policies.save_only_these_names("dispatched_tokens"),
+    # The backward pass repeats neither the dispatch nor the experts' first matmuls (wi_0, wi_1),
+    # only the last one (wo).
     "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes of a model.
+    """The sizes of a `Decoder` model.
 
     Attributes:
-        vocab: V, the number of tokens that there are.
+        vocab: V, the size of the vocabulary.
         hidden: H, the width of the residual stream.
         num_layers: the number of decoder layers.
         num_heads: the number of query heads.
         num_key_value_heads: the number of key and value heads, which divides `num_heads`.
         head_dim: D, the width of a head.
         mlp_dim: F, the hidden width of one expert.
-        num_experts: E.
-        num_experts_per_token: K.
+        num_experts: E, the number of routed experts of a layer.
+        num_experts_per_token: K, the number of routed experts that each token chooses.
         num_shared_experts: the number of experts of width F that compute every token.
         score: the router's score function.
-        normalize: whether the weights of a token's choices are divided by their sum.
-        epsilon: the epsilon of the norms.
-        rotary_base: the base of the rotary embedding.
-        tied: whether the output matrix is the embedding.
+        normalize: whether the K router weights of a token are divided by their sum.
+        epsilon: the constant that RMSNorm adds to the mean square.
+        rotary_base: the base of the rotary embedding's wavelengths.
+        tied: whether the output matrix is the transposed embedding.
     """
 
     vocab: int
@@ -91,8 +98,8 @@ class DecoderConfig:
     def active_params(self) -> int:
         """Returns the number of parameters that one token uses.
 
-        They are those of K experts, the shared experts, attention, router and norms. The embedding
-        and the output matrix together count once, as V * H.
+        The count has K experts, the shared experts, attention, router and norms of every layer.
+        The embedding and the output matrix together count once, as V * H.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
@@ -104,9 +111,9 @@ class DecoderConfig:
     def training_flops_per_token(self, seq_len: int) -> float:
         """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
 
-        They are 6 for each active parameter, and in each layer 6 * S * (query heads * D) for
-        attention, whose tokens see S / 2 keys on average since it is causal. What rematerialization
-        computes again does not count.
+        The sum has 6 FLOPs for each active parameter and, in each layer, 6 * S * (query heads * D)
+        FLOPs for causal attention, in which a token attends to S / 2 keys on average. Recomputation
+        by rematerialization does not count.
         """
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
@@ -124,7 +131,8 @@ MODELS = {
         num_experts=128,
         num_experts_per_token=8,
     ),
-    # DeepSeek-V3's layer with experts, with grouped-query attention in place of its latent one.
+    # The sizes of DeepSeek-V3's MoE layers. Grouped-query attention replaces multi-head latent
+    # attention.
     "deepseek-v3-like": DecoderConfig(
         vocab=129280,
         hidden=7168,
@@ -153,16 +161,17 @@ MODELS = {
 
 
 def axis_rules(mesh: Mesh) -> list[tuple[str, str]]:
-    """Returns the mesh axis of each logical axis of the parameters, for Flax.
+    """Returns Flax's logical axis rules for a mesh: pairs (logical axis, mesh axis).
 
-    Experts are split over "expert"; heads, experts' columns and the vocabulary over "tensor"; and
-    every matrix along H over "fsdp".
+    Experts are split over the mesh axis "expert"; heads, experts' hidden width F and the vocabulary
+    are split over "tensor"; and every matrix is split along H over "fsdp". A mesh without one of
+    these axes gets no rule for it.
     """
     return [(name, axis) for name, axis in _AXES.items() if axis in mesh.axis_names]
 
 
 def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotates x [..., S, heads, D] by position [S] (rotary embedding; Su et al., 2021)."""
+    """Applies the rotary embedding (Su et al., 2021) to x [..., S, heads, D] at positions [S]."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
@@ -171,7 +180,10 @@ def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def attention_implementation(platform: str, dtype: Any) -> Literal["cudnn", "xla"]:
-    """Returns how `jax.nn.dot_product_attention` runs: by cuDNN on GPUs, in 16 bits."""
+    """Returns the `implementation` argument for `jax.nn.dot_product_attention`.
+
+    It is "cudnn" for a 16-bit dtype on GPUs, and else "xla".
+    """
     return "cudnn" if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 else "xla"
 
 
@@ -184,7 +196,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [B, S, H] to [B, S, H]."""
+        """Computes attention: x [B, S, H] -> [B, S, H], without the residual connection."""
         config, positions = self.config, jnp.arange(x.shape[1])
         norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
 
@@ -239,7 +251,7 @@ def moe_module(
 
 
 class Layer(nn.Module):
-    """A decoder layer: attention, then a mixture of experts, each after a norm."""
+    """A decoder layer: attention, then experts; each normalizes its input and adds to x."""
 
     config: DecoderConfig
     implementation: Literal["cudnn", "xla"]
@@ -250,7 +262,7 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, quantized_experts: QuantizedExperts | None = None
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Maps x [B, S, H] to [B, S, H] and the metrics of the MoE layer."""
+        """Runs the layer on x [B, S, H]; returns its output [B, S, H] and the MoE metrics."""
         config = self.config
         norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
         attention = Attention(config, self.implementation, self.dtypes, name="self_attn")
@@ -263,14 +275,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model.
+    """A decoder-only language model with an MoE layer in every decoder layer.
 
     Attributes:
-        config: the sizes.
+        config: the model's sizes.
         dtype: the dtype of activations and matmuls.
         param_dtype: the dtype of the parameters.
-        attention: the `implementation` of `jax.nn.dot_product_attention`.
-        remat: what each layer keeps for its backward pass; one of `REMAT`.
+        attention: the `implementation` argument of `jax.nn.dot_product_attention`.
+        remat: the rematerialization policy of each layer, a key of `REMAT`.
         loss_chunk: the number of tokens whose logits a device holds at a time; see
             `cross_entropy`.
         moe: further attributes of `jax_ep.linen.MoE`, such as `matmul_dtype`.
@@ -291,17 +303,18 @@ class Decoder(nn.Module):
         targets: jax.Array | None = None,
         quantized_experts: Sequence[QuantizedExperts] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the model.
+        """Runs the model on token ids and returns the loss or the logits.
 
         Args:
-            tokens: [B, S] int32.
-            targets: [B, S] int32, the next tokens, or -1 for places that do not count; or None.
-            quantized_experts: the result of `quantize_experts`; None: each layer quantizes its
+            tokens: [B, S] int32, token ids.
+            targets: [B, S] int32, the id of each token's successor; the loss ignores positions
+                with -1. None: logits are returned instead of the loss.
+            quantized_experts: the result of `quantize_experts`. None: each layer quantizes its
                 experts by itself, if it multiplies float8.
 
         Returns:
-            The mean loss in nats per token, [] float32; without targets, the logits [B, S, V]
-            float32. And the metrics of the MoE layers, stacked over the layers.
+            The mean loss in nats per token, [] float32, or without targets the logits [B, S, V]
+            float32; and the metrics of the MoE layers, each array with a leading axis of layers.
         """
         config, dtypes = self.config, {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embed = nn.Embed(
@@ -359,21 +372,23 @@ def _partitioned(init: Any, *axes: str | None) -> Any:
 def cross_entropy(
     x: jax.Array, head: jax.Array, targets: jax.Array, *, chunk: int = 1024
 ) -> jax.Array:
-    """Returns the mean cross-entropy of the logits x @ head, which never exist as a whole.
+    """Computes the mean cross-entropy of x @ head without holding all logits in memory.
 
-    On the ambient mesh, sequences are split over all axes but "tensor", the vocabulary over
-    "tensor", and H of `head` over "fsdp". Each device computes the logits of `chunk` of its tokens
-    at a time, and with them, if gradients are wanted, their gradients, so that logits are not
-    computed again. Gradients of `head` are summed in float32, over devices once.
+    On the ambient mesh, sequences are split over all axes but "tensor", the vocabulary is split
+    over "tensor", and H of `head` over "fsdp". Each device computes the logits of `chunk` of its
+    tokens at a time. Under differentiation, the forward pass also computes the gradients of each
+    chunk, so the backward pass recomputes no logits. The gradient of `head` is accumulated in
+    float32 and summed over devices once, after the last chunk.
 
     Args:
-        x: [B, S, H] floating; B is a multiple of the devices that sequences are split over.
-        head: [H, V] floating; it is multiplied in the dtype of x.
-        targets: [B, S] int32, below V; a negative one does not count.
+        x: [B, S, H] floating, the final hidden states; B is a multiple of the number of devices
+            that sequences are split over.
+        head: [H, V] floating, the output matrix; it is cast to the dtype of x.
+        targets: [B, S] int32, the target token ids, below V; the loss ignores negative ones.
         chunk: the number of tokens of a chunk.
 
     Returns:
-        The mean over targets that count, [] float32, in nats.
+        The mean over targets that are not negative, [] float32, in nats.
     """
     return _cross_entropy(x, head, targets, chunk)
 
@@ -399,13 +414,13 @@ _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 class _Sums(NamedTuple):
-    """Sums over the targets that count, and gradients of the summed loss.
+    """The summed cross-entropy of all tokens whose target is not negative, and its gradients.
 
     Attributes:
-        loss: [] float32, the sum of the losses.
-        number: [] float32, the number of targets that count.
-        dx: the gradient of x, with x's shape and dtype; or None.
-        dhead: the gradient of head, [H, V] float32; or None.
+        loss: [] float32, the sum of the tokens' losses.
+        number: [] float32, the number of targets that are not negative, at least 1.
+        dx: the gradient of `loss` for x, with x's shape and dtype; None if not computed.
+        dhead: the gradient of `loss` for head, [H, V] float32; None if not computed.
     """
 
     loss: Any
@@ -433,7 +448,8 @@ def _on_ranks(
         on_rank,
         in_specs=(rows, of_head, rows),
         out_specs=_Sums(whole, whole, *grads),
-        check_vma=False,  # no derivative is taken of what is inside
+        # The custom VJP computes the gradients, so JAX never differentiates through the shard_map.
+        check_vma=False,
     )(x, head, targets)
 
 
@@ -448,10 +464,11 @@ def _chunks(
     tensor: tuple[str, ...],
     fsdp: tuple[str, ...],
 ) -> _Sums:
-    """Walks over the chunks of this rank's tokens.
+    """Computes the loss, and the gradients if asked for, chunk by chunk on one rank.
 
-    The rank's `head` has its rows along the axes `fsdp`, and its columns, words of the vocabulary,
-    along the axes `tensor`.
+    x and `targets` are the rank's sequences, and `head` is its part [H / fsdp ranks, V / tensor
+    ranks]. `batch`, `tensor` and `fsdp` name the mesh axes over which sequences, the vocabulary and
+    H are split. Returns `_Sums` over all ranks; `dx` and `dhead` have the shapes of x and `head`.
     """
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
@@ -465,7 +482,8 @@ def _chunks(
 
     def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:
         loss, dhead = carry
-        x, target = rows  # [chunk, H], [chunk]
+        # x is [chunk, H], target [chunk].
+        x, target = rows
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
         top = lax.pmax(jnp.max(logits, axis=1), tensor)
         exponentials = jnp.exp(logits - top[:, None])

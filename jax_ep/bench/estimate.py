@@ -1,8 +1,9 @@
-"""`python -m jax_ep estimate`: predicts the bytes and the least time of an exchange between hosts.
+"""`python -m jax_ep estimate`: predicts bytes and the least time of a dispatch between hosts.
 
-Prints, for each number of hosts and each design of `jax_ep.bench.exchange_model`, the rows per
-token and the MB per rank that cross between hosts and inside them, and the least time. Then
-compares the model with published figures of other systems. MB is 10^6 and GB is 10^9 bytes.
+Prints a line for each number of hosts and each design (way to send rows) of
+`jax_ep.bench.exchange_model`: the rows per token and the MB per rank that cross between hosts and
+inside a host, and a lower bound of the time. A second table compares the model with published
+figures of other systems. MB is 10^6 and GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def run() -> int:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
-    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
+    # Files are written before anything is printed, since the reader of a pipe may end early.
+    if _JSON.value:
         facts = {"rows": rows, "published": published}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
@@ -87,7 +89,10 @@ def run() -> int:
 
 
 def estimate(hosts: int) -> list[Row]:
-    """Computes a row of the table for each design; raises `Error` if flags do not fit the hosts."""
+    """Computes the table's rows, one per design of the exchange, for a number of hosts.
+
+    Raises `Error` if the flags contradict the number of hosts.
+    """
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
     check_experts(num_experts, cluster.ranks, _TOP_K.value)
@@ -110,7 +115,10 @@ def estimate(hosts: int) -> list[Row]:
 
 
 def _sizes() -> str:
-    """Describes the estimated exchange in words, without the number of hosts."""
+    """Returns a description of the estimated exchange: tokens, sizes, router and bandwidths.
+
+    It omits the number of hosts, which varies between the table's rows.
+    """
     limit = _HOSTS_PER_TOKEN.value
     wire_dtype = "bfloat16" if _WIRE_DTYPE.value == "none" else _WIRE_DTYPE.value
     return (
@@ -168,7 +176,7 @@ def _comparison(found: exchange_model.Comparison) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draws the least time of each design over the number of hosts, to a file."""
+    """Draws each design's lower bound of time over the number of hosts, and writes it to `path`."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         points.setdefault(row["design"], []).append((row["hosts"], row["us"]))

@@ -1,15 +1,16 @@
-"""`python -m jax_ep bench`: times the exchange, compared with collectives of plain JAX.
+"""`python -m jax_ep bench`: times dispatch and combine, compared with collectives of plain JAX.
 
 Every call is timed in two ways: by the host's clock around a compiled loop of dependent calls, and
-on GPUs by CUPTI, which sees each kernel. Bandwidths follow from the slowest rank's device time
-where there is one, and elsewhere from the wall time.
+on GPUs by a profiler that sees each kernel. Bandwidths follow from the slowest rank's device time
+if it was measured, and else from the wall time.
 
-Columns: "rows" are the rows of a receive buffer that tokens fill, mean over ranks: one for each
-(token, choice), or in the rank-major layout one for each (token, rank). Logical GB/s count these
-rows. Wire GB/s count only rows that must cross to another rank, one for each (token, other rank
-with an expert of it), even if an implementation sends more. MB is 10^6, GB 10^9 bytes. "Floor" is
-the time that no implementation can beat on this machine (`jax_ep.bench.floor`), "set by" says
-whether the link or the memory sets it, and "of floor" is the floor over the measured time.
+Columns: "rows" is the number of rows of a receive buffer that tokens fill, mean over ranks: one row
+for each (token, choice), or in the rank-major layout one for each (token, rank). "Logical GB/s"
+counts these rows. "Wire GB/s" counts only rows that must cross to another rank, one for each
+(token, other rank with an expert of the token), even if an implementation sends more. MB is 10^6,
+GB 10^9 bytes. "Floor us" is the time that no implementation can beat on this machine
+(`jax_ep.bench.floor`); "set by" says whether the bandwidth of the link between GPUs or of memory
+sets it. "Of floor" is the floor divided by the measured time.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ _OUTPUT = FLAGS.choice(
     "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
-_ITERATIONS_OF_RAGGED = 20  # fewer, since `lax.ragged_all_to_all` takes milliseconds
+# The default loop length of `lax.ragged_all_to_all`, of which each call takes milliseconds.
+_ITERATIONS_OF_RAGGED = 20
 _UNROLL = FLAGS.integer(
     "unroll",
     10,
@@ -112,10 +114,10 @@ def run() -> int:
 
 
 class ExchangeCase(runner.Case):
-    """One operation by one implementation or baseline.
+    """Measures one operation by one implementation or baseline.
 
-    A baseline has one program for all operations of a direction. It is measured once: `measured`
-    holds the rows of all programs.
+    A baseline has the same program for all operations of a direction (see `DIRECTIONS`), so that
+    program is measured only once. `measured` holds the results by program; all cases share it.
     """
 
     device_repeats = 3
@@ -239,7 +241,10 @@ class ExchangeBench(runner.Bench):
         return name(row)
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each row its speed-up in wall time over the baseline "ragged_all_to_all"."""
+        """Adds "speedup_over_ragged" to each row, from the wall times.
+
+        It is the time of the baseline "ragged_all_to_all" for the same work divided by the row's.
+        """
 
         def work(row: Row) -> tuple[Any, ...]:
             return row["op"], row["tokens"], row["ranks"]
@@ -254,7 +259,7 @@ class ExchangeBench(runner.Bench):
                 row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Draws wall times over tokens, with a panel for each operation."""
+        """Draws wall times over tokens per rank, with a panel for each operation."""
         panels: report.Panels = {}
         for row in (row for row in rows if "wall" in row):
             label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
@@ -270,29 +275,33 @@ class ExchangeBench(runner.Bench):
 
 
 def name(row: Row) -> str:
-    """Names a row in words: operation, tokens, ranks, dtype and implementation."""
+    """Describes a row's program in words: operation, tokens, ranks, dtype and implementation."""
     case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
     return ", ".join([case, *_way(row)])
 
 
 def _way(row: Row) -> list[str]:
-    """Names a row's layout and wire dtype, unless they are defaults, and its implementation."""
+    """Returns words for a row's layout and wire dtype, if not the default, and implementation."""
     usual = {"layout": "expert", "wire_dtype": "none"}
     unusual = [row[key] for key in usual if row[key] != usual[key]]
     return [*unusual, row["implementation"]]
 
 
 def _microseconds(row: Row) -> float:
-    """Returns a row's device time on the slowest rank, or else its wall time, in microseconds."""
+    """Returns a row's time in microseconds: the slowest rank's device time, or else wall time."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
 
-_routing = functools.lru_cache(maxsize=4)(uniform_routing)  # cached: takes a second for large T
+# Cached, since drawing the choices of many tokens takes a second.
+_routing = functools.lru_cache(maxsize=4)(uniform_routing)
 
 
 def make_work(case: Row) -> Work:
-    """Makes the `Work` of a case; its routing depends on neither operation nor implementation."""
+    """Makes the `Work` (routing, sizes, dtypes) of a row of results.
+
+    The routing is the same for all operations and implementations of the same sizes and seed.
+    """
     topk_idx = _routing(
         case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
     )
@@ -318,7 +327,7 @@ def make_work(case: Row) -> Work:
 
 
 def _rows(ranks: Sequence[int], platform: str) -> Iterator[Row]:
-    """Yields, for each program, the fields of its row that identify it."""
+    """Yields a row for each program to measure, with the fields that identify the program."""
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
     baselines = _BASELINES.value
@@ -362,9 +371,9 @@ def _iterations(implementation: str, num_tokens: int) -> int:
 
 
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
-    """Yields the layout, wire dtype and implementation of each way to run an operation.
+    """Yields a dict of layout, wire dtype and implementation for each program of an operation.
 
-    The baselines are among them.
+    Baselines, which move the rows in their own dtype, are yielded too.
     """
     for layout in _LAYOUTS.value:
         if layout != "rank" and op in OF_RANK_MAJOR:
@@ -374,7 +383,8 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             if wire_dtype != "none":
                 if op not in QUANTIZED:
                     continue
-                if op == "group_by_expert":  # it always permutes float8 rows by "xla"
+                # group_by_expert permutes float8 rows with the implementation "xla" only.
+                if op == "group_by_expert":
                     if _OUTPUT.value != "quantized":
                         continue
                     available = ["xla"]
@@ -390,7 +400,10 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _problem(num_ranks: int) -> Problem:
-    """Returns the problem of an exchange between the first devices, without its rows."""
+    """Returns the `Problem` from which implementations say whether they can run here.
+
+    It describes the first `num_ranks` devices, and leaves the rows' shape and dtype unknown.
+    """
     return Problem(availability.Machine(jax.devices()[:num_ranks]))
 
 

@@ -1,25 +1,26 @@
-"""Models an exchange between hosts: the rows that cross each level, and lower bounds of time.
+"""Models a dispatch between hosts: the rows that cross NICs and NVLink, and lower bounds of time.
 
-N = M G ranks on M hosts of G ranks each; a rank has one NIC and one NVLink port. A token's experts
-are drawn by a router whose scores are independent and random, which spreads tokens evenly over
-experts; the rows that a token then needs are counted on a sample. Rows cross two levels: *between*
-hosts, over NICs, and *inside* a host, over NVLink. Bandwidths are those of one direction: ranks
-send as much as they receive.
+N = M G ranks run on M hosts of G ranks each; a rank has one NIC and one NVLink port. The router's
+scores are independent and random, so tokens spread evenly over experts; the rows that a token needs
+are counted on a random sample. Rows move *between* hosts over NICs and *inside* a host over NVLink.
+Bandwidths are those of one direction, since ranks send as much as they receive.
 
-Four designs, in rows per token (h hosts and r ranks have an expert of the token, on average):
+The model compares four designs, ways to send rows. Row counts are per token; on average h hosts and
+r ranks have an expert of a token:
 
-  gather             every token to every rank, each host receiving it once.
+  gather             Every token goes to every rank; each host receives it once.
                      between M - 1, inside N - M
-  flat               one row for each (token, rank), straight to it.
+  flat               Each token goes once to each rank with an expert of it, directly.
                      between r (1 - 1/M), inside r/M (1 - 1/G)
-  two-level          one row for each (token, host), to the rank with the sender's number in that
-                     host, which forwards it to the ranks of its host.
+  two-level          Each token goes once to each host with an expert of it: to the rank that has
+                     the sender's index within its host. That rank forwards the token inside the
+                     host.
                      between h (1 - 1/M), inside r (1 - 1/G)
-  two-level, static  the same with every token sent to every host, as static shapes require.
+  two-level, static  As two-level, but every token goes to every host, as static shapes require.
                      between M - 1, inside r (1 - 1/G)
 
-The lower bound of a design is the longer of its two levels' times: the model lets both overlap
-perfectly, and has no fixed costs. A combine moves the same rows in the other direction.
+The lower bound of a design is the longer of the times on NICs and on NVLink: the model lets both
+overlap perfectly, and has no fixed costs. A combine moves the same rows in the other direction.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SAMPLE = 8192  # this many tokens give the means h and r to 1 %
+# The number of sampled tokens. It gives h and r, the mean numbers of hosts and ranks with an expert
+# of a token, to 1 %.
+_SAMPLE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """M hosts of G ranks each, and the bandwidths of each rank in GB/s (10^9 bytes), one way."""
+    """M hosts of G ranks each, with the one-way bandwidths of a rank's NIC and NVLink.
+
+    Bandwidths are in GB/s (10^9 bytes per second).
+    """
 
     hosts: int
     ranks_per_host: int
@@ -48,15 +54,15 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The tokens of an exchange: T per rank, each with K of E experts.
+    """The tokens that a dispatch moves: T per rank, each with K of E experts.
 
     Attributes:
-      tokens: T.
-      num_experts: E.
-      top_k: K.
-      row_bytes: bytes of a row on the wire.
-      hosts_per_token: the router's limit, if any: a token chooses among the experts of this many
-        hosts, those with its best experts.
+      tokens: T, the number of tokens per rank.
+      num_experts: E, the number of experts of all ranks together.
+      top_k: K, the number of experts that each token chooses.
+      row_bytes: the bytes of a token's row on the wire.
+      hosts_per_token: the number of hosts that a token may choose experts of. The router takes the
+        hosts whose best expert has the highest scores. None: no limit.
     """
 
     tokens: int
@@ -67,21 +73,28 @@ class Work:
 
 
 class Reach(NamedTuple):
-    """The number of hosts, and of ranks, that have an expert of a token; means over tokens."""
+    """The numbers of hosts and of ranks with at least one expert of a token, means over tokens."""
 
     hosts: float
     ranks: float
 
 
 class Rows(NamedTuple):
-    """Rows sent per token, between hosts and inside a host; means over ranks."""
+    """The rows that are sent per token between hosts and inside a host, means over ranks."""
 
     between: float
     inside: float
 
 
 class Bound(NamedTuple):
-    """The least times of both levels, the longer one, and what sets it: "NIC" or "NVLink"."""
+    """Lower bounds of an exchange's time, in microseconds.
+
+    Attributes:
+      between_us: the time of the rows between hosts, over NICs.
+      inside_us: the time of the rows inside a host, over NVLink.
+      us: the longer of the two times.
+      set_by: the link that takes the longer time: "NIC" or "NVLink".
+    """
 
     between_us: float
     inside_us: float
@@ -90,7 +103,10 @@ class Bound(NamedTuple):
 
 
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
-    """Counts the hosts and ranks that have an expert of a token, on a sample of random scores."""
+    """Estimates the mean numbers of hosts and ranks with an expert of a token.
+
+    Routes a sample of tokens by random scores, within the router's limit of hosts per token.
+    """
     scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
         best = scores.reshape(_SAMPLE, cluster.hosts, -1).max(axis=2)
@@ -105,13 +121,16 @@ def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
 
 
 def _mean_distinct(values: np.ndarray) -> float:
-    """Returns the number of distinct values in a row of `values`, as the mean over rows."""
+    """Counts the distinct values in each row of `values`; returns the mean over rows."""
     ordered = np.sort(values, axis=1)
     return 1.0 + float(np.mean(np.sum(np.diff(ordered, axis=1) != 0, axis=1)))
 
 
 def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
-    """Returns the rows per token of each design that the module's docstring lists, by its name."""
+    """Returns the rows that each design sends per token, by the design's name.
+
+    The module's docstring describes the designs and gives the formulas.
+    """
     other_hosts = 1 - 1 / cluster.hosts
     other_ranks = 1 - 1 / cluster.ranks_per_host
     forwarded = reached.ranks * other_ranks
@@ -124,8 +143,9 @@ def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
 
 
 def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
-    """Computes the least time of an exchange that sends `rows` per token at each level."""
-    size = work.tokens * work.row_bytes * 1e-3  # GB/s are bytes per nanosecond
+    """Computes the least time of an exchange that sends `rows` per token over NICs and NVLink."""
+    # GB/s are bytes per nanosecond; the factor makes the times below microseconds.
+    size = work.tokens * work.row_bytes * 1e-3
     between = rows.between * size / cluster.nic_gb_per_s
     inside = rows.inside * size / cluster.nvlink_gb_per_s
     return Bound(between, inside, *max((between, "NIC"), (inside, "NVLink")))
@@ -133,15 +153,16 @@ def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A published figure of another system: the GB/s of its dispatch, as that system counts them.
+    """A published bandwidth of another system's dispatch, as that system counts its bytes.
 
     Attributes:
       system: the system's name.
-      cluster: the hosts and links that it ran on.
-      work: the tokens that it dispatched.
-      gb_per_s: bytes over time, with one row for every host of a token, its own host included.
-      inside_gb_per_s: the system's figure inside one host, which includes rows that stay on their
-        GPU; None: unknown.
+      cluster: the hosts and links of the published measurement.
+      work: the tokens of the published measurement.
+      gb_per_s: the published GB/s. It counts one row for each host with an expert of a token, the
+        token's own host included.
+      inside_gb_per_s: the published GB/s of the same system within one host, which includes rows
+        that stay on their GPU. None: not published.
       source: where the figure is published.
     """
 
@@ -172,7 +193,8 @@ def _deepep_v1(hosts: int, gb_per_s: float) -> Published:
 def _deepep_v2(hosts: int, gb_per_s: float) -> Published:
     return Published(
         "DeepEP V2, SM90",
-        # The source does not name the GPU; the figure needs more NVLink bandwidth than an H800 has.
+        # The source does not name the GPU. The published figure needs more NVLink bandwidth than an
+        # H800 has, so the bandwidth of an H100 is assumed.
         Cluster(hosts, 8, nic_gb_per_s=50, nvlink_gb_per_s=450),
         Work(8192, 256, 8, _FLOAT8_ROW, hosts_per_token=4),
         gb_per_s,
@@ -192,16 +214,18 @@ PUBLISHED = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A published figure, compared with the bound of the design "two-level".
+    """A published bandwidth, compared with the model's bound for the design "two-level".
 
     Attributes:
-      published: the figure.
-      counted: rows per token that the figure counts: one for each of its hosts.
-      crossing: rows per token that cross between hosts.
-      nic_gb_per_s: the bandwidth on the NIC that the figure amounts to.
-      nvlink_gb_per_s: the bandwidth on NVLink that the figure amounts to.
-      model_gb_per_s: the most that the bound allows, counted as the figure is.
-      set_by: what sets the bound: "NIC" or "NVLink".
+      published: the published figure.
+      counted: the rows per token that the figure counts: one for each host with an expert of the
+        token.
+      crossing: the rows per token that cross between hosts.
+      nic_gb_per_s: the bandwidth on a rank's NIC that corresponds to the figure.
+      nvlink_gb_per_s: the bandwidth on a rank's NVLink that corresponds to the figure.
+      model_gb_per_s: the highest bandwidth that the model allows, with bytes counted as in the
+        figure.
+      set_by: the link that sets the bound: "NIC" or "NVLink".
     """
 
     published: Published
@@ -214,7 +238,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """The published figure as a share of the most that the model allows."""
+        """The published bandwidth divided by the highest that the model allows."""
         return self.published.gb_per_s / self.model_gb_per_s
 
 
@@ -236,7 +260,7 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Describes in words how far the model explains a published figure."""
+    """Returns a text that says how much of a published bandwidth the model explains."""
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (
@@ -253,7 +277,8 @@ def why(found: Comparison) -> str:
     text += "NVLink is the limit, and the NIC waits"
     if published.inside_gb_per_s is None:
         return text + "."
-    stays = 1 / cluster.ranks_per_host  # the share of rows that the forwarding GPU keeps
+    # A GPU that forwards rows inside its host keeps this share of them for its own experts.
+    stays = 1 / cluster.ranks_per_host
     reached = published.inside_gb_per_s * (1 - stays)
     slower = found.model_gb_per_s * reached / cluster.nvlink_gb_per_s
     return text + (

@@ -1,4 +1,4 @@
-"""Flags that several bench commands share."""
+"""Defines the command-line flags that several commands of `python -m jax_ep bench` share."""
 
 from __future__ import annotations
 
@@ -13,30 +13,37 @@ from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 from pallas_kernels.formats import RowFormat
 
-# The values of --wire_dtype; "none" sends rows in their own dtype.
+# The values of --wire_dtype, the dtype in which rows are sent to other ranks. "none" sends rows in
+# the dtype that they already have.
 WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
 
 
 def wire_format(name: str) -> RowFormat:
-    """Returns the format of a value of --wire_dtype."""
+    """Returns the row format (dtype and scale blocks) for a value of --wire_dtype."""
     return quantization.wire_format(None if name == "none" else name)
 
 
 class Iterations(NamedTuple):
-    """The default of --iterations, on CPUs and on GPUs.
+    """The defaults of --iterations, the number of calls in a timed loop.
 
-    On GPUs a compiled loop takes about 450 microseconds to start, which its calls share.
+    On GPUs a compiled loop takes about 450 microseconds to start. Short calls need more iterations
+    to make their share of this time small.
+
+    Attributes:
+      on_cpus: the default on CPUs.
+      many_tokens: the default on GPUs, for more than FEW_TOKENS tokens per rank.
+      few_tokens: the default on GPUs, for up to FEW_TOKENS tokens per rank.
     """
 
     on_cpus: int
     many_tokens: int
-    few_tokens: int  # the default for up to FEW_TOKENS tokens per rank
+    few_tokens: int
 
 
 class Timing(NamedTuple):
-    """The flags that say how loops (`timing.Loop`) are timed, and the default of --iterations."""
+    """The flags that say how a `timing.Loop` is timed, and the defaults of --iterations."""
 
     iterations: Holder
     repeats: Holder
@@ -45,7 +52,7 @@ class Timing(NamedTuple):
     default_iterations: Iterations
 
     def iterations_of(self, num_tokens: int) -> int:
-        """Returns --iterations, or its default for this number of tokens per rank."""
+        """Returns the value of --iterations, or its default for `num_tokens` tokens per rank."""
         if self.iterations.value is not None:
             return self.iterations.value
         if jax.default_backend() != "gpu":
@@ -55,7 +62,10 @@ class Timing(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The flags that several bench commands have; None: the command does not have it."""
+    """The flags of a bench command that other bench commands have, too.
+
+    A field is None if the command lacks the flag.
+    """
 
     json: Holder
     plot: Holder
@@ -78,10 +88,10 @@ class BenchFlags(Flags):
         """Defines --json and --plot, and each further shared flag whose argument is not None.
 
         Args:
-          plot: the contents of the plot, for the help of --plot.
-          ranks: the default of --ranks, in words.
-          timing: the result of `timing`.
-          check: the result of `check`.
+          plot: what the plot shows, for the help of --plot.
+          ranks: the default of --ranks in words, for its help.
+          timing: the flags that `BenchFlags.timing` has defined.
+          check: the flag that `BenchFlags.check` has defined.
           seconds: the default of --seconds.
         """
         return Shared(
@@ -98,7 +108,8 @@ class BenchFlags(Flags):
     ) -> Timing:
         """Defines --iterations, --repeats, --device_timer and --by_kernel.
 
-        `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
+        `iterations` and `repeats` are the flags' defaults. Values of --iterations below
+        `least_iterations` are an error.
         """
         text, default = "The number of dependent calls in one timed loop.", None
         if isinstance(iterations, int):
@@ -155,7 +166,7 @@ class BenchFlags(Flags):
         )
 
     def implementations(self, allowed: Iterable[str], of: str, default: str) -> Holder:
-        """Defines --implementations: which of this library's ways to do a thing are measured."""
+        """Defines --implementations: this library's implementations of `of` to measure."""
         return self.choices(
             "implementations",
             None,
@@ -165,7 +176,7 @@ class BenchFlags(Flags):
         )
 
     def baselines(self, allowed: Iterable[str], of: str, default: str) -> Holder:
-        """Defines --baselines: what this library's implementations are compared with."""
+        """Defines --baselines: code of other libraries to measure for comparison."""
         return self.choices(
             "baselines",
             None,

@@ -1,9 +1,9 @@
-"""Computes the floor of an exchange: the time that no implementation can beat on this machine.
+"""Computes a lower bound ("floor") of the time of dispatch and combine on this machine.
 
-The rows that must cross to another rank take at least their bytes over the bandwidth of a plain
-copy between two GPUs. The operands and results take at least their bytes over the bandwidth of a
-plain copy in a GPU's own memory. The floor is the longer of the two times. Both bandwidths are
-measured in the same run.
+The rows that must cross to another rank take at least their bytes divided by the bandwidth of a
+plain copy between two GPUs. Reading operands and writing results takes at least their bytes divided
+by the bandwidth of a plain copy in a GPU's own memory. The floor is the longer of the two times.
+Both bandwidths are measured in the same run as the exchange.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _COPY_BYTES, _COPY_BYTES_OF_CPU = 2**30, 2**26
 
 
 class Bandwidths(NamedTuple):
-    """Bandwidths in bytes per second; None where one cannot be measured.
+    """Measured bandwidths in bytes per second.
 
     Attributes:
-      link: from one GPU to another, one way.
-      memory: in the memory of one GPU, counting bytes read and bytes written.
+      link: the bandwidth of a copy from one GPU to another, one way. None: not measurable here.
+      memory: the bandwidth of a copy in one GPU's memory, where the bytes read and the bytes
+        written both count. None: not measurable here.
     """
 
     link: float | None = None
@@ -34,11 +35,12 @@ class Bandwidths(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per rank that any implementation of an operation must move; means over ranks.
+    """The bytes per rank that any implementation of an operation must move, means over ranks.
 
     Attributes:
-      remote: bytes sent to other ranks, one row for each (token, other rank).
-      local: bytes of operands, read once, and of results, written once.
+      remote: the bytes sent to other ranks: one row for each (token, other rank with an expert of
+        the token).
+      local: the bytes of operands and results: each operand is read once, each result written once.
     """
 
     remote: float
@@ -46,14 +48,22 @@ class Traffic(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The least time of an operation, in microseconds, and what sets it: "link" or "memory"."""
+    """A lower bound of an operation's time.
+
+    Attributes:
+      us: the bound in microseconds.
+      set_by: the bandwidth that sets it: "link" between GPUs, or "memory".
+    """
 
     us: float
     set_by: str
 
 
 def measure(devices: Sequence[jax.Device]) -> Bandwidths:
-    """Measures the bandwidths of the link and of memory; CPUs have neither, one GPU no link."""
+    """Measures the bandwidth between the first two GPUs, and in the first one's memory.
+
+    On CPUs both fields of the result are None. With a single GPU, `link` is None.
+    """
     if devices[0].platform != "gpu":
         return Bandwidths()
     link = None
@@ -64,7 +74,7 @@ def measure(devices: Sequence[jax.Device]) -> Bandwidths:
 
 
 def memory_bandwidth(device: jax.Device) -> float:
-    """Measures a copy in a device's memory; returns bytes per second, read and written."""
+    """Times copies in a device's memory; returns bytes read plus bytes written per second."""
     size = _COPY_BYTES_OF_CPU if device.platform == "cpu" else _COPY_BYTES
     source = jax.device_put(jnp.zeros(size, jnp.uint8), device)
     copy = jax.jit(jnp.copy)
@@ -72,9 +82,10 @@ def memory_bandwidth(device: jax.Device) -> float:
 
 
 def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:
-    """Times copies, `at_once` at a time; returns copies per second, the best of `repeats` times.
+    """Measures how many calls of `copy` a device completes per second.
 
-    The best stands for what the hardware can do.
+    Starts `at_once` calls and waits for all of them, `repeats` times. Returns the highest rate,
+    since slower ones were disturbed.
     """
     jax.block_until_ready(copy())
     best = float("inf")
@@ -88,21 +99,26 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
 
 
 def traffic(op: str, work: Work) -> Traffic:
-    """Counts the bytes per rank that an operation of `operations.OPERATIONS` must move."""
+    """Counts the bytes per rank that any implementation of an operation must move, for `floor`.
+
+    `op` is the operation's name in `operations.OPERATIONS`, and `work` its routing and sizes.
+    """
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
     own = PLAIN.row_bytes(work.hidden, work.dtype)
     wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
-    here = work.num_tokens * own  # the bytes of x, g or out [T, H]
-    rows = filled * own  # the bytes of y or dy [R, H]
+    # The bytes of an array [T, H] (x, its cotangent g, or the combined output), and of the filled
+    # rows of an array [R, H] (the experts' output y, or its gradient dy).
+    here = work.num_tokens * own
+    rows = filled * own
     local = {
         "dispatch": here + filled * dispatched,
         "combine": rows + here,
         "round_trip": here + filled * dispatched + rows + here,
         "dispatch_grad": rows + here,
-        # The gradient of the weights reads y; rank-major combines have no weights.
+        # The gradient of the router's weights also reads y. Rank-major combines take no weights.
         "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
         "group_by_expert": received * dispatched + pairs * own,
         "sum_by_token": pairs * own + received * own,
@@ -110,7 +126,8 @@ def traffic(op: str, work: Work) -> Traffic:
     crossing = case.wire_rows()
     if op in OF_RANK_MAJOR:
         remote = 0.0
-    elif op == "round_trip":  # the combine of a round trip is not quantized
+    elif op == "round_trip":
+        # Only the dispatch of a round trip sends rows in the wire dtype.
         remote = crossing * (wire + own)
     else:
         remote = crossing * wire
@@ -118,7 +135,10 @@ def traffic(op: str, work: Work) -> Traffic:
 
 
 def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
-    """Computes the least time that `moved` takes; None if no bandwidth that it needs is known."""
+    """Computes the least time to move the bytes `moved`.
+
+    A None in `bandwidths` leaves its bytes out. Returns None if no time can be computed.
+    """
     times = []
     if bandwidths.link is not None and moved.remote:
         times.append(Floor(moved.remote / bandwidths.link * 1e6, "link"))
@@ -128,7 +148,7 @@ def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
 
 
 def record(moved: Traffic, bandwidths: Bandwidths) -> dict[str, Any]:
-    """Returns the floor and the bytes it is computed from, as fields of a result of `bench`."""
+    """Returns fields for a row of results: the bytes moved and the lower bound of their time."""
     found: dict[str, Any] = {"remote_bytes": moved.remote, "local_bytes": moved.local}
     if least := floor(moved, bandwidths):
         found |= {"floor_us": least.us, "floor_set_by": least.set_by}

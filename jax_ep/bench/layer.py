@@ -1,17 +1,19 @@
 """`python -m jax_ep bench layer`: times the whole MoE layer, compared with layers of plain JAX.
 
 A layer is router, dispatch, experts and combine, either forward alone or with the gradients of x,
-gate, wi_0, wi_1 and wo. The gradients are each rank's own: a training step sums that of the gate
-over ranks together with its other replicated parameters. All layers of a shape have the same
-parameters, tokens and R. They are compared with (a) `lax.ragged_all_to_all` with `lax.ragged_dot`,
-and (b) the fastest exchange of plain XLA collectives with this library's grouped matmul.
+gate, wi_0, wi_1 and wo. The gate's gradient is not summed over ranks, since a training step sums it
+together with the gradients of its other replicated parameters. All layers of a shape have the same
+parameters, tokens and number of rows R in the receive buffer. This library's layer is compared with
+(a) `lax.ragged_all_to_all` with `lax.ragged_dot`, and (b) the fastest exchange of plain XLA
+collectives with this library's grouped matmul.
 
-Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of rows
-that were routed: 6 H F for a row, three times that with gradients. "Matmul" is the device time of
-the experts' matmuls, "exchange" that of the exchange and of XLA's collectives, waits for peers
-included; both are means over ranks. "If hidden" is the slowest rank's device time less the shorter
-of the two: what would remain if it ran behind the longer at no cost. "Peak" is the memory that the
-program holds on a device, according to XLA: arguments, results and temporaries.
+Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of
+routed rows: 6 H F for a row, and three times as many with gradients. "Matmul us" is the device time
+of the experts' matmuls. "Exchange us" is the device time of dispatch, combine and XLA's
+collectives, including waits for peers. Both are means over ranks. "If hidden us" subtracts the
+shorter of these two times from the slowest rank's device time: the time of a layer that overlaps
+communication and matmuls perfectly. "Peak MiB" is the memory that the program holds on a device,
+according to XLA: arguments, results and temporaries.
 """
 
 from __future__ import annotations
@@ -50,16 +52,17 @@ from jax_ep.moe.routing import Score
 
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
-# Names of kernels: of the exchange and XLA's collectives, and of this library's matmuls.
+# Match the names of kernels in a profile: EXCHANGE those of this library's exchange and of XLA's
+# collectives, MATMUL those of this library's grouped matmuls.
 EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 MATMUL = re.compile(r"^grouped_matmul")
-# The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
-# row: some roundings to bfloat16.
+# The largest allowed error of a row of a result: the norm of its difference, divided by the sum of
+# the row's norm and the root mean square of all rows' norms. It allows some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class Shape(NamedTuple):
-    """The sizes H, F, E and K of a model's MoE layers, and its router's score function."""
+    """The sizes of a model's MoE layers: H, F, E and K in this order, and the router's score."""
 
     hidden: int
     mlp_dim: int
@@ -73,7 +76,8 @@ SHAPES = {
     "qwen3-moe": Shape(2048, 768, 128, 8),
     "mixtral": Shape(4096, 14336, 8, 2),
 }
-SMALL_SHAPES = {  # CPUs measure these shapes
+# The shapes that are measured on CPUs, by the names of SHAPES.
+SMALL_SHAPES = {
     "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
     "qwen3-moe": Shape(128, 64, 16, 8),
     "mixtral": Shape(128, 256, 8, 2),
@@ -131,7 +135,8 @@ _MATMUL_DTYPE = FLAGS.choice(
     "multiply in any case.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
-_ITERATIONS_OF_RAGGED_DOT = 2  # few, since `lax.ragged_dot` takes tens of milliseconds
+# The loop length of layers with `lax.ragged_dot`, of which each call takes tens of milliseconds.
+_ITERATIONS_OF_RAGGED_DOT = 2
 _SEED = FLAGS.seed("parameters and tokens")
 _SHARED = FLAGS.share(
     plot="the throughputs",
@@ -141,7 +146,8 @@ _SHARED = FLAGS.share(
 )
 
 
-# The tolerance of float8: three matmuls each round two operands, by up to 2^-4 of a number.
+# The tolerance of `agree` for experts that multiply in float8: each of an expert's three matmuls
+# rounds two operands, by up to 2^-4 of a number.
 _FLOAT8_TOLERANCE = 6 * 2**-4
 
 
@@ -150,7 +156,7 @@ def run() -> int:
 
 
 class LayerCase(runner.Case):
-    """All layers of one shape and number of tokens, forward and with gradients."""
+    """Measures all layers of one model shape and number of tokens, forward and with gradients."""
 
     spaced = False
 
@@ -170,7 +176,8 @@ class LayerCase(runner.Case):
                 for name in names
             ],
         )
-        self.expected: dict[str, tuple[str, Any]] = {}  # a layer's name and outputs
+        # Maps a direction to the name and outputs of the first layer that was checked in it.
+        self.expected: dict[str, tuple[str, Any]] = {}
 
     def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
         mesh = Mesh(np.asarray(jax.devices()[: self.ranks]), (AXIS,))
@@ -193,14 +200,15 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes that a layer holds on a device, according to XLA, and its load."""
+        """Returns the layer's memory in bytes, the rows a rank receives, and the buffer's rows."""
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs, name = loop.outputs(), row["implementation"]
         other, expected = self.expected.setdefault(row["direction"], (name, outputs))
-        # Twice what a value on the wire is off by.
+        # Rounding to the wire dtype changes a value by up to `relative_error`; two layers are
+        # compared, so the tolerance is twice that.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
         if _MATMUL_DTYPE.value != "none":
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
@@ -208,7 +216,7 @@ class LayerCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, where kernels were seen, the parts of the device time."""
+        """Returns throughputs and, if a profiler saw the kernels, matmul and exchange times."""
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
@@ -299,7 +307,7 @@ class LayerBench(runner.Bench):
 
 
 def shapes(names: Sequence[str], platform: str) -> dict[str, Shape]:
-    """Returns the shapes of some models' layers, which on CPUs are small ones of the same kind."""
+    """Returns the layer shapes of the named models; on CPUs, small shapes with the same router."""
     table = SMALL_SHAPES if platform == "cpu" else SHAPES
     return {name: table[name] for name in names}
 
@@ -309,9 +317,9 @@ def default_tokens(platform: str) -> list[int]:
 
 
 def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence[int]) -> list[Row]:
-    """Returns the fields of a row that say which layer it is of, for each layer to measure.
+    """Lists the work to measure: a dict of shape, ranks, tokens and sizes for each combination.
 
-    Raises `Error` if a shape's experts do not fit a number of ranks.
+    Raises `Error` if a number of ranks does not divide a shape's experts.
     """
     for num_ranks in ranks:
         for name, shape in shapes.items():
@@ -325,7 +333,7 @@ def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence
 
 
 def sizes(row: Row) -> str:
-    """Names a row's shape and its sizes, in lines for a plot."""
+    """Returns a row's shape, sizes, tokens and ranks as lines of text, to label a plot."""
     text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
     return f"{row['shape']}\n{text.format(**row)}"
 
@@ -339,11 +347,15 @@ def _wire_dtype(name: str) -> str:
 
 
 def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
-    """Splits the device time into the experts' matmuls and the exchange, by kernel names.
+    """Finds the time of the experts' matmuls and of the exchange in a device time, by kernel name.
+
+    Args:
+      device: the "device" record of `runner.device_times`, with times by kernel in microseconds.
 
     Returns:
-      A dict of the microseconds "matmul_us" and "exchange_us", and of "if_hidden_us", the device
-      time less the shorter of the two; None where no kernel is known to be a matmul of experts.
+      A dict of microseconds: "matmul_us"; "exchange_us"; and "if_hidden_us", the slowest rank's
+      device time minus the shorter of the two. "matmul_us" and "if_hidden_us" are None if no kernel
+      has the name of an expert matmul.
     """
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
@@ -358,7 +370,10 @@ def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """Makes each rank's parameters, x [T, H] and cotangent [T, H], stacked by rank."""
+    """Makes random (params, x [T, H], cotangent [T, H]) for each rank.
+
+    Every array has a leading axis of ranks, so x is [N, T, H] bfloat16.
+    """
 
     def on_rank(own_seed, gate_seed):
         def rows(stream):
@@ -376,15 +391,19 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def random_params(
     shape: Shape, num_ranks: int, own_seed: jax.Array, gate_seed: jax.Array
 ) -> MoEParams:
-    """Makes a rank's random parameters: all ranks have the same gate, and each its own experts."""
+    """Makes a rank's random MoE parameters.
+
+    All ranks pass the same `gate_seed` and get the same gate. `own_seed` differs by rank and seeds
+    the rank's E / N experts.
+    """
     num_local = shape.num_experts // num_ranks
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
 
     def rows(stream, *sizes):
         return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
-    # The gate has values that bfloat16 represents, so that the precision of the router's
-    # matmul cannot make layers choose different experts.
+    # The gate's values are exact in bfloat16, so that the precision of the router's matmul cannot
+    # make two layers choose different experts.
     gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
     return MoEParams(
         gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
@@ -397,10 +416,11 @@ def random_params(
 def make_config(
     shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
 ) -> tuple[MoEConfig, dict[str, Any]]:
-    """Makes the layers' configuration, and a record of the load that the state's routing makes.
+    """Makes the layers' configuration, with a receive buffer that holds all rows of the routing.
 
-    The receive buffer holds all rows of that routing. The record has "rows", mean over ranks,
-    "rows_needed" and "capacity".
+    Returns:
+      The configuration, and a dict of numbers of rows: "rows" that a rank receives, mean over
+      ranks; "rows_needed" that the most loaded rank receives; and "capacity", the buffer's rows.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,
@@ -418,7 +438,7 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    # A token's choices are distinct, so a rank receives at most as many of them as it has experts.
+    # A token's choices are distinct, so a rank receives a token at most once per local expert.
     most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
     if not capacity_factor:
         return config, {"rows": average, "rows_needed": needed, "capacity": most}
@@ -429,9 +449,10 @@ def make_config(
 
 
 def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> Any:
-    """Returns the function that a `Loop` repeats: one of LAYERS, with or without gradients.
+    """Returns the function (state of one rank) -> outputs that a `Loop` times.
 
-    It returns the arrays that OUTPUTS names, or, for the direction "forward", the first of them.
+    The function runs the layer `name` of LAYERS. It returns a tuple of the arrays that OUTPUTS
+    names; for the direction "forward", only the first array, the layer's output.
     """
     layer = make_layer(name, config, capacity)
 
@@ -442,7 +463,9 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
     def forward_backward(state):
         params, x, g = state
         out, backward = jax.vjp(layer, params, x)
-        out, g = lax.optimization_barrier((out, g))  # in training g depends on the output
+        # The barrier makes g depend on the output, as in training, so that the backward pass
+        # starts after the forward pass.
+        out, g = lax.optimization_barrier((out, g))
         dparams, dx = backward(g)
         return out, dparams.gate, dparams.wi_0, dparams.wi_1, dparams.wo, dx
 
@@ -452,9 +475,9 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
 def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
     """Raises AssertionError unless two layers' outputs and gradients agree, row by row.
 
-    A row differs if the norm of its error is more than `tolerance` times the sum of its own norm
-    and the mean row's. One row in 10000 may differ: rounding may swap two experts whose scores are
-    nearly equal.
+    A row differs if the norm of its error is more than `tolerance` times the sum of the expected
+    row's norm and the root mean square of all expected rows' norms. One row in 10000 may differ:
+    rounding may swap two experts whose scores are nearly equal.
     """
     for what, got, wanted in zip(OUTPUTS, outputs, expected, strict=False):
         count, worst = (float(number) for number in _differing_rows(got, wanted, tolerance))
@@ -474,13 +497,15 @@ def _differing_rows(
     error = jnp.linalg.norm(got - wanted, axis=-1)
     size = jnp.linalg.norm(wanted, axis=-1)
     relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
-    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # a NaN differs, too
+    # ~(... <= ...) also counts rows with NaN.
+    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)
 
 
 def compare(rows: list[Row]) -> None:
-    """Adds to each row its speed-up, in wall time, over the two layers it is compared with.
+    """Adds to each row its speed-ups in wall time over the baselines of the same work.
 
-    They are ragged_all_to_all with ragged_dot, and the fastest plain exchange.
+    "speedup_over_ragged" compares with ragged_all_to_all and ragged_dot, "speedup_over_xla" with
+    the fastest baseline of plain XLA collectives and this library's grouped matmul.
     """
 
     def work(row):
@@ -499,7 +524,10 @@ def compare(rows: list[Row]) -> None:
 
 
 def _names(platform: str) -> list[str]:
-    """Returns the layers to measure: the implementations, and then the baselines."""
+    """Returns the names of the layers to measure: implementations first, then baselines.
+
+    Raises `Error` if a named baseline cannot run on the platform, or if nothing is left.
+    """
     own = _IMPLEMENTATIONS.value
     others = _BASELINES.value
     if others is None:

@@ -1,9 +1,9 @@
 """Defines the MoE layers that `bench layer` compares: this library's, and layers of plain JAX.
 
-Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`. All have
-the same router, give the experts the same rows in a buffer of the same size, and are differentiable
-in all operands. The baselines are written to be fast: where JAX would derive a gradient as a
-scatter-add and a faster form exists, the faster form is given.
+Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`. All layers
+use the same router, give the experts the same rows in a buffer of the same size, and are
+differentiable in all operands. The baselines are written to be fast: a custom VJP replaces each
+scatter-add that JAX would derive as a gradient and that has a faster form.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-Layer = Callable[[MoEParams, jax.Array], jax.Array]  # a function (params, x [T, H]) -> [T, H]
+# A function (params, x [T, H]) -> [T, H] on one rank.
+Layer = Callable[[MoEParams, jax.Array], jax.Array]
 
 
 class Exchange(NamedTuple):
-    """A dispatch and a combine along the routes of one call, as functions.
+    """The dispatch and the combine for one routing (the tokens' choices of experts), as functions.
 
     Attributes:
-      group_sizes: [L] int32, rows of each local expert.
-      send: x [T, H] -> [R, H], rows grouped by local expert.
-      bring_back: (y [R, H], weights [T, K] float32) -> [T, H], the weighted sums by token.
+      group_sizes: [L] int32, the number of rows that each local expert receives.
+      send: the dispatch: x [T, H] -> expert-major rows [R, H].
+      bring_back: the combine: (y [R, H], weights [T, K] float32) -> [T, H], for each token the
+        weighted sum of its K experts' rows.
     """
 
     group_sizes: jax.Array
@@ -46,10 +48,12 @@ class MeasuredLayer:
     """A way to compute the MoE layer, for `bench layer`.
 
     Attributes:
-      exchange: (topk_idx [T, K], config, R) -> `Exchange`; None: the layer is `moe.moe_layer`.
-      implementation: the `implementation` of `moe.moe_layer`, where `exchange` is None.
+      exchange: a function (topk_idx [T, K], config, R) -> `Exchange`, where R is the number of rows
+        of the receive buffer. None: the layer is `moe.moe_layer`.
+      implementation: the `implementation` of `moe.moe_layer`; unused if `exchange` is given.
       ragged_dot: whether experts use `lax.ragged_dot` instead of `jax_ep.grouped_matmul`.
-      plain_exchange: whether it is plain XLA collectives with this library's grouped matmul.
+      plain_exchange: whether the layer combines plain XLA collectives with this library's grouped
+        matmul.
     """
 
     exchange: Callable[[jax.Array, MoEConfig, int], Exchange] | None = None
@@ -59,9 +63,10 @@ class MeasuredLayer:
 
 
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
-    """Returns the layer of one of LAYERS, with a receive buffer of `capacity` rows.
+    """Returns the layer function that LAYERS names `name`.
 
-    `config` must give the same capacity.
+    The layer's receive buffer has `capacity` rows. The capacity factor of `config` must give the
+    same number.
     """
     chosen = LAYERS[name]
     exchange = chosen.exchange
@@ -81,14 +86,14 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
-    """Routes the tokens x [T, H] by the gate of `params`, as `moe_layer` does."""
+    """Chooses K experts for each token of x [T, H] from the gate's logits, as `moe_layer` does."""
     assert params.gate is not None
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Returns why a layer cannot run on a platform, such as "cpu", or None if it can."""
+    """Returns why the layer `name` cannot run on a platform, such as "cpu"; None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
@@ -104,10 +109,10 @@ def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
 
 
 def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """Makes an exchange by `lax.all_gather` and `lax.psum_scatter`.
+    """Makes an exchange from `lax.all_gather` and `lax.psum_scatter`.
 
-    Every rank gathers all tokens and takes the rows of its own experts; the combine sums over
-    ranks.
+    In the dispatch, every rank gathers all tokens and takes those that chose its experts. In the
+    combine, every rank sums its experts' rows by token, and psum_scatter sums over ranks.
     """
     top_k = topk_idx.shape[1]
     num_local = config.num_experts // lax.axis_size(AXIS)
@@ -118,7 +123,8 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
-    token = choice // top_k  # an empty row gets an index past the last token
+    # The token of each row of the receive buffer; an empty row gets an index past the last token.
+    token = choice // top_k
 
     def bring_back(y, weights):
         all_weights = lax.all_gather(weights, AXIS, tiled=True).reshape(-1)
@@ -131,18 +137,19 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 
 @jax.custom_vjp
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
-    """Gathers x [T, H] of all ranks and takes the rows `token` [R] of it: [R, H].
+    """All-gathers x [T, H] over ranks to [N * T, H] and takes the rows with indices `token` [R].
 
-    A token past the last of all N * T gives a row of zeros.
+    Returns [R, H]. An index of N * T or more gives a row of zeros.
     """
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _collect(rows: jax.Array, token: jax.Array, num_tokens: int, dtype: Any) -> jax.Array:
-    """Sums rows [R, H] by `token` over all ranks; returns this rank's tokens, [T, H] of `dtype`.
+    """Sums rows [R, H] by token over all ranks; returns the sums of this rank's tokens, [T, H].
 
-    Sums within a rank are float32.
+    `token` [R] holds each row's index among the N * T tokens of all ranks. A rank sums its own rows
+    in float32; sums over ranks, and the result, have the dtype `dtype`.
     """
     sums = jnp.zeros((lax.axis_size(AXIS) * num_tokens, rows.shape[1]), jnp.float32)
     sums = sums.at[token].add(rows.astype(jnp.float32), mode="drop")
@@ -166,7 +173,7 @@ _collect.defvjp(
 
 
 def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """Makes an exchange by `lax.ragged_all_to_all`, with one row for each choice.
+    """Makes an exchange from `lax.ragged_all_to_all`, with one row for each (token, choice).
 
     Rows are sorted by expert before they are sent, and again after they have arrived.
     """
@@ -178,9 +185,12 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     )
     ends = jnp.searchsorted(by_expert, jnp.arange(config.num_experts), side="right")
     counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
-    pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)  # [source, destination]
+    # The number of rows from each source rank to each destination rank, [source, destination].
+    pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)
+    # The number of rows from each source rank for each expert of this rank, [N, L].
     mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
-    # Rows arrive by source, and by expert within a source. Rows past the last have no expert.
+    # Received rows are ordered by source rank, then by expert. Unfilled rows at the end of the
+    # buffer get the expert number L, so that they sort last.
     block_ends = jnp.cumsum(mine.reshape(-1), dtype=jnp.int32)
     block = jnp.searchsorted(block_ends, jnp.arange(capacity), side="right")
     expert = jnp.where(block < mine.size, block % num_local, num_local)
@@ -209,7 +219,7 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
     """Repeats each row of x `copies` times, and takes the repeated rows in the order of `index`.
 
-    `inverse` is the inverse permutation of `index`, for the gradient.
+    `index` is a permutation, and `inverse` its inverse, with which the backward pass gathers.
     """
     return x[index // copies]
 
@@ -228,18 +238,20 @@ _permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends rows, ordered by destination; returns [num_rows, H], ordered by source.
+    """Sends rows ordered by destination rank; returns received rows ordered by source rank.
 
-    pairs[s, d] rows go from rank s to rank d.
+    `pairs` [N, N] holds the number of rows from each source (first axis) to each destination.
+    The result is [num_rows, H]; rows past the received ones are zero.
     """
     return _ragged_all_to_all(rows, pairs, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends each row that `_ragged_out` has delivered back to its source: [num_rows, H].
+    """Sends the rows that `_ragged_out` delivered back to their source ranks: [num_rows, H].
 
-    pairs[s, d] rows go from rank d back to rank s. This is the gradient of `_ragged_out`.
+    pairs[s, d] rows go from rank d back to rank s. This is the transpose of `_ragged_out`, which
+    its gradient uses.
     """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 

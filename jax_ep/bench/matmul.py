@@ -1,10 +1,11 @@
-"""`python -m jax_ep bench matmul`: times grouped matmuls next to a dense matmul.
+"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
 
-Times the product, the gate of two products (gated), the product's gradients for the rows (dlhs) and
-for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs.
-The dense matmul and all backends that can run an operation here, other projects' included, take
-turns of one loop each, since a GPU's clock drifts. "of dense" is the ratio of a backend's rate to
-the dense matmul's, the median over turns. TFLOP/s count only rows that are in a group.
+The operations are the product of rows and their groups' matrices, the gated product
+silu(x @ gate) * (x @ up), the product's gradients with respect to the rows (dlhs) and to the
+matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. A GPU's clock
+drifts, so each round of measurement runs one loop of the dense matmul and of every backend that can
+run the operation here, other projects' included. The column "of dense" is the ratio of a backend's
+rate to the dense matmul's, the median over rounds. TFLOP/s count only rows that are in a group.
 
 With --matmul_dtype, operands are float8, too; they are quantized before. "of bf16" is the ratio of
 a float8 program's rate to that of the same implementation's in the operands' dtype. "quantize" is
@@ -97,7 +98,7 @@ def run() -> int:
 
 
 class MatmulCase(runner.Case):
-    """One operation of one size, by a dense matmul and by every backend, of each matmul dtype."""
+    """Measures one operation of one size, dense and by every backend, in each matmul dtype."""
 
     in_turns = True
     spaced = False
@@ -165,14 +166,17 @@ class MatmulCase(runner.Case):
         return found
 
     def measure(self, run: runner.Run) -> list[Row]:
-        """Returns the row of the dense matmul, then the backends' rows, the fastest first."""
+        """Measures all programs; returns the dense matmul's results, then the backends' results.
+
+        The backends are sorted by wall time, the fastest first.
+        """
         dense, *others = super().measure(run)
         others.sort(key=lambda row: row["wall"]["median_us"] if "wall" in row else math.inf)
         return [dense, *others]
 
 
 class SmallCase(MatmulCase):
-    """One operation on small operands, whose results are checked; only failures become rows."""
+    """Checks one operation on small operands; only failures give rows of results."""
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"
@@ -258,7 +262,7 @@ class MatmulBench(runner.Bench):
 
 
 def _names(case: Case) -> list[str]:
-    """Returns the names of the backends to measure a case by."""
+    """Returns the names of the implementations and baselines to measure for a case."""
     own, others = _IMPLEMENTATIONS.value, _BASELINES.value
     return [
         *(usual_implementations(case) if own is None else own),
@@ -267,7 +271,7 @@ def _names(case: Case) -> list[str]:
 
 
 def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
-    """Raises `Error` for a named backend that runs no case here, and if none is left to measure."""
+    """Raises `Error` if a backend that a flag names can run no case here, or if none is left."""
     for flag in (_IMPLEMENTATIONS, _BASELINES):
         for name in flag.value or []:
             reasons = [unavailable_reason(name, (c.hidden, c.mlp), dtype) for c in cases]
@@ -310,11 +314,15 @@ def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[
 
 
 def backends(case: Case, op: str, dtype: Any) -> list[Backend]:
-    """Returns the backends that the flags choose, of those that compute an operation here."""
+    """Returns the backends to measure: those that the flags select and that can run here.
+
+    With --sweep, the backend "pallas" appears once more for each further tile size.
+    """
     names = _names(case)
     found = [b for b in available((case.hidden, case.mlp), dtype) if b.name in names]
     if _SWEEP.value:
         found += other_tiles(case, op, [backend.name for backend in found])
-    if op == "drhs":  # TOKAMAX has the drhs of "xla"
+    # The TOKAMAX backend computes drhs with the function of "xla", which is not timed twice.
+    if op == "drhs":
         found = [backend for backend in found if backend is not TOKAMAX]
     return found

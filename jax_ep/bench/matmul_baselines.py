@@ -1,7 +1,7 @@
 """Wraps grouped matmuls of other libraries, which `bench matmul` compares with this library's.
 
-"mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs; "tokamax" is the package of that name.
-Both follow the contract of `jax_ep.matmul.backend`.
+"mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs; "tokamax" is the Python package
+tokamax. Both wrappers have the interface that `jax_ep.matmul.backend` defines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
 def mosaic_blocks(short: bool, num_cols: int) -> dict[str, int]:
-    """Chooses block sizes for JAX's "mosaic" kernels: 64 rows if `short`, and else 128.
+    """Chooses block sizes for JAX's "mosaic" kernels, as their keyword arguments.
 
-    A group's last block is padded, so groups of few rows get short blocks.
+    A block has 64 rows if `short`, and else 128. The kernel pads a group's last block, so groups of
+    few rows get short blocks. `num_cols` is the number of columns of the result.
     """
     return {
         "block_m": 64 if short else 128,
@@ -46,9 +47,9 @@ def mosaic_product(
 ) -> jax.Array:
     """Multiplies each row by its group's matrix with JAX's kernel `ragged_dot_mgpu`.
 
-    A row of the result depends on its own row of lhs alone, so NaNs past the last group stay
-    there. The kernel does not write those rows of the result; a select, which XLA fuses into the
-    next operation, makes them zero.
+    Each row of the result depends only on its own row of lhs, so NaNs in rows past the last group
+    do not spread. The kernel leaves the result's rows past the last group unwritten; a select,
+    which XLA fuses into the next operation, makes them zero.
     """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -68,9 +69,9 @@ def mosaic_product(
 def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Computes the gradient of rhs with JAX's kernel `transposed_ragged_dot_mgpu`.
 
-    The kernel reads whole blocks of `block_k` rows and multiplies rows of other groups by zero,
-    which leaves a NaN a NaN. So the rows between the last group's end and its block's end are
-    cleared first, in place where XLA can. Rows of later blocks are never read.
+    The kernel reads whole blocks of `block_k` rows and multiplies a block's rows of other groups by
+    zero, but zero times NaN is NaN. So the rows between the end of the last group and the end of
+    its block are set to zero first, in place if XLA can. The kernel never reads later blocks.
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
@@ -87,10 +88,11 @@ def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.
 
 @contextlib.contextmanager
 def _core_count_known(module: Any) -> Iterator[None]:
-    """Lets a kernel that asks the first device for its core count be lowered without a GPU.
+    """Lets a kernel that reads the first device's core count be lowered on a machine without a GPU.
 
-    Replaces `jax` in `module` by one whose first device has the cores of an H100 or H200 SXM. The
-    machine that runs the program lowers it again, so this affects only lowering ahead of time.
+    Replaces the name `jax` in `module` by an object whose first device has the core count of an
+    H100 or H200 SXM. A machine with a GPU is left unchanged, so this affects only programs that are
+    lowered elsewhere ahead of time.
     """
     if jax.devices()[0].platform == "gpu":
         yield
@@ -111,7 +113,10 @@ def _core_count_known(module: Any) -> Iterator[None]:
 
 
 def _zero_rows_after_end(x: jax.Array, group_sizes: jax.Array, count: int) -> jax.Array:
-    """Sets the first `count` rows of x past the last group to zero, and keeps all others."""
+    """Sets the `count` rows of x that follow the last group to zero; returns the changed x.
+
+    All other rows keep their values. x is [R, ...] and `group_sizes` [L] int32.
+    """
     count = min(count, x.shape[0])
     end = jnp.sum(group_sizes)
     first = jnp.minimum(end, x.shape[0] - count)
@@ -125,7 +130,7 @@ def tokamax_product(
 ) -> jax.Array:
     """Multiplies each row by its group's matrix with `tokamax.ragged_dot_general`.
 
-    tokamax picks the kernel.
+    tokamax chooses the kernel and its tile sizes itself.
     """
     import tokamax
 
@@ -156,8 +161,8 @@ MOSAIC = Backend(
     product=mosaic_product,
     drhs=mosaic_drhs,
 )
-# "xla" computes the gradient of rhs, because tokamax's own (0.0.17) is wrong on an H200: the sums
-# of groups with more rows than one block were off by a fifth.
+# The gradient of rhs is that of the backend "xla", because tokamax's own (0.0.17) is wrong on an
+# H200: for groups with more rows than one block, results were off by a fifth.
 TOKAMAX = Backend(
     name="tokamax",
     unavailable_reason=_tokamax_reason,
@@ -171,24 +176,28 @@ IMPLEMENTATIONS = api.IMPLEMENTATIONS.names
 
 
 def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
-    """Returns why a backend cannot multiply by matrices [H, F] of a dtype here, or None."""
+    """Returns why a backend cannot run on this machine, or None if it can.
+
+    `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
+    """
     problem = Problem(matrix, dtype, api.default_platform())
     return _backends()[name].unavailable_reason(problem)
 
 
 def available(matrix: tuple[int, int], dtype: Any) -> list[Backend]:
-    """Returns the backends that can multiply by matrices [H, F] of a dtype here.
+    """Returns the backends that can run on this machine, with the block sizes they choose.
 
-    Each chooses its own block sizes.
+    `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
     """
     found = _backends()
     return [found[name] for name in found if unavailable_reason(name, matrix, dtype) is None]
 
 
 def usual_implementations(case: Case) -> list[str]:
-    """Returns the implementations that are measured unless others are asked for.
+    """Returns the names of the implementations that are measured by default.
 
-    "xla" and "loop" are slow: they are among them only where the case says so, "loop" on CPUs.
+    "pallas" is always measured. "xla" and "loop" are slow, so they are measured only for cases with
+    `slow=True`, and "loop" only on CPUs.
     """
     if not case.slow:
         return [pallas.BACKEND.name]
@@ -197,11 +206,17 @@ def usual_implementations(case: Case) -> list[str]:
 
 
 def _backends() -> dict[str, Backend]:
-    """Returns every backend that can be measured, by name; read late, since tests replace some."""
+    """Returns every backend that can be measured, by name.
+
+    A function rather than a constant, since tests replace some of the backends.
+    """
     return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
-PALLAS_TILES = (  # each: heights that are tried, block_n, and the largest band
+# Tile sizes of the grouped-matmul kernel that --sweep measures. An entry has the allowed heights of
+# a tile (rows), its width block_n (columns), and the largest `band`: the number of tile columns
+# that thread blocks sweep together. See `pallas_kernels.matmul.grouped_matmul.Tiles`.
+PALLAS_TILES = (
     ((128,), 128, 16),
     ((256,), 128, 16),
     ((128, 192, 256), 128, 16),
@@ -209,13 +224,15 @@ PALLAS_TILES = (  # each: heights that are tried, block_n, and the largest band
     ((64, 96, 128, 136, 144), 256, 8),
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
-PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # each: block_n and the largest band
+# Tile sizes of the drhs kernel that --sweep measures: (block_n, largest band).
+PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))
 
 
 def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
-    """Returns "pallas", if it is in `names`, with tiles that it does not choose itself.
+    """Returns variants of the backend "pallas" with other tile sizes than it would choose.
 
-    Only tiles that fit the case and operation are used; "gated" has none but the backend's own.
+    Returns no variant if "pallas" is not in `names`, or for the operation "gated". A variant's
+    block_n divides the number of columns of the case's result.
     """
     if op == "gated" or pallas.BACKEND.name not in names:
         return []
@@ -231,7 +248,8 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     )
     if op == "drhs":
         kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)
-    found = {}  # a dictionary by name, since narrow cases give some bands twice
+    # Keyed by name, since for few columns several entries give the same tiles.
+    found = {}
     for *shape, block_n, most in shapes:
         if columns % block_n == 0:
             tiles = kind.fitting(*shape, block_n, pallas.band(columns, block_n, most))

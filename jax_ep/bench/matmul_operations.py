@@ -1,4 +1,4 @@
-"""The operations that `bench matmul` times: sizes, operands, and checks of their results."""
+"""Defines the operations that `bench matmul` times, their sizes and operands, and result checks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from jax import lax
 from jax_ep.matmul.backend import Backend
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
-OF_TWO_PAIRS = ("gated", "sum_of_dlhs")  # two products, compared with one dense matmul
+# Operations that consist of two products; the dense matmul they are compared with is one product.
+OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
 
-# The largest relative error that a result may have, in norm, by the operands' dtype.
+# The largest allowed error of a group's result, by the operands' dtype: the norm of the difference
+# divided by the norm of the float32 result.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The sizes of a grouped matmul: [num_rows, hidden] by num_groups matrices [hidden, mlp].
+    """The sizes of a grouped matmul: rows [num_rows, hidden] by num_groups matrices [hidden, mlp].
 
-    `live` of the rows are in a group.
+    The first `live` rows belong to groups; the remaining rows are unused. `slow` is whether the
+    slow backends "xla" and "loop" are timed, too.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Case:
     mlp: int
     num_groups: int
     live: int
-    slow: bool = False  # whether to time "xla" and "loop" too
+    slow: bool = False
 
     def flops(self, operation: str, rows: int) -> float:
         pairs = 2 if operation in OF_TWO_PAIRS else 1
@@ -56,7 +59,8 @@ CASES = (
     Case("qwen3-moe up, decode", 1152, 2048, 768, 64, 1024),
     Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
 )
-SMALL_CASES = (  # CPUs measure these cases
+# The cases that are measured on CPUs.
+SMALL_CASES = (
     Case("small", 256, 64, 128, 4, 200, slow=True),
     Case("small, wide", 64, 128, 64, 2, 64, slow=True),
 )
@@ -64,17 +68,23 @@ SMALL_CASES = (  # CPUs measure these cases
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of all operations; rhs_1 and grad_1 belong to a second product.
+    """The operands of all operations, as JAX or NumPy arrays.
 
-    They are arrays on a device or on the host.
+    Attributes:
+      lhs: [R, H], the rows, ordered by group.
+      rhs: [L, H, F], a matrix for each group.
+      grad: [R, F], the cotangent of the product lhs @ rhs.
+      rhs_1: [L, H, F], the matrices of the second product in "gated" and "sum_of_dlhs".
+      grad_1: [R, F], the cotangent of the second product.
+      group_sizes: [L] int32, the number of rows of each group.
     """
 
-    lhs: Any  # [R, H]
-    rhs: Any  # [L, H, F]
-    grad: Any  # [R, F]
+    lhs: Any
+    rhs: Any
+    grad: Any
     rhs_1: Any
     grad_1: Any
-    group_sizes: Any  # [L]
+    group_sizes: Any
 
 
 jax.tree_util.register_dataclass(
@@ -88,9 +98,9 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def operation(backend: Backend, op: str) -> Function:
-    """Returns the function by which a backend computes one of OPERATIONS.
+    """Returns a function of `Operands` that computes `op`, one of OPERATIONS, with a backend.
 
-    "gated" computes the gated product, and returns it without the two products it is made of.
+    For "gated" the function returns swiglu(lhs @ rhs, lhs @ rhs_1) without the two products.
     """
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
@@ -107,10 +117,11 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """Returns a dense matmul of the size of an operation, to compare the operation with.
+    """Returns a dense matmul on `Operands` whose time a grouped operation is compared with.
 
-    It multiplies every row of lhs or grad by the first group's matrix. For "gated" and
-    "sum_of_dlhs" it is one of the two products.
+    It treats all rows as one group: it multiplies every row of lhs or grad by the first group's
+    matrix, or for "drhs" lhs.T by grad. For "gated" and "sum_of_dlhs" it computes one of the two
+    products.
     """
     return {
         "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
@@ -124,7 +135,8 @@ def dense_operation(operation: str) -> Function:
 def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
     """Draws the operands of a case from a normal distribution, with groups of random sizes.
 
-    Every array has a leading axis of one rank. Each live row has the same chance for each group.
+    Every array has a leading axis of length 1 for the single rank. Group sizes are multinomial: a
+    row that is in a group is in each group with the same probability.
     """
     sizes = np.random.default_rng(seed).multinomial(
         case.live, np.full(case.num_groups, 1 / case.num_groups)
@@ -146,9 +158,9 @@ def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
 
 
 def small_operands(dtype: Any) -> Iterator[Operands]:
-    """Yields operands on the host with empty, large and odd groups, and NaN past the last group.
+    """Yields small NumPy operands with empty, large and oddly sized groups.
 
-    They are different in each run.
+    Rows past the last group are NaN. Values are seeded differently in each run.
     """
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     for num_rows, sizes, hidden, mlp in (
@@ -179,10 +191,11 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
 def check_groups(
     op: str, operands: Operands, out: Any, groups: Iterable[int], limit: float | None = None
 ) -> None:
-    """Raises AssertionError unless an operation's result `out` is right in some of the groups.
+    """Raises AssertionError unless the operation's result `out` is right for the given `groups`.
 
-    They are compared with float32, on the host if the operands are there. Rows past the last group
-    must be zero. `limit` is the largest relative error in norm; None: that of the operands' dtype.
+    Each group is compared with a float32 result, computed by NumPy if the operands are NumPy
+    arrays. Except for "drhs", rows of `out` past the last group must be zero. `limit` is the
+    largest allowed relative error of a group, in norm; None: that of the operands' dtype.
     """
     o, limit = operands, LIMITS[operands.lhs.dtype.name] if limit is None else limit
     on_host = isinstance(o.lhs, np.ndarray)
@@ -201,7 +214,10 @@ def check_groups(
 
 
 def _of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
-    """Computes an operation, by `dot`, on one group's rows x, g, g_1 and matrices w, w_1."""
+    """Computes the reference result of an operation for one group, with the matmul function `dot`.
+
+    x, g and g_1 are the group's rows of lhs, grad and grad_1; w and w_1 are its matrices.
+    """
     if op == "product":
         return dot(x, w)
     if op == "gated":

@@ -1,4 +1,4 @@
-"""Functions that the commands share: devices, progress, files of results."""
+"""Functions that the bench commands share: finding devices, showing progress, writing results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from jax_ep.runtime.versions import versions
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:
-    """Returns all devices of JAX, which on a CPU are `cpu_devices` virtual ones.
+    """Returns all devices of JAX; on CPUs, makes `cpu_devices` virtual devices first.
 
-    XLA_FLAGS or a backend that has started may have decided another number. Raises `Error` if JAX
-    finds no backend, or cannot say which devices share a host.
+    If XLA_FLAGS sets the number of virtual devices, or a backend has started already, their number
+    stays as it is. Raises `Error` if JAX finds no backend, or cannot say which devices share a
+    host.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
@@ -40,7 +41,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
 
 
 def check_ranks(ranks: Iterable[int], num_devices: int) -> None:
-    """Raises `Error` unless there are devices for each number of ranks."""
+    """Raises `Error` if a number in `ranks` (of --ranks) exceeds the number of devices."""
     for num_ranks in ranks:
         if num_ranks > num_devices:
             raise Error(f"--ranks: {num_ranks} ranks, but {num_devices} devices")
@@ -53,7 +54,8 @@ def devices_in_words(devices: Sequence[jax.Device]) -> str:
 def held_bytes(compiled: Any) -> dict[str, int | None]:
     """Returns the bytes that a compiled program holds on a device, according to XLA.
 
-    "peak_bytes" are arguments, results and temporaries, "temp_bytes" temporaries; None if unknown.
+    "peak_bytes" counts arguments, results and temporaries, "temp_bytes" temporaries alone. Both are
+    None if XLA does not know them.
     """
     if (memory := compiled.memory_analysis()) is None:
         return {"peak_bytes": None, "temp_bytes": None}
@@ -69,13 +71,16 @@ def first_line(error: Exception) -> str:
 
 
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Writes all rows measured so far to a file, with command, versions, devices and `facts`."""
+    """Writes all rows of results so far to a JSON file.
+
+    The file also has the command, software versions, devices and the fields `facts`.
+    """
     devices = devices_in_words(jax.devices())
     save_json(path, run_record() | {"devices": devices, **facts, "rows": rows})
 
 
 def run_record() -> dict[str, Any]:
-    """Returns the running command and the versions of its software, for a file of results."""
+    """Returns the command line and the software versions, as fields for a file of results."""
     return {"command": ["python", "-m", "jax_ep", *sys.argv[1:]], "versions": _versions()}
 
 
@@ -83,9 +88,10 @@ _versions = functools.cache(versions)
 
 
 def save_json(path: str, record: dict[str, Any]) -> None:
-    """Writes a record as JSON, replacing the file in one step where the file system allows it.
+    """Writes a record as JSON, replacing an existing file atomically if possible.
 
-    The file then stays whole even if the program is ended while it writes.
+    An atomic replacement leaves the old file whole if the program ends while it writes. Pipes,
+    devices and files in unwritable folders are written in place.
     """
     text = json.dumps(record, indent=1)
     try:
@@ -94,7 +100,8 @@ def save_json(path: str, record: dict[str, Any]) -> None:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(f"{path}.part", path)
-    except OSError:  # the folder is not writable, so the file is written in place
+    except OSError:
+        # The folder is not writable, or `path` is a pipe or device.
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

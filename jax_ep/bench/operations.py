@@ -1,4 +1,4 @@
-"""The exchange's operations, as `timing.Loop` runs them, with a check of their results."""
+"""Defines the operations of dispatch and combine that `bench` times, with checks of results."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The routing, sizes and dtypes of an exchange to measure.
+    """The routing, sizes and dtypes of an exchange (dispatch and combine) to measure.
 
     Attributes:
       topk_idx: [N * T, K] int32 global expert ids, distinct within a row.
-      num_ranks: N.
-      num_experts: E.
-      hidden: H.
+      num_ranks: N, the number of ranks.
+      num_experts: E, the number of experts of all ranks together.
+      hidden: H, the number of values of a row.
       dtype: the rows' dtype.
-      capacity: R; None: enough for any routing.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      layout: "expert" or "rank".
-      wire_dtype: the dtype in which the operation sends rows or sums, or a gradient its cotangents;
-        None: their own.
-      output: "dequantized" or "quantized", for a dispatch with a wire_dtype.
-      num_hosts: M, of the ranks.
+      capacity: R, the number of rows of the receive buffer; None: enough for any routing.
+      expert_alignment: each expert's block of rows starts at a multiple of this number.
+      layout: the order of received rows: "expert" (expert-major) or "rank" (rank-major).
+      wire_dtype: the dtype in which rows are sent: those of a dispatch, the sums of a combine, the
+        cotangents of a gradient. None: the dtype that they already have.
+      output: what a dispatch with a wire_dtype returns: "dequantized" rows, or "quantized" rows and
+        scales.
+      num_hosts: M, the number of hosts that the ranks run on.
       host_capacity: the most rows that a rank sends to each other host, in the layout "expert";
-        None: all.
+        None: no limit.
     """
 
     topk_idx: Array
@@ -56,30 +57,39 @@ class Work:
         return len(self.topk_idx) // self.num_ranks
 
     def case(self) -> Case:
-        """Returns the `Case` of this work, for the baselines."""
+        """Converts this work to a `Case`, the form that the baselines take."""
         ranks = self.topk_idx // (self.num_experts // self.num_ranks)
         return Case(ranks, self.num_ranks, self.hidden, self.dtype)
 
     def routes(self) -> list[reference.Routes]:
-        """Computes the routes of each rank by `jax_ep.reference`."""
+        """Computes where each rank's (token, choice) pairs are sent, with `jax_ep.reference`.
+
+        Returns a list over ranks of destination ranks and rows, [T, K] each.
+        """
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
     @property
     def wire(self) -> RowFormat:
-        """The format of `wire_dtype`."""
+        """The row format (values and scales) for `wire_dtype`."""
         return quantization.wire_format(self.wire_dtype)
 
     def received(self, x=None) -> list[reference.RankDispatched]:
-        """Computes a rank-major dispatch of x, N arrays [T, H], by `jax_ep.reference`."""
+        """Computes a rank-major dispatch of x, N arrays [T, H], with the NumPy reference.
+
+        Returns a list over ranks. If x is None, the rows are zeros [T, 1].
+        """
         if x is None:
             x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def reference_dispatch(self, x, topk_idx):
-        """Computes an expert-major dispatch of x, N arrays [T, H], by `jax_ep.reference`."""
+        """Computes an expert-major dispatch of x, N arrays [T, H], with the NumPy reference.
+
+        `topk_idx` is N arrays [T, K] of expert ids. Returns a list over ranks.
+        """
         return reference.dispatch(
             x,
             topk_idx,
@@ -93,13 +103,13 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation on one `Work`, for `timing.Loop`.
+    """One operation on one `Work`, in the form that `timing.Loop` takes.
 
     Attributes:
       arrays: host arrays [N * B, ...], B rows per rank.
-      prepare: makes a rank's operands from its rows of `arrays`.
+      prepare: makes a rank's operands from its B rows of each array.
       step: runs the operation on a rank's operands.
-      check: (operands, results) -> None, both host arrays with the ranks stacked; raises
+      check: a function (operands, results) of host arrays with a leading axis of ranks; it raises
         AssertionError unless the results agree with `jax_ep.reference`.
     """
 
@@ -116,14 +126,17 @@ def uniform_routing(num_tokens: int, num_experts: int, top_k: int, seed: int) ->
 
 
 def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignment: int) -> int:
-    """Returns the least capacity that drops nothing on any rank, for topk_idx [N * T, K]."""
+    """Returns the smallest receive-buffer capacity, in rows, that drops no row on any rank.
+
+    topk_idx [N * T, K] holds expert ids; each expert's rows are padded to `expert_alignment`.
+    """
     counts = np.bincount(topk_idx.reshape(-1), minlength=num_experts)
     blocks = -(-counts // expert_alignment) * expert_alignment
     return int(blocks.reshape(num_ranks, -1).sum(axis=1).max())
 
 
 def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
-    """Makes one of OPERATIONS by its name; `seed` seeds the random rows."""
+    """Makes the operation `name` of OPERATIONS; `seed` seeds its random rows."""
     arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
     return OPERATIONS[name](work, implementation, arrays)
 
@@ -176,7 +189,8 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
-    if work.wire.quantized:  # an absolute tolerance, since values are below 1
+    # The tolerance is absolute: the values are below 1, so relative errors bound absolute ones.
+    if work.wire.quantized:
         tolerance = work.wire.relative_error + float(jax.numpy.finfo(work.dtype).eps)
     if isinstance(tokens, QuantizedArray):
         tokens = jax.tree.map(np.asarray, tokens).dequantize(np.float32)
@@ -212,13 +226,17 @@ def _check_combined(work: Work, y: Any, weights: Any, out: Any, wire: RowFormat)
         wanted = reference.rank_combine(y, [r.local_topk_idx for r in work.received()])
     else:
         wanted = reference.combine(y, work.routes(), weights)
-    # Of each rank's sum, what its rounding on the wire is off by.
+    # Each rank sends its partial sums in the wire format. All ranks' rounding errors together are
+    # at most `relative_error * magnitude`.
     tolerance = _tolerance(work, magnitude) + wire.relative_error * magnitude
     _agree_all(out, wanted, "out", tolerance)
 
 
 def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes a dispatch and a combine of other rows along its routes: a layer without experts."""
+    """Makes the operation of a dispatch followed by a combine, as in a layer without experts.
+
+    The combine takes random rows y instead of the experts' outputs.
+    """
     call = _dispatcher(work, implementation)
 
     def prepare(seed, topk_idx):
@@ -242,9 +260,9 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
 
 
 def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes `group_by_expert`, the local permutation of a rank-major dispatch to expert-major rows.
+    """Makes the operation `group_by_expert`: it permutes rank-major rows to expert-major, locally.
 
-    Quantized rows and their scales are permuted by "xla".
+    Quantized rows and their scales are always permuted by the implementation "xla".
     """
     work = dataclasses.replace(work, layout="rank")
     call = _dispatcher(work, implementation)
@@ -279,7 +297,10 @@ def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...])
 
 
 def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes `sum_by_token`, the local sum of expert-major rows for a rank-major combine."""
+    """Makes the operation `sum_by_token`: a local sum of expert-major rows by token.
+
+    Its result is the partial sums that a rank-major combine sends.
+    """
     group = _group_by_expert(_unquantized(work), implementation, arrays)
 
     def prepare(seed, topk_idx):
@@ -293,7 +314,8 @@ def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
     def check(state, out):
         y, grouped, received = state
         for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
-            # rows[0] is [N * T, K]: the exchange was among a single rank.
+            # group_by_expert treats all N * T received tokens as those of a single rank, so rows[0]
+            # is [N * T, K].
             routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
             (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
             got = np.asarray(out[rank]).reshape(wanted.shape)
@@ -323,7 +345,8 @@ def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -
         else:
             wanted = reference.dispatch_grad(g, work.routes())
         top_k = work.topk_idx.shape[1]
-        # Of each rank's sum, what its rounding on the wire is off by.
+        # Each rank sends its partial sums in the wire format. All ranks' rounding errors together
+        # are at most `relative_error * top_k`.
         tolerance = _tolerance(work, top_k) + work.wire.relative_error * top_k
         _agree_all(out, wanted, "dx", tolerance)
 
@@ -346,8 +369,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # A GPU and this code may round a value halfway between two numbers of the wire's format to
-        # different ones. Then the results differ by a step of the format.
+        # A GPU and this code may round a value halfway between two neighboring numbers of the wire
+        # format differently. Then the results differ by the distance of these two numbers.
         slack = 2 * work.wire.relative_error
         g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":
@@ -357,8 +380,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A weight's gradient is a float32 sum of H products of numbers below 1. Few of the products
-        # differ by a step.
+        # A weight's gradient is a float32 sum of H products of numbers below 1. Only few products
+        # differ because of a value that is rounded differently.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
@@ -373,21 +396,26 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "group_by_expert": _group_by_expert,
     "sum_by_token": _sum_by_token,
 }
-# The direction in which an operation moves rows, by which its baselines are chosen.
+# The direction in which an operation moves rows between ranks. Its baselines move rows in the same
+# direction: "out" from tokens to experts, "back" from experts to tokens.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
     "dispatch_grad": "back",
     "combine_grad": "out",
 }
-# Operations that a wire_dtype changes.
+# Operations that support a wire_dtype.
 QUANTIZED = tuple(name for name in OPERATIONS if name != "sum_by_token")
 # Operations that exist in the rank-major layout only.
 OF_RANK_MAJOR = ("group_by_expert", "sum_by_token")
 
 
 def _with_values(received: Any) -> Any:
-    """Replaces quantized tokens, which are permuted as they are, by their values."""
+    """Replaces quantized tokens by their float8 values, without the scales.
+
+    A permutation moves the values unchanged, so they can be compared exactly. Tokens that are not
+    quantized stay as they are.
+    """
     if not isinstance(received.tokens, QuantizedArray):
         return received
     return dataclasses.replace(received, tokens=received.tokens.values)
@@ -398,14 +426,18 @@ def _unquantized(work: Work) -> Work:
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    if work.layout == "rank":  # rank-major partial sums are weighted already
+    # A rank-major combine takes no weights: its operand holds sums that are weighted already.
+    if work.layout == "rank":
         return None
     weights = random_rows(seed, shape, np.float32) + 1.5
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def _tolerance(work: Work, magnitude: float) -> float:
-    """Returns a bound of the error of a sum up to `magnitude`, rounded per rank and at the end."""
+    """Returns an absolute error bound for a combined value of at most `magnitude`.
+
+    The rows' dtype rounds each rank's partial sum, and then the final sum.
+    """
     return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
 
 
@@ -417,7 +449,7 @@ def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float)
 def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
     """Raises AssertionError unless two arrays agree in every element within an absolute tolerance.
 
-    A tolerance of 0 asks for equality.
+    With a tolerance of 0 the elements must be equal.
     """
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
@@ -425,7 +457,8 @@ def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None
         wrong = got != wanted
     else:
         error = np.abs(got.astype(np.float32) - wanted.astype(np.float32))
-        wrong = ~(error <= tolerance)  # a NaN is wrong, too
+        # ~(... <= ...) also counts NaN as wrong.
+        wrong = ~(error <= tolerance)
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise AssertionError(

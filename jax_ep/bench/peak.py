@@ -1,9 +1,9 @@
-"""Knows the peak FLOP/s of GPUs."""
+"""Lists the peak bfloat16 FLOP/s of GPUs, to report a share of the peak."""
 
 from __future__ import annotations
 
-# Dense bfloat16 FLOP/s of a device, by the beginning of its name. NVIDIA's data sheets have twice
-# these figures, with sparsity.
+# The peak dense bfloat16 FLOP/s of a device, by the beginning of its `device_kind`. NVIDIA's data
+# sheets list figures with sparsity, which are twice as large.
 PEAK_BFLOAT16 = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -18,6 +18,9 @@ PEAK_BFLOAT16 = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the bfloat16 FLOP/s of a device, by the longest name that fits; None if unknown."""
+    """Returns the peak dense bfloat16 FLOP/s of a device, or None if unknown.
+
+    Uses the entry of PEAK_BFLOAT16 with the longest name that `device_kind` starts with.
+    """
     fitting = [name for name in PEAK_BFLOAT16 if device_kind.startswith(name)]
     return PEAK_BFLOAT16[max(fitting, key=len)] if fitting else None

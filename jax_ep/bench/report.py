@@ -1,4 +1,4 @@
-"""Renders results of the bench commands as tables and plots."""
+"""Renders the rows of results of the bench commands as text tables and matplotlib plots."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+# The results of one program: its sizes, times and errors, by field name.
 Row = dict[str, Any]
-Panels = dict[str, dict[str, list[tuple[float, float]]]]  # maps panels to lines to points (x, y)
+# The points (x, y) of a plot: panel name -> line label -> points.
+Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a text table whose lines are rows of results.
 
     Attributes:
-      header: the column's name.
-      value: the field of a row to show ("wall.median_us" names a field within another), or a
-        function that returns the value for a row.
-      form: the format string of a value.
+      header: the column's heading.
+      value: the name of the field to show, where "wall.median_us" is the field "median_us" of the
+        dict "wall"; or a function that returns the value for a row.
+      form: the format string of a value, for `str.format`.
       left: whether cells are aligned to the left.
       usual: the text of a cell whose value is None. A table leaves out a column in which every
         cell is empty or has this text.
@@ -46,7 +48,7 @@ def _range(row: Row) -> str:
 
 
 def text(header: str, field: str | None = None, usual: str = "") -> Column:
-    """Makes a column of words, from the field `field`, or from the one named as the header."""
+    """Makes a left-aligned column that shows the field `field`; by default, the field `header`."""
     return Column(header, field or header, left=True, usual=usual)
 
 
@@ -56,7 +58,10 @@ SLOWEST = Column("device us", "device.slowest_us", "{:.1f}")
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """Renders rows as lines of text; leaves out columns with only empty or `usual` cells."""
+    """Renders rows of results as an aligned text table, one string per line.
+
+    Leaves out a column in which every cell is empty or the column's `usual` text.
+    """
     return fixed_width(
         [column.header for column in columns],
         [[column.cell(row) for column in columns] for row in rows],
@@ -66,7 +71,10 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders the lines below a table: each error once, and why device times are missing."""
+    """Renders the notes below a table: each distinct error, and why device times are missing.
+
+    `name` describes a row in words. An error that several rows have is printed once.
+    """
     failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
@@ -81,7 +89,10 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders the lines below a table: each row's device time by kernel, the loop's included."""
+    """Renders each row's device time by kernel, in microseconds per call, to print below a table.
+
+    The kernels of the timing loop itself are listed, too. `name` describes a row in words.
+    """
     lines = []
     for row in rows:
         if device := row.get("device"):
@@ -96,10 +107,14 @@ def fixed_width(
     text: Collection[str] = (),
     nothing: Sequence[str] | None = None,
 ) -> list[str]:
-    """Renders a table's cells as lines of aligned columns, the header first.
+    """Renders the cells of a table as lines of text with aligned columns, the header first.
 
-    Columns named in `text` are aligned to the left, all others to the right. A column is left out
-    if each of its cells is empty or equals the column's entry in `nothing`.
+    Args:
+      header: the columns' headings.
+      lines: the cells of each line, one per column.
+      text: the headings of columns that are aligned to the left; others are aligned to the right.
+      nothing: a text per column. A column is left out if each of its cells is empty or has this
+        text. None: only empty columns are left out.
     """
     usual = nothing or [""] * len(header)
     kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]
@@ -125,16 +140,16 @@ def lines(
     logarithmic: bool = True,
     mark: tuple[float, str] | None = None,
 ) -> None:
-    """Draws lines to a file.
+    """Draws a line plot with one or more panels, and writes it to a file.
 
     Args:
-      panels: the points (x, y) by panel and by line.
-      path: the file to write.
-      title: the plot's title: its contents and sizes.
+      panels: the points (x, y) of each panel and line.
+      path: the image file to write.
+      title: the plot's title.
       x_label: the label of the x axis, with its unit.
       y_label: the label of the y axis, with its unit.
       logarithmic: whether both axes are logarithmic.
-      mark: an x at which to draw a dashed vertical line, and the line's label.
+      mark: (x, label) of a dashed vertical line to draw in every panel; None: no such line.
     """
     panels = panels or {"nothing measured": {}}
     styles = _styles(label for found in panels.values() for label in found)
@@ -142,7 +157,7 @@ def lines(
         for axis, (name, found) in zip(axes, panels.items(), strict=True):
             for label, points in found.items():
                 x, y = zip(*sorted(points), strict=True)
-                # Smaller points lie on larger ones, so that equal lines are both seen.
+                # Later lines have smaller markers, so that two equal lines are both visible.
                 size = max(3, 10 - 2 * list(styles).index(label))
                 points_style = {"marker": "o", "markersize": size} if logarithmic else {}
                 axis.plot(x, y, label=label, **styles[label], **points_style)
@@ -158,9 +173,9 @@ def lines(
 
 
 def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
-    """Labels a plot's logarithmic axis in plain numbers: 32 and 4096, not 3 x 10^1.
+    """Labels a logarithmic matplotlib axis with plain numbers such as 32 and 4096.
 
-    `ticks` are the places of the labels; None: 1, 2 and 5 times each power of ten.
+    `ticks` are the values to label; None: 1, 2 and 5 times each power of ten.
     """
     from matplotlib import ticker
 
@@ -176,7 +191,7 @@ def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
 
 
 def readable(value: float) -> str:
-    """Returns a number with three digits, in thousands (k), millions (M) or billions (G)."""
+    """Formats a number with three digits and a suffix: k (10^3), M (10^6) or G (10^9)."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{suffix}"
@@ -194,16 +209,16 @@ def bars(
     height: Callable[[Row], float | None],
     label: str,
 ) -> None:
-    """Draws results as groups of bars, to a file.
+    """Draws a bar chart with one bar per row of results, and writes it to a file.
 
     Args:
-      rows: the results.
-      path: the file to write.
-      title: what is shown, and its sizes.
-      panel: returns the panel that a row belongs to.
+      rows: the rows of results.
+      path: the image file to write.
+      title: the plot's title.
+      panel: returns the name of the panel that a row belongs to.
       group: returns the label of the group of bars that a row belongs to.
-      bar: returns the name of a row's bar in its group.
-      height: returns the height of a row's bar; None: it failed.
+      bar: returns the name of a row's bar in its group; bars of one name have one color.
+      height: returns the height of a row's bar, or None for a failed measurement.
       label: the label of the vertical axis, with its unit.
     """
     from matplotlib import ticker
@@ -229,14 +244,15 @@ def bars(
                 texts = ["failed" if h is None else readable(h) for h in found.values()]
                 axis.bar_label(drawn, texts, fontsize=7, rotation=90, padding=2)
             axis.set_xticks(range(len(groups)), groups, fontsize="small")
-            axis.margins(y=0.15)  # room for the numbers
+            # The margin leaves room for the numbers above the bars.
+            axis.margins(y=0.15)
             axis.set(title=name.replace("_", " "), ylabel=label)
             axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: readable(value)))
             axis.grid(visible=True, axis="y", alpha=0.3)
 
 
 def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Gives every distinct label a color, the same in all panels."""
+    """Returns matplotlib style arguments, a color, for each distinct label."""
     import matplotlib
 
     distinct = list(dict.fromkeys(labels))
@@ -247,7 +263,10 @@ def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[list[Any]]:
-    """Yields the axes of a new figure's panels; adds one legend below them, and writes the file."""
+    """Yields the axes of a new figure's panels; on exit, adds a legend and writes the file.
+
+    The legend below the panels covers all of them. `width` is a panel's width in inches.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -273,7 +292,8 @@ def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[
             ncols=max(1, int(width * columns / 2.7)),
             fontsize="small",
         )
-    letters = int(width * columns * 13)  # the characters that fit on a line
+    # About this many characters of the title fit on a line.
+    letters = int(width * columns * 13)
     wrapped = [textwrap.fill(line, letters) for line in title.splitlines()]
     figure.suptitle("\n".join(wrapped), fontsize="medium")
     figure.savefig(path, dpi=120)

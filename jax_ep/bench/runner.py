@@ -1,9 +1,9 @@
-"""Runs a bench command: measures the programs of all its cases, and prints, saves and draws them.
+"""Runs a bench command: measures all its programs, and prints, saves and plots the results.
 
-A command is a `Bench`: a table of cases, and how their results are shown. A `Case` is one piece of
-work and the programs that do it, such as this library's implementations and the baselines they are
-compared with. Each program gives one row of results, a dict, with its times or with the error that
-it ended with. A case's programs are compiled in parallel, and checked and timed one at a time.
+A command is a `Bench`, which lists its cases and says how results are shown. A `Case` is one piece
+of work and the programs that do it, such as this library's implementations and the baselines they
+are compared with. Each program gives one row of results: a dict with its times, or with its error.
+A case's programs are compiled in parallel; then they are checked and timed one at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 
-_SLOW_REPEATS = 3  # the repeats of a loop that takes seconds
+# How many times, at most, a slow loop (`Case.is_slow`) is run and timed.
+_SLOW_REPEATS = 3
+# A program's row of results, and the compiled loop that calls the program.
 Program = tuple[Row, Loop]
 
 
 class Run(NamedTuple):
-    """Settings of a command's measurements, from its flags.
+    """The settings of a command's measurements, from its flags.
 
     Attributes:
-      check: whether results are checked before they are timed.
+      check: whether a program's results are checked before it is timed.
       repeats: how many times each loop is run and timed.
       timer: the profiler that measures device times, one of `flags.TIMERS`.
-      seconds: the seconds after which no measurement is begun; None: no limit.
+      seconds: the number of seconds after the start at which the command begins no further
+        measurement; None: no limit.
       started: when the command started, in seconds of `time.monotonic`.
     """
 
@@ -44,20 +47,24 @@ class Run(NamedTuple):
     started: float = 0.0
 
     def check_time(self) -> None:
-        """Raises TimeoutError if it is too late to begin a measurement."""
+        """Raises TimeoutError if more than `seconds` have passed since the command started."""
         if self.seconds is not None and time.monotonic() - self.started > self.seconds:
             raise TimeoutError(f"not started within {self.seconds:g} s")
 
 
 class Case:
-    """One piece of work, and the programs that do it.
+    """One piece of work, and the programs that do it, to be measured and compared.
+
+    Subclasses define at least `build` and `check`.
 
     Attributes:
       name: the work in words, for the progress line.
-      rows: for each program, the fields of its row that identify it.
-      in_turns: whether the loops of all programs run in turns; if not, one after the other.
-      spaced: whether device times are measured with spaced calls; see `Loop.device_time`.
-      device_repeats: how many times a loop runs for its device time, at most.
+      rows: a row for each program, with the fields that identify the program.
+      in_turns: True to run each program's loop once per round, round after round, so that a
+        drifting clock affects all programs alike. False to run all repeats of a program at once.
+      spaced: whether a waiting kernel follows each call while device times are measured; see
+        `Loop.device_time`.
+      device_repeats: how many times, at most, a loop runs to measure its device time.
     """
 
     in_turns = False
@@ -68,38 +75,46 @@ class Case:
         self.name, self.rows = name, list(rows)
 
     def prepare(self) -> Any:
-        """Makes the data that all programs share, such as operands, for `build` and `check`."""
+        """Makes the data that all programs share, such as operands; `build` and `check` get it."""
 
     def build(self, row: Row, shared: Any) -> Loop:
-        """Compiles the loop of a row's program."""
+        """Compiles the program of a row, and returns the loop that calls it.
+
+        `shared` is the result of `prepare`.
+        """
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns fields that are known before a program has run, such as its memory."""
+        """Returns fields for a program's row that are known before it runs, such as its memory."""
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         """Raises AssertionError unless a program's results are right.
 
-        Returns whether there was anything to compare them with.
+        Returns False if there is nothing to compare the results with. `shared` is the result of
+        `prepare`.
         """
         raise NotImplementedError
 
     def is_slow(self, row: Row) -> bool:
-        """Returns whether a program takes so long that few repeats must do."""
+        """Returns whether a program is so slow that it is timed with few repeats."""
         return False
 
     def results(self, row: Row) -> Row:
-        """Returns fields that follow from a row's times, such as throughputs."""
+        """Returns fields that are computed from a row's times, such as throughputs."""
         return {}
 
     def measure(self, run: Run) -> list[Row]:
-        """Measures all programs; returns a row for each."""
+        """Compiles, checks and times all programs; returns a row of results for each program.
+
+        A program that fails has the field "error" in its row.
+        """
         rows = [dict(row) for row in self.rows]
         measuring.progress(f"{self.name}: compiling")
         try:
             shared = self.prepare()
-        except Exception as error:  # a case that fails must not cost others their results
+        except Exception as error:
+            # The case fails as a whole; the command goes on with the other cases.
             return [row | {"error": measuring.first_line(error)} for row in rows]
 
         def build(row: Row) -> Loop:
@@ -115,7 +130,10 @@ class Case:
         return rows
 
     def _ready(self, row: Row, future: Future[Loop], shared: Any, run: Run) -> Loop | None:
-        """Checks a compiled loop and warms it up; returns None if it fails."""
+        """Waits for a program's compiled loop, checks its results and runs it once to warm it up.
+
+        Returns the loop, or None after a failure, whose error goes into `row`.
+        """
         measuring.progress(f"{self.name}, {row['implementation']}")
         with errors_go_into(row):
             loop = future.result()
@@ -127,10 +145,11 @@ class Case:
         return None
 
     def _time(self, programs: Sequence[Program], run: Run) -> None:
-        """Times loops, in turns if there are several; adds the times, and `results`, to their rows.
+        """Times loops, and adds wall times, device times and `results` to their programs' rows.
 
-        The field "rate_of_first" is the time of the case's first program over that of a program:
-        the median over turns, since a GPU's clock drifts.
+        With several loops, each round runs every loop once. The field "rate_of_first" is the time
+        of the case's first program divided by the time of the row's program, the median over
+        rounds, since a GPU's clock drifts between rounds.
         """
         slow = any(self.is_slow(row) for row, _ in programs)
         with errors_go_into(*(row for row, _ in programs)):
@@ -148,13 +167,13 @@ class Case:
 
 
 class Bench:
-    """A bench command: its cases, and how their results are shown.
+    """A bench command: its flags, its cases, and how their results are shown.
 
     Attributes:
-      flags: the command's flags.
-      shared: those of its flags that several commands have.
-      columns: the columns of the table.
-      facts: fields of the file of results besides its rows; `cases` may add some.
+      flags: all flags of the command.
+      shared: the flags that other bench commands have, too, such as --json.
+      columns: the columns of the table of results.
+      facts: further fields of the JSON file of results, besides its rows; `cases` may add some.
     """
 
     flags: BenchFlags
@@ -168,36 +187,36 @@ class Bench:
         return [len(devices)]
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> Iterable[Case]:
-        """Checks the flags and returns the cases to measure.
+        """Checks the flags and returns the cases to measure, on each number of ranks in `ranks`.
 
-        Raises `Error` for a flag that does not fit the others or this machine.
+        Raises `Error` if a flag contradicts other flags or is not possible on this machine.
         """
         raise NotImplementedError
 
     def header(self) -> list[str]:
-        """Returns the facts that hold for all rows, as lines to print before measuring."""
+        """Returns lines to print before measuring: facts that hold for all rows, such as sizes."""
         return []
 
     def name(self, row: Row) -> str:
-        """Names a row in words, for errors and times of kernels."""
+        """Describes a row in words, to precede its error or its list of kernel times."""
         raise NotImplementedError
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to the rows the fields that follow from other rows, such as speed-ups."""
+        """Adds fields that compare a row with other rows, such as speed-ups, to all rows."""
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders rows as lines: the table, and the notes below it."""
+        """Renders rows of results as lines of text: a table, and a legend where needed."""
         return report.table(self.columns, rows)
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Draws all rows to a file; `machine` is the devices in words."""
+        """Plots all rows of results to the file `path`; `machine` names the devices in words."""
         raise NotImplementedError
 
 
 def run(bench: Bench, by_case: bool = False) -> int:
-    """Runs a bench command; returns its exit status.
+    """Runs a bench command; returns its exit status: 1 if a program failed, else 0.
 
-    `by_case` is whether each case gets a table of its own, printed once the case is measured.
+    With `by_case`, each case has its own table, which is printed as soon as the case is measured.
     """
     shared = bench.shared
     run = make_run(shared)
@@ -217,7 +236,8 @@ def run(bench: Bench, by_case: bool = False) -> int:
         found = case.measure(run)
         rows += found
         measuring.progress("")
-        if shared.json.value:  # after each case, so that an interrupted run keeps its results
+        # The file is written after each case, so that an interrupted run keeps its results.
+        if shared.json.value:
             measuring.write_json(shared.json.value, rows, **bench.facts)
         if by_case:
             _print_table(bench, found)
@@ -232,7 +252,7 @@ def run(bench: Bench, by_case: bool = False) -> int:
 
 
 def make_run(shared: Shared) -> Run:
-    """Returns the settings of a command's measurements; their time limit counts from now."""
+    """Reads the measurement settings from a command's flags; their time limit counts from now."""
     started, timing = time.monotonic(), shared.timing
     if timing is None:
         return Run(started=started)
@@ -255,9 +275,9 @@ def _print_table(bench: Bench, rows: Sequence[Row]) -> None:
 
 @contextlib.contextmanager
 def errors_go_into(*rows: Row) -> Iterator[None]:
-    """Ends its block at an error, which becomes the rows' "error".
+    """Catches any exception of the block and stores its text as the "error" of all `rows`.
 
-    A program that fails, each in its own way, must not cost others their results.
+    The command then goes on with the other programs.
     """
     try:
         yield
@@ -271,11 +291,11 @@ def wall_record(wall: WallTime) -> dict[str, float]:
 
 
 def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """Measures the device time of a loop's iteration, as {"device": record or None}.
+    """Measures the device time of a loop's iteration, as fields for a row of results.
 
-    "device" is None where there is no GPU or no timer works; where every timer failed,
-    "device_error" says why. `timer` is one of `flags.TIMERS`; `repeats` and `spaced` are arguments
-    of `Loop.device_time`.
+    "device" is a dict of times in microseconds, or None if there is no GPU or no timer works. If
+    every timer failed, "device_error" gives the reasons. `timer` is one of `flags.TIMERS`;
+    `repeats` and `spaced` are arguments of `Loop.device_time`.
     """
     if timer == "none":
         return {"device": None}
@@ -284,7 +304,8 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
         return {"device": None} | ({} if timer == "auto" else {"device_error": reason})
     try:
         device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
-    except RuntimeError as error:  # the wall time is valid without the device time
+    except RuntimeError as error:
+        # No timer works. The row keeps its wall time, which is valid without the device time.
         return {"device": None, "device_error": str(error)}
     return {
         "device": {

@@ -1,8 +1,9 @@
-"""Divides the device time of a training step by what its kernels are part of.
+"""Divides the device time of a training step among its parts, such as attention and experts.
 
-A profile names kernels and the operations of the compiled program that they run. The text of that
-program says, in the `op_name` of each operation, in which Flax module and named scope JAX traced
-it. The kernels of this library are known by their own names, too.
+A profile gives, for each kernel, the HLO operation of the compiled program that it runs. The
+program's text has an `op_name` for each operation: the Flax modules and named scopes in which JAX
+traced it. A kernel's part follows from this `op_name`, or, for kernels of this library, from the
+kernel's name.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from jax_ep.bench.layer import MATMUL
 
-# The parts, each with the `op_name` of its operations; an operation is of the first that fits.
-# Names of modules are those of `jax_ep.bench.decoder`.
+# Maps each part of a step to a regular expression for the `op_name` of its operations. An operation
+# belongs to the first part whose expression matches. Module names are those of
+# `jax_ep.bench.decoder`.
 _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",
@@ -32,17 +34,20 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\""
 
 
 def operations_of(text: str) -> dict[str, str]:
-    """Maps the operations of a compiled program, and their kernels' names, to their `op_name`.
+    """Maps the names of a compiled program's operations and XLA kernels to the `op_name` metadata.
 
-    `text` is what `as_text` of the compiled program returns. XLA's kernel of an operation has the
-    operation's name with underscores.
+    XLA names the kernel of an operation like the operation, with underscores for "." and "-".
+    `text` is the HLO text that `as_text` of the compiled program returns.
     """
     found = dict(_INSTRUCTION.findall(text))
     return {re.sub(r"[.\-]", "_", name): op_name for name, op_name in found.items()} | found
 
 
 def part_of(kernel: str, op_name: str | None) -> str:
-    """Returns the part, one of `PARTS`, that a kernel belongs to; `op_name` is None if unknown."""
+    """Returns the part of a training step, one of `PARTS`, that a kernel belongs to.
+
+    `kernel` is the kernel's name, `op_name` the metadata of its HLO operation; None if unknown.
+    """
     if _EXCHANGE.search(kernel):
         return "exchange"
     if MATMUL.search(kernel):
@@ -51,14 +56,18 @@ def part_of(kernel: str, op_name: str | None) -> str:
     if op_name is not None:
         fitting = (part for part, form in _OPERATIONS.items() if re.search(form, op_name))
         part = next(fitting, REST)
-    # Collectives that are neither the exchange nor the optimizer's sum gradients over devices.
+    # A collective that belongs neither to the exchange nor to the optimizer sums gradients over
+    # devices.
     if _COLLECTIVE.search(kernel) and part not in ("exchange", "optimizer"):
         return GRADIENT_SUMS
     return part
 
 
 def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
-    """Returns a function that names an event of a profile "part: kernel"."""
+    """Returns a function that labels a profiler event with "part: kernel name".
+
+    `operations` is the result of `operations_of`.
+    """
 
     def label(event: Any) -> str:
         stats = {name: value for name, value in event.stats if name == "hlo_op"}
@@ -69,7 +78,10 @@ def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 def sums(by_kernel: Mapping[str, float]) -> dict[str, float]:
-    """Sums times of kernels that `labels` has named, by part."""
+    """Sums kernel times by part of the step; returns a dict with all of `PARTS`.
+
+    The keys of `by_kernel` are labels "part: kernel name", as the function from `labels` returns.
+    """
     found = dict.fromkeys(PARTS, 0.0)
     for label, time in by_kernel.items():
         found[label.partition(": ")[0]] += time

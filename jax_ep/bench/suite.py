@@ -1,8 +1,8 @@
 """`python -m jax_ep bench all`: runs all bench commands but decode, balance, compile and train.
 
-Each step is one command in its own process with its own timeout, so that a step that hangs or
-crashes does not cost other steps their results. The results of a step are in the file of `--json`
-as soon as the step has ended, however it ended. On CPUs the commands use small sizes.
+Each step is one bench command in its own process with its own timeout, so that the remaining steps
+run even if one hangs or crashes. The file of `--json` has a step's results as soon as the step has
+ended, successfully or not. On CPUs the commands use small sizes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
-_TAIL = 4000  # the last characters of a failed step's error output are kept
-_SECONDS_TO_END = 10  # the time between SIGTERM and SIGKILL
+# The number of characters of a failed step's error output that are kept, from the end.
+_TAIL = 4000
+# The seconds to wait for a process to end, after SIGTERM and again after SIGKILL.
+_SECONDS_TO_END = 10
 _OK = "ok"
 _INTERRUPTED = "interrupted"
 
 
 class Step(NamedTuple):
-    """One bench command of `bench all`.
+    """One bench command that `bench all` runs.
 
     Attributes:
-      command: the arguments of `python -m jax_ep`.
-      flags: the flags of `bench all` that are passed on to the command.
+      command: the arguments of `python -m jax_ep` that select and configure the command.
+      flags: the names of the flags of `bench all` that are passed on to the command, besides the
+        ones that every step gets.
     """
 
     command: tuple[str, ...]
@@ -116,7 +119,7 @@ def run() -> int:
 
 
 def _check_taken() -> None:
-    """Raises `Error` for a flag that no chosen step takes."""
+    """Raises `Error` if a flag is given that no step of --steps takes."""
     taken = {flag for name in _STEPS.value for flag in STEPS[name].flags}
     for holder in (_RANKS, _TOKENS, _HIDDEN, _NUM_EXPERTS, _WRITE_TABLE):
         if holder.value is not None and holder.name not in taken:
@@ -128,7 +131,8 @@ def _run() -> int:
     machine = _machine()
     on_gpu = machine["backend"] == "gpu"
     record = measuring.run_record() | {"machine": machine, "steps": []}
-    kind = machine["devices"][0]["kind"]  # on CPUs each step makes its own virtual devices
+    # On CPUs the number of devices is not printed, since each step makes its own virtual devices.
+    kind = machine["devices"][0]["kind"]
     print(f"{len(machine['devices'])} x {kind}" if on_gpu else kind, flush=True)
     steps = list(_chosen(on_gpu))
     for number, (name, command, measures) in enumerate(steps, 1):
@@ -146,9 +150,9 @@ def _run() -> int:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt, so that the running step ends too.
+    """Makes SIGTERM raise KeyboardInterrupt in the block, so that the running step is ended, too.
 
-    A step runs in its own session, and would otherwise outlive this process.
+    A step runs in its own session. If SIGTERM ended this process directly, the step would go on.
     """
 
     def interrupt(*_: Any) -> None:
@@ -164,7 +168,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _machine() -> dict[str, Any]:
     """Returns the facts about the machine that `python -m jax_ep info --json=FILE` writes.
 
-    It runs in another process, since this one must not take the GPUs' memory.
+    The command runs in another process: if this process started JAX, it would take the GPUs' memory
+    from the steps. Raises `Error` if the command fails or JAX finds no device.
     """
     command = [sys.executable, "-m", "jax_ep", "info"]
     found = run_step(command, _STEP_SECONDS.value, measures=True)
@@ -177,14 +182,15 @@ def _machine() -> dict[str, Any]:
 
 
 def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """Yields the name and command of each step to run, and whether it takes `--json`."""
+    """Yields a tuple for each step to run: its name, its command, and whether it takes `--json`."""
     values = {
         "ranks": _RANKS.value,
         "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
         "hidden": _HIDDEN.value,
         "num_experts": _NUM_EXPERTS.value,
         "write_table": _WRITE_TABLE.value,
-        # Less than the step's timeout, so that it ends by itself with a table of its results.
+        # The limit is less than the step's timeout, so that a slow step ends by itself and prints
+        # a table of its results.
         "seconds": 0.8 * _STEP_SECONDS.value,
         "iterations": _ITERATIONS.value,
         "repeats": _REPEATS.value,
@@ -204,16 +210,17 @@ def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def run_step(command: Sequence[str], seconds: float, measures: bool) -> dict[str, Any]:
-    """Runs a command; after a timeout, ends it with all processes that it started.
+    """Runs a command in a new process; after a timeout, ends it and all processes it started.
 
     Args:
       command: the command's words.
       seconds: the timeout.
-      measures: whether the command takes `--json`.
+      measures: whether the command writes its results to a file of `--json`.
 
     Returns:
-      A dict: "command"; "ended", how it ended, in words; "seconds" that it took; "output";
-      "error_output" if it failed; and "measured", the JSON that it wrote, also if it failed.
+      A dict: "command"; "ended", how the command ended, in words; "seconds", how long it took;
+      "output", its standard output; "error_output", its standard error, only after a failure; and
+      "measured", the contents of its JSON file, or None if it wrote none.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +261,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started, by SIGTERM and, after some seconds, by SIGKILL."""
+    """Ends a process group: sends SIGTERM, waits some seconds, then sends SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -268,7 +275,7 @@ def _read(path: str) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    """Renders as fixed-width text how each step ended, its seconds, and its numbers of results."""
+    """Renders a summary with a line per step: how it ended, its seconds, its numbers of results."""
     header = ["step", "ended", "seconds", "measured", "failed"]
     lines = []
     for step in steps:

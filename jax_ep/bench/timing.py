@@ -1,12 +1,13 @@
 """Times a per-rank function on a mesh: in-loop wall time, and device time by kernel.
 
-Both times are those of a compiled loop whose iterations depend on each other, so that XLA can
-neither hoist a call out of the loop, nor drop it, nor run it during the next one.
+Both are measured on a compiled loop that calls the function. Each iteration depends on the previous
+one, so XLA can neither hoist a call out of the loop, nor drop it, nor overlap it with the next one.
 
-The host bounds a loop of short calls: it launches them on one device after the other, and the
-kernels of the first devices wait for those of the last. The wall time includes this wait. The
-device time does not: while it is measured, a kernel that only waits runs after each call, so that
-the host gets ahead. The time of the loop's own kernels (a counter and its copy) is subtracted.
+The host limits the speed of a loop of short calls: it launches kernels on one device after the
+other, and kernels on the first devices wait for their peers on the last one. The wall time includes
+this wait. To exclude it from the device time, a kernel that only waits (the spacer) runs after each
+call while device time is measured, so that the host's launches get ahead of the devices. The time
+of the loop's own kernels (its counter and a copy of it) is subtracted from the device time.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Kernel = tuple[str, float]  # a kernel's name and its microseconds
+# One launch of a kernel: the kernel's name, and the launch's duration in microseconds.
+Kernel = tuple[str, float]
 # "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but not made for
 # several GPUs: its threads append to one list without a lock. Two of nine long runs with it on four
 # GPUs crashed.
 DEVICE_TIMERS = ("trace", "cupti")
-SPACER = "spacer"  # the kernel that waits after each call
+# The name of the spacer, the kernel that waits after each call, and the time that it waits.
+SPACER = "spacer"
 SPACER_MICROSECONDS = 250
 
 
 class WallTime(NamedTuple):
-    """The wall time of one iteration in microseconds, until all ranks have ended.
+    """The wall time of one iteration of a loop over all ranks, in microseconds.
 
-    The three values are the median, least and greatest over repeats of the loop.
+    The three values are the median, minimum and maximum over repeats of the loop.
     """
 
     median: float
@@ -53,20 +56,30 @@ class WallTime(NamedTuple):
 class DeviceTime(NamedTuple):
     """The microseconds that one call keeps a device busy: the sum of everything it launches.
 
-    The timer "trace" knows which rank ran what, and sees kernels, copies and memsets. The timer
-    "cupti" sees kernels only, and not of which rank; with it, `slowest` equals `median`.
+    The timer "trace" sees kernels, copies and memsets, and the rank of each. The timer "cupti" sees
+    kernels only, and does not know their ranks; with it, `slowest` equals `median`.
+
+    Attributes:
+      median: the median over ranks and calls.
+      slowest: the slowest rank's median over calls.
+      low: the 10th percentile over ranks and calls.
+      high: the 90th percentile over ranks and calls.
+      by_kernel: the time per call of each kernel by name, mean over ranks. It includes the loop's
+        own kernels.
+      timer: the profiler, one of DEVICE_TIMERS.
+      of_loop: the time per call of the loop's own kernels; the first four values exclude it.
     """
 
-    median: float  # the median over ranks and calls
-    slowest: float  # the slowest rank's median over calls
-    low: float  # the 10th percentile over ranks and calls
-    high: float  # the 90th percentile over ranks and calls
-    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks, with the loop
-    timer: str  # the profiler, one of DEVICE_TIMERS
-    of_loop: float = 0.0  # the loop's own microseconds per call, which are subtracted
+    median: float
+    slowest: float
+    low: float
+    high: float
+    by_kernel: dict[str, float]
+    timer: str
+    of_loop: float = 0.0
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Returns the device time less `of_loop`, the microseconds of the loop itself per call."""
+        """Subtracts `of_loop`, the microseconds per call of the loop's own kernels."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -74,19 +87,19 @@ class DeviceTime(NamedTuple):
 
 
 class Loop:
-    """A compiled loop of `step` over every rank of a one-axis mesh.
+    """A compiled loop that calls a function `step` on every rank of a one-axis mesh.
 
     Args:
-      prepare: called per rank on its rows of `arrays`; its result, a pytree of arrays, is made
-        once and is not timed. None: `arrays` already is that result, with the ranks stacked along
-        the leading axis; several loops may share it.
-      step: called per rank on the result of `prepare`; its own result, a pytree of arrays, is
-        wholly computed in every iteration.
-      arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
+      prepare: makes a rank's operands, a pytree of arrays, from its rows of `arrays`. It is called
+        once and is not timed. None: `arrays` already are the operands, with a leading axis of
+        ranks; several loops may share them.
+      step: the function to time, called on a rank's operands. All arrays of its result, a pytree,
+        are computed in every iteration.
+      arrays: arrays [N * B, ...]; rank r gets rows r * B ... (r + 1) * B - 1.
       mesh: a mesh with one axis of N ranks.
       iterations: how many times the loop calls `step`.
-      unroll: calls in the body of the loop whose wall time is measured. The loop's own kernels
-        are launched once for all of them.
+      unroll: the number of calls in the body of the loop whose wall time is measured. The loop's
+        own kernels are launched once per body.
     """
 
     def __init__(
@@ -115,10 +128,11 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Traces the loop on one rank.
+        """Builds the loop on one rank, inside `shard_map`; returns its final carry.
 
-        `after(link, results)` follows each call of `step`. It returns the next link, a scalar that
-        makes the next call depend on the results of this one.
+        The loop carries a scalar, the link. After each call of `step`, `after(link, results)`
+        computes the next link from the call's results, which makes the next call depend on them.
+        `unroll` is the number of calls in the loop's body.
         """
         step = self._step_on_rank
         # XLA for GPUs keeps optimization barriers until it schedules kernels, so it computes all
@@ -140,10 +154,10 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing), unroll=unroll)
 
     def outputs(self) -> Any:
-        """Calls `step` once; returns its result with the ranks stacked, each leaf [N, ...].
+        """Calls `step` once; returns its result with a leading axis of ranks, each leaf [N, ...].
 
-        Arrays of the results' sizes are filled with NaN and freed just before, so that an element
-        that `step` does not write is most likely NaN, and not what an earlier call left there.
+        Before the call, arrays of the results' sizes are filled with NaN and freed. An element that
+        `step` fails to write is then most likely NaN instead of a right value from an earlier call.
         """
         call = jax.jit(self._step).lower(self.state).compile()
         shapes = jax.eval_shape(self._step, self.state)
@@ -157,7 +171,7 @@ class Loop:
         return WallTime.of([self.run() for _ in range(repeats)])
 
     def run(self) -> float:
-        """Runs the loop once; returns the microseconds of one iteration."""
+        """Runs the whole loop once; returns the wall time of one iteration in microseconds."""
         start = time.perf_counter()
         jax.block_until_ready(self.compiled(self.state))
         return (time.perf_counter() - start) / self.iterations * 1e6
@@ -165,18 +179,24 @@ class Loop:
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
     ) -> DeviceTime:
-        """Measures the device time of a call, by the first of `timers` that works.
+        """Measures the device time of one call of `step` with the first of `timers` that works.
 
-        `spaced` is whether a kernel that waits follows each call and the loop's own time is
-        subtracted; calls of a few milliseconds do not need it. Raises RuntimeError, with the
-        reasons, if no timer works.
+        Args:
+          repeats: how many times the loop runs.
+          timers: the profilers to try, of DEVICE_TIMERS, in order.
+          spaced: whether a kernel that waits follows each call, and the time of the loop's own
+            kernels is subtracted. Calls of a few milliseconds do not need it.
+
+        Raises:
+          RuntimeError: no timer works; the message has the reasons.
         """
         failures = []
         for timer in timers:
             try:
                 device = self.timed_by(timer, repeats, spaced)
                 return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
-            except Exception as error:  # profilers raise many kinds of errors
+            # Profilers raise many kinds of errors.
+            except Exception as error:
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
 
@@ -185,7 +205,11 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures a call's device time, plus the loop's own, by one of `DEVICE_TIMERS`."""
+        """Measures the device time of one call of `step` with `timer`, one of `DEVICE_TIMERS`.
+
+        The result includes the time per call of the loop's own kernels. `spaced` is whether a
+        kernel that waits follows each call.
+        """
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations
@@ -216,7 +240,7 @@ class Loop:
         from jax.experimental.mosaic.gpu import profiler
 
         launches: list[Kernel] = []
-        # The helper runs the function once to warm up, then once under CUPTI.
+        # `measured` runs the program twice: once to warm up, then once under CUPTI.
         measured = profiler.measure(compiled, aggregate=False)
         for _ in range(repeats):
             _, timings = measured(self.state)
@@ -232,16 +256,17 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures the device time that a loop itself adds to a call, in microseconds.
+    """Measures the device time per call of a loop's own kernels, in microseconds.
 
-    The spacer, the kernel that waits after each call, is not included.
+    Times a loop whose calls do nothing. The spacer, the kernel that waits after each call, does not
+    count.
     """
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
 
 
 def _poison(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """Makes an array of NaN, or of the largest integer."""
+    """Makes an array filled with NaN or, for integers, the largest integer of the dtype."""
     if jnp.issubdtype(array.dtype, jnp.integer):
         return jnp.full(array.shape, jnp.iinfo(array.dtype).max, array.dtype)
     return jnp.full(array.shape, jnp.nan, array.dtype)
@@ -252,7 +277,8 @@ def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # loads Mosaic
+    # This import loads Mosaic, which machines without GPUs may lack.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.fabric import ptx
 
@@ -269,9 +295,10 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 def traced_launches(
     run: Callable[[], None], num_devices: int, label: Callable[[Any], str] | None = None
 ) -> list[list[Kernel]]:
-    """Calls `run` under JAX's profiler; returns `launches_by_device`.
+    """Calls `run` under JAX's profiler; returns a list of kernel launches for each GPU.
 
-    Raises RuntimeError unless all devices were busy.
+    `label(event)` returns the name to list an event under; None: the event's own name. Raises
+    RuntimeError if fewer or more than `num_devices` GPUs ran kernels.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
@@ -290,15 +317,17 @@ def traced_launches(
 def launches_by_device(
     profile: jax.profiler.ProfileData, label: Callable[[Any], str] | None = None
 ) -> list[list[Kernel]]:
-    """Lists the launches of each GPU, in order of their start, without spacers and idle GPUs.
+    """Lists each GPU's launches (kernels, copies, memsets) in a profile, in order of their start.
 
-    `label(event)` returns the name to list an event under; None: the event's own name.
+    Launches of the spacer, and GPUs without launches, are left out. `label(event)` returns the name
+    to list an event under; None: the event's own name.
     """
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
             continue
-        # Other lines ("XLA Ops", "Steps", ...) show the same time under other names.
+        # Only a profile's "Stream" lines are read. Other lines ("XLA Ops", "Steps", ...) show the
+        # same time under other names.
         events = [
             (event.start_ns, label(event) if label else event.name, event.duration_ns / 1e3)
             for line in plane.lines
@@ -312,11 +341,12 @@ def launches_by_device(
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
-    """Computes the device time of one call from each rank's launches during `calls` calls.
+    """Computes the device time of one call from the launches of each rank during `calls` calls.
 
-    A rank's launches are in the order of their start. If a kernel was launched m * calls times, m
-    consecutive launches belong to each call. If a kernel's launches cannot be divided equally, as
-    those of the loop's setup, every call gets an equal share of their time.
+    `ranks` has a list of launches for each rank, in the order of their start. If a rank launched a
+    kernel m * calls times, m consecutive launches belong to each call. If the number of launches is
+    not a multiple of `calls`, as for kernels of the loop's setup, each call gets an equal share of
+    their total time.
     """
     per_rank: list[list[float]] = []
     by_kernel: dict[str, float] = defaultdict(float)
@@ -344,9 +374,10 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 
 
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
-    """Computes the device time of one call from launches whose rank is not known.
+    """Computes the device time of one call from the launches of all ranks, mixed in one list.
 
-    The result is the sum over kernels of a kernel's median time, times its launches per call.
+    The result is a sum over kernels: each kernel's median time, times its launches per call. The
+    percentiles are summed in the same way. `calls` is the number of calls on each rank.
     """
     durations: dict[str, list[float]] = defaultdict(list)
     for name, duration in launches:
@@ -355,7 +386,8 @@ def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> D
     by_kernel: dict[str, float] = {}
     for name, values in durations.items():
         values.sort()
-        launched = len(values) / (calls * num_ranks)  # the launches per call of each rank
+        # How many times a rank launches the kernel in one call.
+        launched = len(values) / (calls * num_ranks)
         median += launched * statistics.median(values)
         low += launched * values[int(0.1 * (len(values) - 1))]
         high += launched * values[round(0.9 * (len(values) - 1))]

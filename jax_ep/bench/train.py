@@ -1,22 +1,25 @@
-"""`python -m jax_ep bench train`: times a training step of a whole model, and divides its time.
+"""`python -m jax_ep bench train`: times a training step of a whole model and of its parts.
 
-The model is `jax_ep.bench.decoder.Decoder` and the step `jax_ep.bench.train_step`, which
-`examples/train_qwen3_moe.py` trains with: gradients of one batch, and AdamW. Widths are those of
-the published model; layers, and where they would not fit also experts and the vocabulary, are
-fewer, as the first lines printed say. All ranks are along the expert axis. Tokens are random, and
-the learning rate is so small that the routing stays that of random weights.
+The model is `jax_ep.bench.decoder.Decoder` and the training step is that of
+`jax_ep.bench.train_step`, with gradients of one batch and AdamW; `examples/train_qwen3_moe.py`
+trains with the same step. The widths are those of the published model. The numbers of layers,
+experts and vocabulary entries are reduced to fit on one GPU; the command prints them first. All
+ranks are along the expert axis. Tokens are random, and the learning rate is so small that routing
+stays that of random weights.
 
 The same step is measured with the experts' matmuls in bfloat16 and in float8, and with plain JAX in
 place of this library: XLA's collectives as the exchange ("xla"), and also `lax.ragged_dot` for the
 experts ("xla+ragged_dot"). Each program is compiled and timed alone.
 
 TFLOP/s count 6 FLOPs for each active parameter and token, the embedding once, and causal attention;
-`DecoderConfig.training_flops_per_token` is the formula. Their share is of the GPU's dense bfloat16
-peak (989 TFLOP/s for H100 and H200), with float8 too. "Peak" is the memory that the program holds
-on a device, according to XLA: arguments, results and temporaries. The parts of the step are device
-times from JAX's profiler, means over ranks, of a program that is compiled without CUDA graphs so
-that kernels keep the names of their operations; `jax_ep.bench.step_parts` says which part a kernel
-is of. Parts overlap where kernels run side by side, and "idle" is the step's time less their sum.
+`DecoderConfig.training_flops_per_token` is the formula. "Of peak" divides by the GPU's dense
+bfloat16 peak (989 TFLOP/s for H100 and H200), even for float8. "Peak GiB" is the memory that the
+program holds on a device, according to XLA: arguments, results and temporaries.
+
+The times of the step's parts are device times from JAX's profiler, means over ranks;
+`jax_ep.bench.step_parts` assigns kernels to parts. They are measured on a program that is compiled
+without CUDA graphs, because kernels in a CUDA graph lose the names of their operations. Parts
+overlap if their kernels run concurrently. "Idle" is the step's time minus the sum of the parts.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DeviceTime
 from jax_ep.flags import Error, check_experts
 
-# What fits on one GPU of 80 GB, with AdamW.
+# Reduced sizes with which each model and its AdamW state fit on one GPU of 80 GB.
 CUTS: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {"num_layers": 4, "vocab": 151936 // 8},
     "deepseek-v3-like": {"num_layers": 2, "num_experts": 64, "vocab": 129280 // 8},
 }
 _TINY = MODELS["tiny"]
-# CPUs measure models of these sizes.
+# The sizes that replace every model's on CPUs.
 SMALL = {
     "num_layers": 1,
     **{
@@ -59,7 +62,7 @@ SMALL = {
     },
 }
 
-# How the layer is computed: further attributes of `jax_ep.linen.MoE`.
+# The ways to compute the MoE layer, as attributes of `jax_ep.linen.MoE`.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"jax_ep": {}}
 BASELINES: dict[str, dict[str, Any]] = {
     "xla": {"implementation": "xla"},
@@ -142,8 +145,9 @@ _SHARED = FLAGS.share(
     seconds=1500.0,
 )
 
-# The largest difference of the first loss and of the gradient's norm, relative: roundings to
-# bfloat16, of which float8 experts make some that are 16 times as large.
+# The largest relative differences between two programs' first losses, and between their gradients'
+# norms. The differences come from rounding to bfloat16; float8 experts make some roundings that are
+# 16 times as large.
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
 
 
@@ -154,14 +158,16 @@ def run() -> int:
 
 
 class StepLoop:
-    """A compiled training step, its state, and a loop over steps.
+    """A compiled training step and its state, with the interface of `timing.Loop`.
+
+    The constructor compiles the step and runs it once.
 
     Attributes:
       mesh: the mesh of the ranks.
-      compiled: the program of one step.
-      iterations: the steps of one run.
+      compiled: the compiled program of one training step.
+      iterations: the number of steps that one call of `run` makes.
       compile_s: the seconds that lowering and compiling took.
-      first: the metrics of the first step, as numbers.
+      first: the metrics of the first step, each summed to one number.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, batch: np.ndarray, seed: int, iterations: int):
@@ -186,7 +192,7 @@ class StepLoop:
         self.first = jax.tree.map(lambda x: float(np.sum(x)), metrics)
 
     def run(self) -> float:
-        """Makes `iterations` steps; returns the microseconds of one."""
+        """Makes `iterations` training steps; returns the wall time of one step in microseconds."""
         start = time.perf_counter()
         self._run(self.compiled)
         return (time.perf_counter() - start) / self.iterations * 1e6
@@ -197,7 +203,12 @@ class StepLoop:
         jax.block_until_ready((self._state, metrics))
 
     def device_time(self, repeats: int, timers: Sequence[str], spaced: bool) -> DeviceTime:
-        """Measures the device time of a step, whose kernels are named "part: kernel"."""
+        """Measures the device time of a training step, over `repeats * iterations` steps.
+
+        The keys of the result's `by_kernel` are "part: kernel name" for the parts of
+        `jax_ep.bench.step_parts`. Raises RuntimeError unless `timers` has "trace", the only timer
+        that knows the parts. `spaced` is ignored.
+        """
         if "trace" not in timers:
             raise RuntimeError("only --device_timer=trace knows the parts of a step")
         # Kernels in a CUDA graph would lose the names of their operations.
@@ -214,7 +225,11 @@ class StepLoop:
 
 
 class TrainCase(runner.Case):
-    """One program: a step of a model, with one way to compute its layers."""
+    """Measures one program: a model's training step with one implementation of the MoE layer.
+
+    `seen` maps (model, ranks) to the first step's metrics of the first program that was checked.
+    All cases share this dict.
+    """
 
     device_repeats = 1
 
@@ -269,7 +284,7 @@ class TrainCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, where a profile was taken, the parts of the step."""
+        """Returns throughputs and, if a profile was taken, the microseconds of the step's parts."""
         seconds = row["wall"]["median_us"] * 1e-6
         tokens = row["ranks"] * row["batch"] * row["sequence"]
         flops = tokens * self.config.training_flops_per_token(row["sequence"])
@@ -391,7 +406,7 @@ class TrainBench(runner.Bench):
         return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each row its speed-up over the plain exchange of the same model and ranks."""
+        """Adds to each row its speed-up over the baseline "xla" of the same model and ranks."""
         measured = [row for row in rows if "wall" in row]
         plain = {
             (row["shape"], row["ranks"]): row["wall"]["median_us"]
@@ -429,7 +444,10 @@ class TrainBench(runner.Bench):
 
 
 def _programs() -> list[tuple[str, str]]:
-    """Returns what is measured: implementations, each with its matmul dtype, then baselines."""
+    """Returns the programs to measure, as pairs (implementation or baseline, matmul dtype).
+
+    Implementations are measured with each dtype of --matmul_dtype, baselines with "none".
+    """
     own = IMPLEMENTATIONS if _IMPLEMENTATIONS.value is None else _IMPLEMENTATIONS.value
     others = ["xla"] if _BASELINES.value is None else _BASELINES.value
     programs = [(name, dtype) for name in own for dtype in _MATMUL_DTYPE.value]

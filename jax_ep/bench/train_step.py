@@ -1,10 +1,11 @@
-"""Defines the training step of `jax_ep.bench.decoder.Decoder`, and where its state lies on a mesh.
+"""Defines the training step of `jax_ep.bench.decoder.Decoder`, and the shardings of its state.
 
-The parameters lie as the model says: experts split over "expert", and on a mesh with "tensor" also
-heads, experts' columns and the vocabulary, and on a mesh with "fsdp" every matrix along H; every
-other device holds a copy. The optimizer's states
-are split further, over the axes that hold copies (ZeRO; Rajbhandari et al., 2020): each device
-updates a part of the parameters, with its part of the gradients, and then gets the other parts.
+Parameters have the shardings that the model defines: experts are split over the mesh axis "expert";
+heads, experts' hidden width and the vocabulary over "tensor", and every matrix along H over "fsdp",
+if the mesh has these axes. Over all other axes they are replicated. The optimizer's state is also
+split over the axes along which parameters are replicated (ZeRO; Rajbhandari et al., 2020): each
+device updates a part of the parameters with its part of the gradients, and then all-gathers the
+updated parts.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from jax_ep.moe.routing import update_expert_bias
 
 
 class TrainState(NamedTuple):
-    """What one step hands to the next, and a checkpoint holds.
+    """The state that one training step passes to the next, and that a checkpoint saves.
 
     Attributes:
-        step: [] int32, the number of steps that were made.
-        params: the parameters.
-        router_state: the selection biases; empty if there are none.
+        step: [] int32, the number of steps made.
+        params: the model's parameters.
+        router_state: the routers' selection biases, which balance the experts' load without a loss;
+            empty if the model has none.
         opt_state: the state of the optimizer.
     """
 
@@ -44,12 +46,12 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is added to the cross-entropy, and how selection biases move.
+    """The factors of the auxiliary losses, and the update rate of the routers' selection biases.
 
     Attributes:
-        balance: the factor of the load-balance loss, mean over layers.
-        router_z: the factor of the router's z-loss, mean over layers.
-        bias_rate: the change of selection biases per step; see `jax_ep.update_expert_bias`.
+        balance: the factor of the load-balance loss, which is a mean over layers.
+        router_z: the factor of the router's z-loss, which is a mean over layers.
+        bias_rate: the change of a selection bias per step; see `jax_ep.update_expert_bias`.
     """
 
     balance: float = 1e-3
@@ -58,13 +60,15 @@ class Objective:
 
 
 class Layout(NamedTuple):
-    """Where arrays lie on the mesh.
+    """The shardings of the training step's arrays on the mesh.
 
     Attributes:
         state: the shardings of a `TrainState`.
-        parts: the shardings of the parameters during the update, when each device updates a part.
-        batch: the sharding of the token ids of a step, [A, B, S + 1].
-        everywhere: the sharding of an array that every device holds whole.
+        parts: the shardings of gradients and parameters during the optimizer's update, when each
+            device updates a part of the parameters.
+        batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
+            of S tokens and their targets.
+        everywhere: the sharding of a fully replicated array.
     """
 
     state: TrainState
@@ -76,7 +80,7 @@ class Layout(NamedTuple):
 def make_layout(
     model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh, seq_len: int
 ) -> Layout:
-    """Computes where the state of a model and its optimizer lies on a mesh."""
+    """Computes the shardings of a model's training state, of its optimizer, and of batches."""
     tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
     variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
     specs = nn.get_partition_spec(variables)
@@ -101,7 +105,10 @@ def make_layout(
 
 
 def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of devices, or groups of them along "tensor", with their own sequences."""
+    """Returns the number of parts that a batch is split into: the product of all axes but "tensor".
+
+    The devices along "tensor" share the same sequences.
+    """
     return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
 
 
@@ -110,9 +117,10 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Splits an array also over the mesh axes that hold copies of it, where its shape allows.
+    """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    One dimension is split: the longest that all of these axes divide.
+    One dimension is split: the longest whose shards these axes together divide evenly. If there is
+    no such dimension, the sharding is returned unchanged.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -141,10 +149,17 @@ def init_state(
     *,
     only_shapes: bool = False,
 ) -> TrainState:
-    """Makes the state of step 0, each device its own part.
+    """Makes the training state of step 0, sharded as `layout` says.
 
-    `params` are the parameters; None draws them. With `only_shapes`, arrays are
-    `jax.ShapeDtypeStruct` with shardings, and nothing is computed.
+    Args:
+        model: the model.
+        optimizer: the optimizer, whose state is initialized.
+        layout: the shardings, from `make_layout`.
+        seq_len: S, the number of tokens of a sequence.
+        seed: the seed of random parameters.
+        params: the parameters to start from, which are donated; None: random ones.
+        only_shapes: returns `jax.ShapeDtypeStruct` with shardings in place of arrays, and computes
+            nothing.
     """
 
     def init(key: jax.Array, params: Any) -> TrainState:
@@ -167,12 +182,13 @@ def init_state(
 def make_train_step(
     model: Decoder, optimizer: optax.GradientTransformation, layout: Layout, objective: Objective
 ) -> jax.stages.Wrapped:
-    """Returns a compiled step: state (donated), token ids [A, B, S + 1] -> next state, metrics.
+    """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
-    Gradients are means over A microbatches of B sequences, which run one after the other. The
-    metrics are "loss" in nats per token, "load_balance_loss" and "router_z_loss", means over
-    microbatches and layers; "num_dropped", a sum; "expert_counts" [layers, E], sums over
-    microbatches; and "grad_norm".
+    The state is donated. Gradients are means over A microbatches of B sequences, which run one
+    after the other. The metrics are "loss", in nats per token, "load_balance_loss" and
+    "router_z_loss", means over microbatches (the latter two also over layers); "num_dropped", the
+    sum of dropped choices over microbatches and layers; "expert_counts" [layers, E], the experts'
+    choices summed over microbatches; and "grad_norm", the norm of the gradients.
     """
 
     def loss_fn(params: Any, router_state: Any, tokens: jax.Array, quantized: Any) -> Any:
@@ -195,7 +211,10 @@ def make_train_step(
         return lax.with_sharding_constraint(grads, layout.parts), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
-        """Returns gradients and means, and sums, over the microbatches; sums are float32."""
+        """Runs the microbatches; returns mean gradients, mean metrics and summed counts.
+
+        With several microbatches, gradients are accumulated and returned in float32.
+        """
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])
         quantized = model.quantize_experts(state.params)
@@ -224,7 +243,7 @@ def make_train_step(
         metrics = means | counts | {"grad_norm": grad_norm}
         return TrainState(state.step + 1, params, router_state, opt_state), metrics
 
-    # Every process reads the metrics, so each gets all of them.
+    # Every process reads the metrics, so they are replicated on all devices.
     shardings = layout.state, layout.everywhere
     return jax.jit(
         train_step,
@@ -235,7 +254,10 @@ def make_train_step(
 
 
 def _step_biases(router_state: Any, expert_counts: jax.Array, objective: Objective) -> Any:
-    """Steps the selection bias of each layer, by the layer's row of `expert_counts`."""
+    """Updates each layer's selection bias [E] from the layer's row of `expert_counts` [layers, E].
+
+    An expert's bias changes by `objective.bias_rate`; see `jax_ep.update_expert_bias`.
+    """
 
     def step(path: Any, bias: jax.Array) -> jax.Array:
         layer = int(path[0].key.removeprefix("layers_"))

@@ -1,4 +1,4 @@
-"""Loads the MoE block of one layer of a published model, and writes it back."""
+"""Loads one layer's MoE block (router and experts) of a published model, and writes it back."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
-# A callback (bytes loaded so far, bytes to load).
+# A callback that is called as progress(bytes loaded so far, bytes to load in total).
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
 
-# What to hold quantized: nothing, what the file holds so, or the routed experts in a format.
+# Which parameters become a `QuantizedArray`. None: no parameter. "keep": the parameters that are
+# quantized in the file. A format: the routed experts' matrices, quantized to this format.
 Quantized = Literal["keep"] | Format | None
 
 
@@ -52,9 +53,9 @@ def load_moe_params(
 ) -> tuple[MoEConfig, MoEParams]:
     """Loads the configuration and parameters of one layer's MoE block.
 
-    Files are mapped into memory, and the part of each device is read separately. A process reads
-    only the experts of its own devices, and besides the results it holds at most one part of one
-    parameter.
+    Files are memory-mapped, and each device's shard is read separately. A process reads only the
+    experts of its own devices. Besides the results it holds at most one shard of one parameter in
+    memory.
 
     Args:
         directory: a directory as published, with config.json and safetensors files.
@@ -63,20 +64,20 @@ def load_moe_params(
             `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient mesh, or
             else one device.
         dtype: the dtype of the parameters; the selection bias is always float32. None: the stored
-            dtype, or bfloat16 for stored float8 and MXFP4. Of quantized parameters, it is the dtype
-            of the numbers.
-        quantized: None, the default: all parameters are arrays of numbers. "keep": matrices of
-            experts, also of shared ones, that the files hold as float8 or MXFP4 become
-            objects of `jax_ep.QuantizedArray` with the same bytes. A `jax_ep.Format`, such as
+            dtype, or bfloat16 for stored float8 and MXFP4. For quantized parameters, it is the
+            dtype that they dequantize to.
+        quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
+            matrices of routed and shared experts that the files hold as float8 or MXFP4 become
+            `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
             `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
-            to it while they are loaded; what the files hold in this format keeps its bytes. Values
-            and scales of each matrix are those of its transpose, [out, in], as published
-            (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
-        progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
-            a progress bar on standard error if that is a terminal.
+            to this format while they are loaded; matrices that the files hold in this format keep
+            their bytes. The values and scales of each matrix belong to its transpose, [out, in], as
+            published (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
+        progress: called as progress(bytes loaded, bytes to load); both count this process only.
+            None draws a progress bar on standard error if standard error is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
-            `num_slots` the experts' parameters are [P, ...], placed as by
-            `jax_ep.placement.Placement.in_order`.
+            `num_slots`, P, the experts' parameters are [P, ...]: slot s holds a copy of expert
+            s % E, as in `jax_ep.placement.Placement.in_order`.
 
     Returns:
         The configuration and the parameters.
@@ -88,8 +89,9 @@ def load_moe_params(
             or the layer does not support; the mesh does not divide the experts, slots or F; or
             `quantized` does not fit the matrices, for example if a device would hold a part of a
             block. The message names the cause.
-        TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` has no devices,
-            `quantized` is none of the above, or a keyword is not a field of `jax_ep.MoEConfig`.
+        TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` is not a
+            `jax.sharding.Mesh` of devices, `quantized` is neither None nor "keep" nor a format, or
+            a keyword is not a field of `jax_ep.MoEConfig`.
     """
     if dtype is not None:
         as_dtype_of_arrays("dtype", dtype)
@@ -146,9 +148,9 @@ def load_moe(
     progress: Progress | None = None,
     **fields: Any,
 ) -> MoE:
-    """Loads one layer's MoE block as a Flax NNX layer.
+    """Loads the MoE block of one decoder layer as a Flax NNX layer, `jax_ep.nnx.MoE`.
 
-    Arguments and errors are those of `load_moe_params`.
+    The arguments and errors are those of `jax_ep.checkpoints.load_moe_params`.
     """
     arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, quantized=quantized, progress=progress)
     return _module(*load_moe_params(directory, layer, **arguments, **fields))
@@ -163,13 +165,14 @@ def save_moe(
 ) -> None:
     """Writes one layer's MoE block into a directory, in the published format.
 
-    If the directory has the block, its tensors are overwritten, with the names, shapes, dtypes and
-    encodings that they have there; all other tensors stay. Unchanged numbers keep their bytes, so
-    that loading and saving changes no byte of a file. Changed numbers are rounded to the stored
-    dtype; the changed blocks of float8 and MXFP4 get new scales. Values and scales of a
-    `QuantizedArray` in the tensor's format are written as they are. Each file of the block is
-    copied, changed and then replaced, which needs as much free space. Only one save at a time may
-    write to a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
+    If the directory has the layer's block, its tensors are overwritten in place: they keep their
+    names, shapes, dtypes and encodings, and all other tensors stay. Numbers that have not changed
+    keep their bytes, so loading and saving again changes no byte of a file. Changed numbers are
+    rounded to the stored dtype. In float8 and MXFP4 tensors, blocks with changed numbers get new
+    scales. A `QuantizedArray` in the stored format is written with its own values and scales. Each
+    file of the block is copied, changed and then replaced, which needs free space for the copies.
+    Only one save at a time may write to a directory. A save that was killed leaves a folder
+    .rewriting-*, which may be removed.
 
     If the directory has config.json but not the block, the block is written to a new file and added
     to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
@@ -178,16 +181,18 @@ def save_moe(
     parameters.
 
     Args:
-        layer_or_params: the layer, or its parameters; on devices of this process.
-        directory: the directory that was loaded or a copy, or a new one with the model's
+        layer_or_params: the layer, or its parameters; all arrays are on devices of this process.
+        directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
-        layer: the number of the decoder's layer.
-        placement: the `jax_ep.placement.Placement` of this layer if its parameters lead with slots
-            (`num_slots`); else None. An expert is saved from its first slot.
+        layer: the number of the decoder's layer, from 0.
+        placement: the `jax_ep.placement.Placement` of this layer, if the first axis of its experts'
+            parameters is slots (`num_slots`); None if it is experts. An expert with several slots
+            is saved from its first.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_moe_params` does; also if the parameters do not fit
-            the block or are not all on devices of this process, or the placement does not fit.
+        FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the parameters' names
+            or shapes differ from the block's; if a parameter is not on devices of this process; or
+            if the placement has other numbers of experts or slots.
         TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
     num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
@@ -218,7 +223,7 @@ def save_moe(
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
-    """Returns the formats of the parameters to hold quantized."""
+    """Returns the format of each parameter that is loaded as a `QuantizedArray`, by its name."""
     if isinstance(quantized, Format):
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
@@ -229,7 +234,10 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: Sharding) -> None:
-    """Raises ValueError if devices would hold parts of blocks."""
+    """Raises ValueError if a device's shard of a quantized matrix would cut a block of its format.
+
+    The numbers of a block share one scale.
+    """
     part = sharding.shard_shape(shape)
     rows, columns = format.block
     if part[-2] % rows or part[-1] % columns:
@@ -251,7 +259,10 @@ def _num_bytes(shape: tuple[int, ...], dtype: np.dtype, format: Format | None) -
 def _check_call(
     block: Block, config: MoEConfig, dtypes: dict[str, np.dtype], formats: dict[str, Format]
 ) -> None:
-    """Traces a call of the layer, so that loading refuses fields that every call would refuse."""
+    """Traces a call of the layer, to raise errors about unsupported fields before loading.
+
+    `dtypes` and `formats` are the parameters' dtypes and quantized formats, by name.
+    """
     params: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
     }
@@ -266,7 +277,8 @@ def _check_call(
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # The machine that calls the layer may have other implementations than this one.
+    # The layer may be called on a machine other than this one, so the trace does not depend on the
+    # implementations that run here.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -288,13 +300,19 @@ def _load(
     format: Format | None,
     counter: _Counter,
 ) -> jax.Array | QuantizedArray:
-    """Loads one parameter part by part; reads a part once for all devices that hold it."""
+    """Loads one parameter shard by shard, as a sharded array.
+
+    A shard that several local devices hold is read once. `format` is the format of a
+    `QuantizedArray`; None: a plain array of `dtype`. `counter` is called with each number of bytes
+    read.
+    """
     shape = block.shape(name)
     shards: list[Any] = []
     for index, devices in _devices_of_parts(sharding, shape).items():
         part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter, format)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        del part  # frees the memory before the next part is read, unless a CPU device uses it
+        # Frees the host memory before the next shard is read. (A CPU device's array may use it.)
+        del part
     make = jax.make_array_from_single_device_arrays
     if format is None:
         return make(shape, sharding, shards)
@@ -312,7 +330,10 @@ def _load(
 def _devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Maps each part of an array, as bounds along its axes, to the local devices that hold it."""
+    """Maps each shard of an array of `shape` to the local devices that hold the shard.
+
+    A shard is given by its bounds (start, stop) along each axis.
+    """
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -322,18 +343,20 @@ def _devices_of_parts(
 
 
 def _ambient_mesh() -> Mesh | None:
-    """Returns the mesh that `jax.set_mesh` or a `with mesh:` statement has set."""
+    """Returns the mesh that `jax.set_mesh` or a `with mesh:` statement has set, or None."""
     mesh = jax.sharding.get_mesh()
     return jax_compat.mesh_of_with_statement() if mesh.empty else mesh
 
 
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of a parameter: experts over `expert_axis`, F over `tensor_axis`.
+    """Returns the sharding of a parameter on a mesh.
 
-    Dimensions that `fsdp_axes` name are split over these axes, too.
+    Experts are split over the mesh axes `config.expert_axis`, and F, the experts' hidden width,
+    over `config.tensor_axis`. Dimensions that `config.fsdp_axes` names are split further. Without a
+    mesh, the parameter is on one device.
 
     Raises:
-        ValueError: the ranks along an axis do not divide a dimension.
+        ValueError: the number of ranks along a dimension's mesh axes does not divide the dimension.
     """
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -361,7 +384,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """Adds up the loaded bytes and reports them; may be called from several threads."""
+    """Adds up loaded bytes and reports the sum to a progress callback; thread-safe."""
 
     def __init__(self, total: int, report: Progress):
         self._total, self._report = total, report
@@ -375,7 +398,10 @@ class _Counter:
 
 
 def _print_progress(loaded: int, total: int) -> None:
-    """Draws a progress bar on standard error if that is a terminal."""
+    """Draws a progress bar on standard error if standard error is a terminal.
+
+    `loaded` and `total` are numbers of bytes.
+    """
     width = 40
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
@@ -385,7 +411,7 @@ def _print_progress(loaded: int, total: int) -> None:
 
 
 def _module(config: MoEConfig, params: MoEParams) -> MoE:
-    """Makes a layer with these parameters, without initializing parameters first."""
+    """Makes an NNX layer that holds `params`, without computing initial parameters first."""
     _, hidden, mlp_dim = params.wi_0.shape
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options = dataclasses.asdict(ParameterOptions.of_params(params))
@@ -396,7 +422,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # nnx.eval_shape would mistake logical axes for axes of the ambient mesh.
+    # With eager sharding, nnx would take the parameters' logical axes for axes of the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)
@@ -406,7 +432,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns a layer's parameters by their names in `MoEParams`."""
+    """Returns the NNX variables of a layer's parameters, by their names in `MoEParams`."""
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
     if layer.gate is not None:
         found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
@@ -414,7 +440,10 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
 
 
 def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless the parameters fit the block and are on this process's devices."""
+    """Raises ValueError unless the parameters `given`, by name, can be saved to the block.
+
+    Names and shapes must be those of the block, and all arrays on devices of this process.
+    """
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}
     if shapes != wanted:

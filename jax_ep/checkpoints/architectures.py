@@ -1,11 +1,18 @@
 """Lists published models in a table: their router options, and where each weight is stored.
 
-Letters name the axes of a stored tensor: E is the number of experts, R of experts that the router
-chooses among (free experts included), H the hidden size, F the hidden size of an expert, S that of
-the shared experts together, and 1 an axis of one element. G with F is one axis of both wi_0 and
-wi_1: "GF H" is [2 * F, H] with the rows of wi_0 before those of wi_1, and "H FG" is [H, 2 * F] with
-columns of wi_0 and wi_1 in turn. `{e}` in a name stands for the number of an expert; each expert
-then has its own tensor.
+Letters name the axes of a stored tensor:
+
+  E  the experts that have weights.
+  R  the experts that the router chooses among: the E experts and experts without weights, such as
+     LongCat-Flash's identity experts.
+  H  the hidden size of the model.
+  F  the hidden width of an expert.
+  S  the hidden width of all shared experts together.
+  1  an axis with one element.
+  G  combines wi_0 and wi_1 in one axis: "GF H" is [2 * F, H] with the rows of wi_0 before the rows
+     of wi_1; "H FG" is [H, 2 * F] with alternating columns of wi_0 and wi_1.
+
+`{e}` in a tensor's name stands for the number of an expert; each expert then has its own tensor.
 """
 
 from __future__ import annotations
@@ -16,19 +23,20 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# Maps each parameter of a layer to its axes, in the letters of this module's docstring.
+# Maps each parameter of a layer to its axes, with the letters of this module's docstring.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
 class Tensor(NamedTuple):
-    """A stored tensor, and the parameters that it holds.
+    """A stored tensor, and the one or two parameters that it holds.
 
     Attributes:
-        params: the names of the parameters in `jax_ep.MoEParams`; a tensor of two parameters has
-            an axis with G.
-        name: the name of the tensor after "layers.<layer>.".
-        axes: the axes of the tensor, in the letters of this module's docstring.
-        where: a key of config.json that must be true for the tensor to exist; "": it always exists.
+        params: the names of the parameters in `jax_ep.MoEParams`. A tensor that holds two of them
+            has an axis with the letter G.
+        name: the tensor's name after "layers.<layer>.".
+        axes: the tensor's axes, with the letters of this module's docstring.
+        where: a key of config.json whose value says whether the tensor exists; "": it always
+            exists.
     """
 
     params: tuple[str, ...]
@@ -41,10 +49,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative ways in which the same weights are published; a directory has one of them.
+    """Alternative sets of tensors in which the same weights are published.
 
-    If a directory has none of them yet, a block that is saved there takes the first that fits the
-    quantization.
+    A directory has one of the `layouts`. A block that is newly added to a directory takes the first
+    layout that is possible with the model's quantization.
     """
 
     layouts: tuple[Tensors, ...]
@@ -52,24 +60,25 @@ class OneOf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row of the table: how models of one architecture are published.
+    """Describes how models of one architecture are published: config.json and tensors.
 
-    Keys of config.json are written as they are there. "a|b" stands for the first key that is there,
-    and "a*b" for the product of two values.
+    In `sizes` and `fields`, a key "a|b" stands for the first of the keys a and b that config.json
+    has, and in `sizes` "a*b" for the product of their values.
 
     Attributes:
         models: the names of the models.
-        model_types: their `model_type` in config.json.
-        sizes: maps the letter of an axis to the key of config.json with its size. An axis without a
-            key has size 0, except R, which follows from E. Tensors with an axis of size 0 do not
-            exist.
+        model_types: the values of `model_type` in the models' config.json.
+        sizes: maps the letter of an axis to the key of config.json that holds its size. An axis
+            without a key has size 0, except for R, which is computed from E. Tensors with an axis
+            of size 0 do not exist.
         fields: maps fields of `jax_ep.MoEConfig` to keys of config.json.
-        fixed: the fields of `jax_ep.MoEConfig` that are equal in all these models.
-        defaults: the values of keys that config.json may leave out or have as null.
-        only: the supported values of some keys, if config.json has them. Other values mean a
-            different computation.
+        fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
+        defaults: the values of keys that config.json may omit or set to null.
+        only: maps keys of config.json to their supported values; a key may be absent. Any other
+            value is an error, since the model would compute something else.
         tensors: the tensors that hold the weights.
-        unused: tensors of free experts that some files have and no model reads.
+        unused: the names of tensors of experts without weights, which some files have although no
+            model reads them.
     """
 
     models: str
@@ -92,7 +101,11 @@ def _bias(name: str, where: str = "") -> Tensor:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the three tensors that each expert has."""
+    """Lists the tensors of experts that are stored one by one: three for each expert.
+
+    `block` is the name of the module of all experts; `gate`, `up` and `down` name the modules that
+    hold wi_0, wi_1 and wo.
+    """
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -101,12 +114,16 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Lists the two tensors that hold the matrices of all experts."""
+    """Lists the two tensors that hold the stacked matrices of all experts.
+
+    The tensor `gate_up`, with `axes`, holds wi_0 and wi_1; the tensor `down`, with `down_axes`,
+    holds wo.
+    """
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of the shared experts' three matrices."""
+    """Lists the three tensors of the shared experts, which are stored as one MLP of width S."""
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
@@ -117,7 +134,8 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-# Weights that are published stacked, or with a tensor for each expert if they are quantized.
+# The same alternatives in the reverse order: stacked tensors, or, if the model is quantized, a
+# tensor for each expert.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
@@ -129,10 +147,12 @@ _GRANITE = (
     *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 
-# Fields of routers that compute logits in the model's dtype; others compute them in float32.
+# The fields of `jax_ep.MoEConfig` for routers that compute logits in the dtype of x. Without them,
+# logits are computed in float32.
 _OWN_DTYPE = {"router_dtype": None}
 
-# Fields of routers that divide the weights by their sum; DeepSeek adds an epsilon to the sum.
+# The fields of `jax_ep.MoEConfig` for routers that divide the weights of a token's experts by their
+# sum. DeepSeek's router adds an epsilon to the sum.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
@@ -413,7 +433,7 @@ TABLE = (
             "gating": "swiglu_alpha",
             "clamp": "swiglu_limit",
         },
-        # The softmax of the chosen logits is that of all logits, normalized.
+        # A softmax over the chosen logits equals the softmax over all logits, normalized.
         fixed=_SOFTMAX,
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
@@ -465,8 +485,8 @@ TABLE = (
         fields={
             "num_experts_per_token": "moe_k",
             "activation": "hidden_act",
-            # The model uses it as a lower bound of the sum. Adding it to the sum instead makes a
-            # difference only where the sum is below 1e-5.
+            # The model uses moe_norm_min as a lower bound of the weights' sum. The layer adds it to
+            # the sum, which makes a difference only if the sum is below 1e-5.
             "normalize_epsilon": "moe_norm_min",
         },
         fixed={"score": "softmax", "normalize": True},
@@ -542,7 +562,8 @@ TABLE = (
 )
 
 
-# The beginning of the published names of a decoder's layers, by `model_type`; default "model.".
+# The beginning of the tensors' published names, before "layers.", by `model_type`. The default is
+# "model.".
 _ROOTS = {
     "qwen3_5_moe_text": "model.language_model.",
     "qwen3_vl_moe_text": "model.language_model.",
@@ -554,13 +575,16 @@ _ROOTS = {
 
 
 def root_parts() -> tuple[str, ...]:
-    """Returns the parts of the names that published models have in front of their layers."""
+    """Returns the words that may precede "layers." in the tensor names of published models.
+
+    In "model.language_model.layers.0.", for example, these are "model" and "language_model".
+    """
     roots = ("model.", *_ROOTS.values())
     return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
 
 
 def published_root(model_type: str, is_part: bool) -> str:
-    """Returns the beginning of the names of the decoder's layers in a published model.
+    """Returns the beginning of a published model's tensor names, before "layers.".
 
     Args:
         model_type: the `model_type` of the decoder.
@@ -572,7 +596,10 @@ def published_root(model_type: str, is_part: bool) -> str:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Maps each `model_type` to its row of the table, or to the first of several rows."""
+    """Returns the supported architectures by their `model_type` in config.json.
+
+    If several architectures share a `model_type`, the first one is returned for it.
+    """
     known: dict[str, Architecture] = {}
     for row in TABLE:
         for model_type in row.model_types:

@@ -1,4 +1,8 @@
-"""Finds one layer's MoE block in a directory: its configuration and its parameters' tensors."""
+"""Finds the MoE block of a layer in a directory of safetensors files, and reads and writes it.
+
+A block is the part of a decoder layer with router and experts. `jax_ep.checkpoints.architectures`
+says which tensors hold its parameters.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +48,14 @@ from jax_ep.checkpoints.safetensors import Directory, Index
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
-Parameter = Any  # a parameter or a part of it: an np.ndarray, or a QuantizedArray of them
+# A parameter, or a slice of one: an np.ndarray, or a QuantizedArray of NumPy arrays.
+Parameter = Any
 
 CONFIG = "config.json"
 
-# Prefixes that PEFT, torch.compile, data parallelism and recomputation add to the names of a
-# wrapped module, and all names that may precede a decoder's "layers".
+# _WRAPPERS are prefixes that PEFT, torch.compile, data parallelism and activation checkpointing add
+# to the names of a wrapped PyTorch module. _ROOTS are all words that may precede "layers." in the
+# name of a decoder's tensor.
 _WRAPPERS = (
     "base_model",
     "module",
@@ -60,37 +66,38 @@ _WRAPPERS = (
 )
 _ROOTS = (*root_parts(), *_WRAPPERS)
 
-# Matches the beginning of the names of a layer's tensors, with three groups: the part before the
-# layer's number, the number, and wrappers after it.
+# Matches the beginning of the name of a tensor in a layer. Its three groups are the part before the
+# layer's number, the number, and the part with wrappers after the number.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# Matches the names of a decoder's embeddings and last norm, with their root as a group.
+# Matches the names of a decoder's embedding and last norm. Its group is the part before the name of
+# the module itself, such as "model.".
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
-# The rows that are read at once, and the columns that are transposed at once, so that pieces fit
-# in caches.
+# A tensor is read in pieces of _ROWS rows, which are transposed in tiles of _COLUMNS columns, so
+# that a tile fits in the CPU's caches.
 _ROWS, _COLUMNS = 256, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer's MoE block, open for reading slices of its parameters.
+    """The MoE block of one layer in a directory, for reading and writing slices of its parameters.
 
     Attributes:
-        directory: the directory of its files.
-        architecture: its row of the table.
-        fields: fields of `jax_ep.MoEConfig`, from config.json.
-        sizes: the size of each axis, by its letter in `PARAMETER_AXES`.
-        prefix: the prefix of its tensors' names.
-        tensors: the tensors that hold its parameters.
+        directory: the directory with the safetensors files.
+        architecture: how models of this architecture are published.
+        fields: the fields of `jax_ep.MoEConfig` that config.json determines.
+        sizes: the size of each axis, by its letter in `jax_ep.checkpoints.architectures`.
+        prefix: the prefix of the names of the block's tensors, such as "model.layers.3.".
+        tensors: the tensors that hold the block's parameters.
         quantization: the quantization that config.json states.
-        num_slots: P if the parameters to read lead with P slots, where slot s holds the stored
-            expert s % E; None if they lead with the E stored experts.
-        like: the prefix of the nearest block in the directory, for a new block that takes the
-            names and encodings of its tensors; None without another block.
+        num_slots: P, if the experts' parameters are read as P slots, where slot s holds the stored
+            expert s % E; None if their first axis is the E stored experts.
+        like: for a block that is to be added to the directory, the prefix of the nearest existing
+            block, whose tensor names and encodings the new block takes; None if there is none.
     """
 
     directory: Directory
@@ -108,19 +115,19 @@ class Block:
         return tuple(param for tensor in self.tensors for param in tensor.params)
 
     def shape(self, param: str) -> tuple[int, ...]:
-        """Returns the global shape of a parameter."""
+        """Returns the shape of a whole parameter, before it is sharded."""
         held = {"E": self.sizes["E"] if self.num_slots is None else self.num_slots}
         return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the dtype of a parameter as stored; bfloat16 if it is quantized."""
+        """Returns the dtype in which a parameter is stored; bfloat16 if it is stored quantized."""
         return self.open(self._tensor(param), 0).dtype
 
     def format(self, param: str) -> Format | None:
-        """Returns the format in which the file holds a parameter; None: it is not quantized.
+        """Returns the quantized format in which a parameter is stored; None: it is not quantized.
 
         Raises:
-            ValueError: it differs between experts.
+            ValueError: the experts are stored in different formats.
         """
         tensor = self._tensor(param)
         experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
@@ -134,14 +141,18 @@ class Block:
         return found.pop()
 
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
-        """Returns the format of a parameter's matrices in a stored tensor; None: not quantized."""
+        """Returns the quantized format of a parameter's matrices in a stored tensor.
+
+        It is a `Transposed` format if the tensor stores the matrices transposed, and None if the
+        tensor is not quantized.
+        """
         format = format_of(encoding)
         letters = tensor.axes.replace("G", "").replace(" ", "")
         same_order = letters[-2:] == PARAMETER_AXES[param][-2:]
         return format if format is None or same_order else Transposed.of(format)
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Returns the stored tensor of a parameter, or of one expert where each has its own."""
+        """Opens a stored tensor; `expert` selects the tensor if each expert has its own."""
         name = self.prefix + tensor.name.format(e=expert)
         return open_tensor(self.directory, name, self.quantization)
 
@@ -149,7 +160,7 @@ class Block:
         return tuple(_size(token, self.sizes) for token in tensor.axes.split())
 
     def check(self) -> None:
-        """Raises ValueError for a tensor of the block that is missing, misshapen or unknown."""
+        """Raises ValueError if a tensor of the block is missing, misshapen or unknown."""
         directory, prefix, models = self.directory, self.prefix, self.architecture.models
         for tensor in self.tensors:
             wanted = self._stored_shape(tensor)
@@ -192,16 +203,17 @@ class Block:
         """Reads a slice of a parameter, and only the stored bytes that the slice needs.
 
         Args:
-            param: its name in `jax_ep.MoEParams`.
+            param: the parameter's name in `jax_ep.MoEParams`.
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
             done: called after each piece is read, with the piece's number of bytes.
-            format: None; or the format to return the slice of a matrix in, whose whole blocks it
-                has. What is stored in this format is not quantized again.
+            format: the quantized format of the result, for a slice that consists of whole blocks of
+                the format. Numbers that are stored in this format are not quantized again. None:
+                the result is a plain array.
 
         Returns:
-            The slice, in memory of its own that a CPU device can use without a copy; with a
-            `format`, as a `QuantizedArray` of NumPy arrays.
+            The slice, in newly allocated memory that a CPU device can use without a copy: an
+            np.ndarray, or with a `format` a `QuantizedArray` of NumPy arrays.
         """
         tensor, axes = self._tensor(param), PARAMETER_AXES[param]
         shape = self.shape(param)
@@ -234,8 +246,9 @@ class Block:
     def write(self, params: Mapping[str, Parameter], into: Directory) -> None:
         """Writes whole parameters to `into`, a directory that has tensors of the same names.
 
-        A `QuantizedArray` must be of NumPy arrays. If it has the tensor's format, its values and
-        scales are written unchanged; else its numbers are written.
+        `params` holds NumPy arrays, or `QuantizedArray` objects of NumPy arrays, by name. The
+        values and scales of a `QuantizedArray` in the tensor's format are written unchanged. In any
+        other case its dequantized numbers are written.
         """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
@@ -250,7 +263,10 @@ class Block:
         whole: Mapping[str, slice],
         expert: int | None,
     ) -> None:
-        """Writes the part of a tensor that holds one expert; the whole tensor for None."""
+        """Writes one expert's part of a tensor, or the whole tensor if `expert` is None.
+
+        `whole` maps the letter of each axis to the slice of the whole axis.
+        """
         encoding = self.open(tensor, expert or 0)
         region = tuple(
             slice(expert, expert + 1) if token == "E" and expert is not None else slice(0, n)
@@ -287,7 +303,10 @@ class Block:
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype]
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each tensor to store, given the parameters' dtypes."""
+        """Returns the dtype and shape of each tensor of a block that is to be added, by name.
+
+        Scales of quantized tensors are included. `dtypes` are the parameters' dtypes, by name.
+        """
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             shape = self._stored_shape(tensor)
@@ -303,7 +322,7 @@ class Block:
         return stored
 
     def _new_float8_scales(self, tensor: Tensor, expert: int) -> np.dtype | None:
-        """Returns the dtype of a new float8 tensor's scales; None for another encoding."""
+        """Returns the dtype of the scales if a new tensor is to be stored as float8, else None."""
         name = tensor.name.format(e=expert)
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
@@ -313,7 +332,7 @@ class Block:
         return None
 
     def stored(self) -> list[str]:
-        """Returns the names of the stored tensors, scales included."""
+        """Returns the names of all tensors that store the block, scales included."""
         return [
             name
             for tensor in self.tensors
@@ -323,12 +342,12 @@ class Block:
 
 
 def open_block(path: str | os.PathLike[str], layer: int) -> Block:
-    """Finds a layer's MoE block, and checks its tensors.
+    """Finds the MoE block of a layer in the directory `path`, and checks its tensors.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the architecture or its quantization is unknown, or a tensor of the block is
-            missing, misshapen or unknown; the message names it.
+        ValueError: the layer has no MoE block; the architecture or quantization is unknown; or a
+            tensor of the block is missing, has a wrong shape or is unknown. The message says which.
     """
     directory = Directory(path)
     row, keys = _look_up(directory.path, layer)
@@ -341,10 +360,10 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 
 
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
-    """Plans a block to add to a directory; returns None if the directory already has it.
+    """Describes the MoE block of a layer that is to be added to the directory `path`.
 
-    The tensors' names begin like those of the nearest other layer in the directory, or as published
-    if there is none.
+    Returns None if the directory already has the block. The names of the new tensors begin like
+    those of the nearest layer in the directory, or as published if the directory has no layer.
     """
     directory = Directory(path, may_be_empty=True)
     row, keys = _look_up(directory.path, layer)
@@ -369,7 +388,12 @@ def _renumbered(prefix: str, layer: int) -> str:
 
 
 def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[str]], list[str]]:
-    """Returns the blocks' prefixes by number of the layer, and the names of all other routers."""
+    """Finds all router tensors of a directory.
+
+    Returns:
+        The prefixes of the MoE blocks that they belong to, by number of the layer; and the names of
+        router tensors whose name does not begin like a layer's.
+    """
     blocks: dict[int, list[str]] = {}
     others = []
     gate = _gate(row)
@@ -384,7 +408,10 @@ def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[st
 
 
 def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
-    """Returns the prefix of the block's tensors; None if the layer has no block."""
+    """Returns the prefix of the tensors of a layer's MoE block; None if the layer has no block.
+
+    Raises ValueError if the layer has several blocks.
+    """
     prefixes = _routers(directory, row)[0].get(layer)
     return None if prefixes is None else _only(prefixes, directory, row, layer)
 
@@ -400,7 +427,7 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Makes the error message for a layer without an MoE block, with similar names and a remedy."""
+    """Returns the error message for a layer without an MoE block: similar tensors, and a remedy."""
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -428,7 +455,7 @@ def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int)
 
 
 def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
-    """Returns a model's row of the table, and an object that looks up the row's keys."""
+    """Reads config.json; returns the model's architecture, and a `_Keys` to look up its values."""
     checks.check_integer("layer", layer, least=0)
     config, is_part = _read_config(path)
     row = find_architecture(config, path)
@@ -437,7 +464,10 @@ def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
 
 
 def _quantization(keys: _Keys) -> Quantization:
-    """Returns the quantization that config.json states."""
+    """Reads the quantization of a model from `quantization_config` in config.json.
+
+    Raises ValueError if the method is not supported.
+    """
     said = keys.config.get("quantization_config") or {}
     method = said.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
@@ -456,7 +486,11 @@ def _quantization(keys: _Keys) -> Quantization:
 def _block(
     directory: Directory, row: Architecture, prefix: str, keys: _Keys, like: str | None = None
 ) -> Block:
-    """Makes a block with tensors like those that the prefix `like`, or else `prefix`, has."""
+    """Makes the `Block` with the given tensor prefix, from config.json and the architecture.
+
+    Of alternative tensors, it takes those that exist under the prefix `like`, or under `prefix` if
+    `like` is None.
+    """
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
@@ -475,7 +509,11 @@ def _block(
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
-    """Reads config.json; returns the language model's part, and whether that is only a part."""
+    """Reads config.json; returns the language model's configuration.
+
+    The second result is whether the model is multimodal, with the language model's configuration
+    nested under `text_config`.
+    """
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
@@ -490,10 +528,10 @@ def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
-    """Returns the row of the table for a model.
+    """Returns the architecture of a model from its `config`, the contents of config.json.
 
     Raises:
-        ValueError: there is no such row, or config.json has a value that is not supported.
+        ValueError: the `model_type` is unknown, or config.json has a value that is not supported.
     """
     model_type = config.get("model_type")
     rows = [row for row in TABLE if model_type in row.model_types]
@@ -521,16 +559,27 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """Looks up keys of config.json, as a row of the table writes them."""
+    """Looks up values of config.json by the keys that an `Architecture` has.
+
+    Attributes:
+        config: the contents of config.json.
+        row: the architecture, which has default values.
+        layer: the number of the layer, for values that config.json lists by layer.
+        file: the path of config.json, for error messages.
+        root: the beginning of the model's published tensor names, before "layers.".
+    """
 
     config: Mapping[str, Any]
     row: Architecture
     layer: int
     file: Path
-    root: str  # the beginning of the published names of the decoder's layers
+    root: str
 
     def value(self, key: str) -> Any:
-        """Returns the value of "a" or "a|b"; for a list of layers' values, this layer's value."""
+        """Returns the value of a key "a", or of the first that exists of the keys in "a|b".
+
+        If the value is a list with an entry per layer, returns this layer's entry.
+        """
         names = key.split("|")
         found = [self.config[name] for name in names if self.config.get(name) is not None]
         found += [self.row.defaults[name] for name in names if name in self.row.defaults]
@@ -539,7 +588,10 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the integer "a" or "a|b", or the product "a*b" of integers."""
+        """Returns the integer value of a key "a" or "a|b", or the product of the values in "a*b".
+
+        Raises ValueError unless the values are integers that are not negative.
+        """
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
             if not isinstance(value, int) or value < 0:
@@ -547,7 +599,7 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns the value of a field of `jax_ep.MoEConfig`, converted from the value of a key."""
+        """Returns the value for a field of `jax_ep.MoEConfig`, made from the value of a key."""
         value = self.value(key)
         try:
             return MAKE.get(field, lambda value: value)(value)
@@ -556,7 +608,7 @@ class _Keys:
 
 
 def _gate(row: Architecture) -> str:
-    """Returns the name of the router's tensor, which every MoE block has."""
+    """Returns the name of the router's weight tensor, without a prefix; every MoE block has it."""
     return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
 
 
@@ -568,11 +620,11 @@ def _stored(
     look_up: _Keys,
     method: str | None,
 ) -> Tensors:
-    """Returns the tensors that this block must have.
+    """Returns the tensors that the block with the given prefix must have.
 
-    Of alternatives (`OneOf`), selects the one that the directory has, or else the first that fits
-    the quantization `method`: float8 matrices have a tensor for each expert, and MXFP4 tensors have
-    names with the suffix `BLOCKS`.
+    From alternatives (`OneOf`), selects the one that the directory has. If it has none, selects the
+    first that is possible with the quantization `method`: float8 matrices have a tensor for each
+    expert, and names of MXFP4 tensors end in `BLOCKS`.
     """
 
     def is_there(tensors: Tensors) -> bool:
@@ -605,7 +657,7 @@ def _names(row: Architecture) -> list[str]:
 
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
-    """Returns the size of one axis of a stored tensor, from its letters."""
+    """Returns the size of a stored tensor's axis from its letters, such as "GF": 2 * F."""
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
 
 
@@ -614,12 +666,14 @@ def _place(
 ) -> tuple[Index, str]:
     """Returns the slice of a stored tensor that holds a slice of a parameter.
 
-    The second result has the letters of the tensor's axes, without G, in their order.
+    `taken` maps the letters of the parameter's axes to their slices. The second result has the
+    letters of the tensor's axes, in the tensor's order and without G.
     """
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        part = taken.get(letter, slice(0, 1))  # the parameter may lack the axis "1"
+        # The parameter may lack the tensor's axis "1".
+        part = taken.get(letter, slice(0, 1))
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
         elif token[-1] == "G":
@@ -630,19 +684,23 @@ def _place(
 
 
 def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
-    """Returns the experts to read one by one, or [None] to read all at once."""
+    """Returns the numbers of the experts (or slots) to copy one by one.
+
+    Returns [None] for a parameter that is copied as a whole: one without an axis of experts, or
+    with one number per expert. `axes` are the letters of the parameter's axes.
+    """
     if axes[0] != "E" or len(axes) == 1:
         return [None]
     return list(range(taken["E"].start, taken["E"].stop))
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array, whose axes are named by `axes`, to the order of `letters`."""
+    """Transposes an array to the order of `letters`; `axes` has the letters of its own axes."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
-    """Copies a slice of a stored tensor, in pieces that fit in caches."""
+    """Copies the slice `index` of a stored tensor to `into`, in pieces that fit in CPU caches."""
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return
@@ -661,10 +719,10 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
 def _copy_quantized(
     encoding: Encoding, index: Index, into: QuantizedArray, is_stored: bool, same_order: bool
 ) -> None:
-    """Copies a slice of a stored tensor into the values and scales of a matrix.
+    """Copies the slice `index` of a stored tensor into a quantized matrix, `into`.
 
-    `is_stored` says whether the tensor is in the format of `into`, and `same_order` whether its
-    last two axes are those of the matrix.
+    If `is_stored`, the tensor is in the format of `into`, and its values and scales are copied.
+    Otherwise its numbers are quantized; `same_order` is False if it stores the matrix transposed.
     """
     if is_stored:
         assert not isinstance(encoding, Plain)
@@ -678,12 +736,12 @@ def _copy_quantized(
 
 
 def _entry(array: Parameter, i: int) -> Any:
-    """Returns entry i along the first axis, a view."""
+    """Returns a view of entry i along the first axis of an array or `QuantizedArray`."""
     return jax.tree.map(lambda part: part[i], array)
 
 
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
-    """Calls a function for each item, in several threads, since NumPy copies in parallel."""
+    """Calls a function for each item, in several threads, since NumPy releases the GIL to copy."""
     if len(items) == 1:
         function(items[0])
         return
@@ -692,7 +750,7 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
 
 
 def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
-    """Allocates values and scales of a matrix, aligned as by `_empty`."""
+    """Allocates a quantized array of `shape`: values and scales, each aligned to 64 bytes."""
     values: Any = _empty(format.values_shape(shape), format.dtype)
     scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
     return QuantizedArray(values, scales, format, dtype)

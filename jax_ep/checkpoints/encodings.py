@@ -1,8 +1,8 @@
-"""Reads and writes published tensors, stored plainly, as float8 with scales, or as MXFP4.
+"""Reads and writes tensors of published models: plain ones, float8 with scales, and MXFP4.
 
-Each encoding reads slices of a tensor as numbers and writes numbers back to slices. Numbers that
-are written back unchanged keep their bytes: a block is written only if its numbers differ from what
-the stored block decodes to.
+Each class reads slices of a stored tensor as decoded numbers, and encodes numbers to write them to
+slices. Writing unchanged numbers changes no bytes: a block (numbers that share a scale) is written
+only if the new numbers differ from what the stored block decodes to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A tensor of floating numbers, stored as they are.
+    """A tensor of floating-point numbers that is stored without quantization.
 
     Attributes:
         directory: the directory with the tensor.
@@ -36,7 +36,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of the stored tensors that this one is made of."""
+        """The names of the tensors in the files that store this one, scales included."""
         return (self.name,)
 
     @property
@@ -45,15 +45,18 @@ class Plain:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that the tensor is read in by default."""
+        """The dtype of the stored numbers, in which the tensor is loaded by default."""
         return self.directory.entry(self.name).dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a slice, in `dtype`."""
+        """Reads a slice of the tensor, as an array of dtype `dtype`."""
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes values to a slice, rounded to `dtype`; unchanged values keep their bytes."""
+        """Rounds numbers to `dtype` and writes them to a slice of the tensor.
+
+        A stored number stays as it is if, cast to the dtype of `values`, it equals the new number.
+        """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
@@ -63,19 +66,23 @@ class Plain:
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns where `values` differ from `old`, cast to their dtype; two NaNs are equal."""
+    """Returns a boolean array: where `values` differ from `old` cast to the dtype of `values`.
+
+    Two NaNs count as equal.
+    """
     old = old.astype(values.dtype)
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
 
 @dataclasses.dataclass(frozen=True)
 class _InBlocks:
-    """A tensor that is stored in a format of `jax_ep.formats`.
+    """A tensor that is stored in blocks with scales, in a format of `jax_ep.formats`.
 
-    A block that reaches past the end of the tensor is filled up with zeros while it is encoded.
+    A block that reaches past the end of the tensor is padded with zeros before it is encoded.
 
     Attributes:
-        directory, name: as in `Plain`.
+        directory: the directory with the tensor.
+        name: the name of the tensor that holds the values.
     """
 
     directory: Directory
@@ -94,13 +101,16 @@ class _InBlocks:
         return np.dtype(jnp.bfloat16)
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a slice, in float32."""
+        """Reads a slice of the tensor, decoded to float32."""
         blocks, within = self._blocks(index)
         numbers = self.format.decode(self._load(blocks), np.float32)
         return numbers[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
+        """Encodes numbers and writes them to a slice of the tensor that consists of whole blocks.
+
+        A block whose numbers have not changed keeps its bytes.
+        """
         blocks, within = self._blocks(index)
         old = self._load(blocks)
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
@@ -115,18 +125,21 @@ class _InBlocks:
         self._store(blocks, *parts)
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the values and scales of a slice of whole blocks, as they are stored."""
+        """Reads the stored values and scales of a slice that consists of whole blocks."""
         return self._load(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes what `read_parts` returned to a slice of whole blocks."""
+        """Writes encoded values and scales to a slice that consists of whole blocks.
+
+        They have the form in which `read_parts` returns values and scales.
+        """
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Returns the index of the blocks that a slice consists of.
+        """Converts a slice of the tensor to the slice of its blocks.
 
         Raises:
-            ValueError: the slice has parts of blocks.
+            ValueError: the slice cuts a block.
         """
         blocks, within = self._blocks(index)
         for taken, size in zip(within, self._block, strict=True):
@@ -139,7 +152,12 @@ class _InBlocks:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Returns the index of the blocks that hold a slice, and the slice's place within them."""
+        """Finds the blocks that hold a slice of the tensor.
+
+        Returns:
+            The slices of the blocks, counted in blocks; and, for each axis that blocks divide, the
+            slice within these blocks, counted in numbers.
+        """
         block = self._block
         blocks, within = [], []
         for taken, n, size in zip(
@@ -153,16 +171,16 @@ class _InBlocks:
 
     @property
     def _block(self) -> tuple[int, ...]:
-        """The shape of a block in numbers, without a leading axis of size 1."""
+        """The shape of a block, counted in numbers, without the axis of rows if it has one row."""
         return self.format.block[1:] if self.format.block[0] == 1 else self.format.block
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The shape of a block in stored values, each of which may hold several numbers."""
+        """The shape of a block, counted in stored values; MXFP4 has two numbers in a value."""
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Pads an array [.., rows, columns] with zeros to whole blocks."""
+        """Pads an array [.., rows, columns] with zeros to whole blocks, at the end of each axis."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -170,7 +188,7 @@ class _InBlocks:
         return np.pad(array, [(0, 0)] * (array.ndim - len(block)) + widths)
 
     def _any_of_block(self, flags: np.ndarray) -> np.ndarray:
-        """Returns for each block of [.., rows, columns] whether one of its flags is true."""
+        """Reduces flags [.., rows, columns] to one flag per block: whether any of them is true."""
         for axis, size in enumerate(self._block, start=-len(self._block)):
             starts = np.arange(0, flags.shape[axis], size)
             flags = np.logical_or.reduceat(flags, starts, axis=axis)
@@ -180,25 +198,27 @@ class _InBlocks:
         return self.format.encode(values)
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the values and the scales of blocks, as the format has them."""
+        """Reads the values and scales of blocks, in the form that `format.decode` takes."""
         raise NotImplementedError
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes the values and the scales of blocks."""
+        """Writes the values and scales of blocks, in the form that `format.encode` returns."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8(_InBlocks):
-    """float8_e4m3fn numbers with a float32 scale for each block of rows and columns (DeepSeek-V3).
+    """A tensor of float8_e4m3fn values, with a scale for each block of a matrix (DeepSeek-V3).
 
-    A number is the stored number times its block's entry of `<name>_scale_inv`, whose shape is
-    [.., rows / block, columns / block], rounded up.
+    A number is its stored value times its block's entry in the tensor `<name>_scale_inv`, whose
+    shape is [.., rows / block rows, columns / block columns], rounded up.
 
     Attributes:
-        directory, name: as in `Plain`.
-        block: rows and columns of a block.
-        power_of_two: whether new scales are powers of two, for programs that read exponents alone.
+        directory: the directory with the tensor.
+        name: the name of the tensor that holds the values.
+        block: the numbers of rows and columns of a block.
+        power_of_two: whether new scales are powers of two, for programs that read only the exponent
+            of a scale.
     """
 
     block: tuple[int, int]
@@ -218,7 +238,7 @@ class Float8(_InBlocks):
         """The shape of the tensor.
 
         Raises:
-            ValueError: the shape of the scales does not fit the blocks.
+            ValueError: there is not exactly one scale for each block.
         """
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
@@ -248,7 +268,7 @@ class Float8(_InBlocks):
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
     def _of_values(self, blocks: Index) -> Index:
-        """Returns the slices of the stored values that belong to a slice of blocks."""
+        """Converts a slice counted in blocks to a slice of stored values, within the tensor."""
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
@@ -257,13 +277,15 @@ class Float8(_InBlocks):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4(_InBlocks):
-    """Pairs of float4_e2m1 in bytes, with an exponent for 32 numbers of the last axis (GPT-OSS).
+    """A tensor of float4_e2m1 numbers, two in a byte, with a scale for 32 numbers (GPT-OSS).
 
-    `<name>_blocks` [.., G, 16] uint8 holds the values of `jax_ep.formats.MXFP4`, and
-    `<name>_scales` [.., G] uint8 the bytes of its scales.
+    The last axis of the tensor is divided into G blocks of 32 numbers. The stored tensor
+    `<...>_blocks` [.., G, 16] uint8 holds the values, in the form of `jax_ep.formats.MXFP4`. The
+    stored tensor `<...>_scales` [.., G] uint8 holds the scales, which are exponents of two.
 
     Attributes:
-        directory, name: as in `Plain`; the name ends in "_blocks".
+        directory: the directory with the tensor.
+        name: the name of the tensor with the values, which ends in "_blocks".
     """
 
     @property
@@ -283,7 +305,7 @@ class MXFP4(_InBlocks):
         """The shape of the decoded tensor.
 
         Raises:
-            ValueError: the shape of the scales does not fit the blocks.
+            ValueError: there is not exactly one scale for each block of 16 bytes.
         """
         *shape, blocks, size = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
@@ -310,13 +332,13 @@ Encoding = Plain | Float8 | MXFP4
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """The quantization of a model, as config.json states it.
+    """The quantization of a model, as config.json states it in `quantization_config`.
 
     Attributes:
         method: "fp8", "mxfp4", or None for a model that is not quantized.
-        block: rows and columns that share a scale, where tensors are float8.
+        block: the numbers of rows and columns of a float8 block, which shares a scale.
         power_of_two: whether scales of float8 blocks are powers of two (`scale_fmt` "ue8m0").
-        kept: names of modules that are not quantized, or parts of names.
+        kept: names, or parts of names, of the modules that are not quantized.
     """
 
     method: str | None = None
@@ -325,22 +347,25 @@ class Quantization:
     kept: tuple[str, ...] = ()
 
     def is_float8(self, name: str) -> bool:
-        """Returns whether a new matrix of this name, of an MLP, is stored as float8."""
+        """Returns whether a new tensor that holds an expert's matrix is stored as float8.
+
+        `name` is the tensor's full name.
+        """
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
 
 
 def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the format of a tensor's blocks; None for a tensor that is stored plainly."""
+    """Returns the quantized format of a stored tensor; None if it is not quantized."""
     return None if isinstance(encoding, Plain) else encoding.format
 
 
 def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:
-    """Returns a stored tensor with its encoding.
+    """Opens a stored tensor: finds its encoding from its name, its dtype and its scales.
 
     Raises:
-        ValueError: the tensor is not floating, and no scales are stored with it, or its dtype is
-            not known.
+        ValueError: the tensor has no floating dtype of 16 bits or more and no scales are stored
+            with it, or its dtype is unknown.
     """
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
         return MXFP4(directory, name)
@@ -359,17 +384,22 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
 def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns the dtypes and shapes of the tensors that store a tensor of `shape` as float8."""
+    """Returns the dtypes and shapes of the two tensors that store a tensor of `shape` as float8.
+
+    They are the values and the scales, by name.
+    """
     format = formats.Float8.of(_FLOAT8, block, scale_dtype)
     scales = format.scale_dtype, format.scales_shape(shape)
     return {name: (format.dtype, shape), name + SCALE_SUFFIX: scales}
 
 
 def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns the dtypes and shapes of the tensors that store a tensor of `shape` as MXFP4.
+    """Returns the dtypes and shapes of the two tensors that store a tensor of `shape` as MXFP4.
+
+    They are the values and the scales, by name. `name` ends in "_blocks".
 
     Raises:
-        ValueError: the last axis is not made of whole blocks.
+        ValueError: the last axis is not a multiple of a block's 32 numbers.
     """
     format, block = formats.MXFP4, formats.MXFP4.row_block
     if shape[-1] % block:

@@ -1,7 +1,7 @@
 """Defines the functions that config.json names or implies: activations, gating, and one router.
 
-Functions that take a parameter are cached by it, so that the configurations of equal layers are
-equal.
+A function that makes another function from a number returns the same object for the same number, so
+that equal layers have equal `jax_ep.MoEConfig`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation that config.json names.
+    """Returns the activation function for a name in config.json, such as "silu".
 
     Raises:
         ValueError: no activation of this name is known.
@@ -43,7 +43,10 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns GPT-OSS's function of gate and up: gate * sigmoid(alpha * gate) * (up + 1)."""
+    """Returns GPT-OSS's gating, the function (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1).
+
+    gate and up are the results of an expert's first two matmuls.
+    """
     return functools.partial(_gpt_oss_gating, alpha=alpha)
 
 
@@ -53,11 +56,12 @@ def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Arra
 
 @functools.cache
 def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
-    """Returns Phi-3.5-MoE's router of two experts at inference (Liu et al., arXiv:2409.12136).
+    """Returns Phi-3.5-MoE's inference router, which chooses two experts (arXiv:2409.12136).
 
     The first expert has the largest logit, the second the largest of the remaining logits. An
-    expert's weight is its share of a softmax over the remaining logits that are near its own: the
-    difference is at most 2 * jitter, relative to the larger of the two magnitudes.
+    expert's weight is its share of a softmax over its own logit and the remaining logits near it.
+    A logit is near if the difference is at most 2 * jitter times the larger of the magnitudes of
+    the logit and of the chosen one.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 
@@ -68,10 +72,11 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # The size is zero only for a zero logit that is the largest or was chosen before.
+        # The size is zero only for a logit of zero that is the largest remaining one, or that was
+        # already chosen.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
-        # The softmax has at least one term, since the largest logit is near itself.
+        # The softmax has at least one finite logit, since the largest logit is near itself.
         shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
         chosen.append(expert)
         weights.append(jnp.take_along_axis(shares, expert, axis=-1))
@@ -81,7 +86,8 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     return Routing(topk_idx, jnp.concatenate(weights, axis=-1))
 
 
-# Converts a value of config.json to the field of `jax_ep.MoEConfig`; other fields take it as it is.
+# Maps a field of `jax_ep.MoEConfig` to the function that makes the field's value from the value in
+# config.json. Fields that are not listed take the value in config.json unchanged.
 MAKE: dict[str, Callable[[Any], Any]] = {
     "activation": activation,
     "gating": gpt_oss_gating,

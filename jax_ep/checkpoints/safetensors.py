@@ -1,8 +1,8 @@
 """Reads and writes slices of tensors in memory-mapped files of the safetensors format.
 
 A file consists of the length of its header (8 bytes, little-endian), the header (JSON: name →
-dtype, shape and byte offsets), and the tensors' bytes. The `safetensors` package is not used
-because it gives NumPy no bfloat16 and no float8.
+dtype, shape and byte offsets), and the tensors' bytes. The `safetensors` package is not used,
+because it cannot read bfloat16 and float8 tensors as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The place of one tensor in its file.
+    """Where a tensor is stored in a safetensors file, and its dtype and shape.
 
     Attributes:
-        name: its name.
-        file: its file.
-        kind: the name of its dtype in the file.
-        shape: its shape.
-        start: the byte of the file at which it begins.
-        num_bytes: the number of its bytes.
+        name: the tensor's name.
+        file: the path of the file.
+        kind: the name of the tensor's dtype in the file's header, such as "BF16".
+        shape: the tensor's shape.
+        start: the offset in the file, in bytes, at which the tensor begins.
+        num_bytes: the number of the tensor's bytes.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Entry:
         """The dtype of the tensor's elements.
 
         Raises:
-            ValueError: NumPy has no such dtype. A file may hold such tensors if they are not read.
+            ValueError: the dtype is not supported. A file may hold such tensors, as long as they
+                are not read.
         """
         if self.kind not in _DTYPES:
             raise ValueError(
@@ -87,14 +88,14 @@ class Entry:
 
 
 class Directory:
-    """Gives access to the tensors of a published directory by name.
+    """Gives access by name to the tensors in a directory of safetensors files.
 
-    Maps a file when it is first needed. Methods may be called from several threads.
+    A file is memory-mapped when it is first needed. Methods may be called from several threads.
 
     Attributes:
-        path: the directory.
-        files: maps the name of each tensor to its file.
-        bytes_read: bytes of tensors that were read so far.
+        path: the path of the directory.
+        files: maps the name of each tensor to the name of its file.
+        bytes_read: the number of bytes of tensors that have been read so far.
     """
 
     def __init__(
@@ -104,12 +105,17 @@ class Directory:
         writable: bool = False,
         may_be_empty: bool = False,
     ):
-        """Finds the files of a directory.
+        """Lists the tensors of a directory, from its index or its single safetensors file.
+
+        Args:
+            path: the path of the directory.
+            writable: whether `write` may change the files.
+            may_be_empty: whether the directory may lack both an index and a single file.
 
         Raises:
             FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
                 False.
-            ValueError: a file is not a safetensors file or index.
+            ValueError: the index or the single file is malformed.
         """
         self.path = Path(path)
         self.bytes_read = 0
@@ -117,7 +123,8 @@ class Directory:
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
         self._lock = threading.Lock()
-        if (self.path / INDEX).exists():  # files that the index does not name are ignored
+        # With an index, files that it does not name are ignored.
+        if (self.path / INDEX).exists():
             self.files: dict[str, str] = _read_index(self.path / INDEX)["weight_map"]
         elif (self.path / ONE_FILE).exists():
             self.files = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
@@ -130,11 +137,11 @@ class Directory:
             )
 
     def entry(self, name: str) -> Entry:
-        """Returns the place of a tensor in its file.
+        """Returns where a tensor is stored, with its dtype and shape.
 
         Raises:
-            FileNotFoundError: the tensor's file, by the index, does not exist.
-            ValueError: the tensor's file, by the index, does not hold the tensor.
+            FileNotFoundError: the file that the index names for the tensor does not exist.
+            ValueError: the file that the index names for the tensor does not hold the tensor.
         """
         file = self.files[name]
         if file not in self._entries:
@@ -149,7 +156,7 @@ class Directory:
         return self._entries[file][name]
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Returns a copy of a slice of a tensor."""
+        """Reads a slice of the tensor `name` from its file; returns a copy in C order."""
         with self._slice(name, index) as view:
             out = view.copy(order="C")
         with self._lock:
@@ -157,14 +164,21 @@ class Directory:
         return out
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
-        """Writes `values`, which must have the tensor's dtype, to a slice of the tensor."""
+        """Writes `values` to a slice of the tensor `name` in its file.
+
+        `values` must have the tensor's dtype and the slice's shape.
+        """
         with self._slice(name, index) as view:
             assert (values.dtype, values.shape) == (view.dtype, view.shape), name
             view[...] = values
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Maps a slice of a tensor, and frees the memory of its pages after use."""
+        """Yields a view of a slice of a memory-mapped tensor.
+
+        On exit, tells the system that the slice's pages are no longer needed, so that reading large
+        files does not fill the process's memory.
+        """
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
@@ -187,7 +201,10 @@ class Directory:
 
 
 def _read_index(file: Path) -> dict[str, Any]:
-    """Reads an index, whose "weight_map" maps the name of each tensor to its file."""
+    """Reads the JSON index of a directory, whose "weight_map" maps tensor names to file names.
+
+    Raises ValueError if the index is malformed or names files outside of its folder.
+    """
     try:
         index = json.loads(file.read_text())
         files = index["weight_map"]
@@ -202,7 +219,7 @@ def _read_index(file: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns the place of each tensor of one file, by name.
+    """Reads the header of a safetensors file; returns the `Entry` of each tensor, by name.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -233,7 +250,8 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
             ) from error
-        # The offsets are trusted only for a dtype whose item size is not known.
+        # The size follows from dtype and shape, and must agree with the offsets. Only for a dtype
+        # that is not known, the size is taken from the offsets.
         num_bytes = last - first
         if kind in _DTYPES:
             num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
@@ -248,7 +266,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Writes a file of zero tensors, to be filled by `Directory.write`.
+    """Creates a safetensors file whose tensors are all zero, to be filled by `Directory.write`.
 
     Args:
         file: the path of the file.
@@ -272,10 +290,11 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 
 @contextlib.contextmanager
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
-    """Yields a writable copy of the files that hold these tensors, and then replaces the files.
+    """Yields a writable copy of the files with the tensors `names`; replaces the files on exit.
 
-    Each file is replaced atomically, so a reader sees the old or the new file even if the process
-    is killed. A link into a shared cache is replaced too, and the cache stays as it is.
+    Each file is replaced atomically: a reader sees either the old or the new file, even if the
+    process is killed. A symbolic link into a shared cache is replaced by a file, and the cache
+    stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -293,11 +312,16 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 def adding(
     directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[Directory]:
-    """Yields a new file of zero tensors to be written, then adds it to the directory and the index.
+    """Yields a new file of zero tensors to fill; on exit, adds it to the directory and its index.
+
+    Args:
+        directory: the directory to add to.
+        file: the name of the new file.
+        tensors: the dtype and shape of each new tensor, by name.
 
     Raises:
-        ValueError: the directory holds a single file without an index, or a file of this name with
-            other tensors.
+        ValueError: the directory holds a single file without an index, or by its index the file
+            `file` holds tensors other than the new ones.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():
@@ -328,11 +352,12 @@ def _metadata(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """Returns an index's metadata after tensors are added to a directory or replaced in it.
+    """Returns the index's "metadata", updated for tensors that are added or replaced.
 
-    `total_size` becomes the sum of the bytes of all tensors. If a file is missing, as in a partial
-    download, the old `total_size` is changed by the new tensors' bytes instead. An old
-    `total_parameters` is changed by the new tensors' number of elements.
+    "total_size" becomes the sum of the bytes of all tensors. If a file is missing, as after a
+    partial download, the difference of the new and replaced tensors' bytes is added to the old
+    "total_size" instead. "total_parameters", if present, is updated by the difference of the
+    numbers of elements.
     """
     kept = [name for name in directory.files if name not in tensors]
     replaced = [directory.entry(name) for name in directory.files if name in tensors]
@@ -355,7 +380,7 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """Makes a temporary folder in the directory, and removes it afterwards."""
+    """Yields a new temporary folder inside the directory `path`; removes the folder on exit."""
     scratch = Path(tempfile.mkdtemp(prefix=".rewriting-", dir=path))
     try:
         yield scratch

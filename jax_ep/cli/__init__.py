@@ -1,4 +1,8 @@
-"""The command line `python -m jax_ep`: each command is a module with `FLAGS` and `run()`."""
+"""The command line `python -m jax_ep`.
+
+Each command is a module with `FLAGS`, the command's flags, and `run()`, which runs it and returns
+the exit status.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from jax_ep.flags import Error, Flags
 
 
 class Command(NamedTuple):
-    module: str  # the module, imported only when the command runs
+    # The name of the command's module, which is imported only when the command runs.
+    module: str
     summary: str
 
 
@@ -84,7 +89,10 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command that `argv[1]` names; returns the exit status (2: wrong usage)."""
+    """Runs a command; returns the exit status: 0 for success, 2 for wrong usage.
+
+    argv[0] is ignored. The command's name, of one or two words, and its flags follow.
+    """
     words = argv[1:]
     if words and words[0] in ("help", "-h", "--help"):
         print(usage())
@@ -108,14 +116,16 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # the status that shells use after SIGINT
-    except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
+        # Shells use the status 130 after SIGINT.
+        return 130
+    except BrokenPipeError:
+        # The reader of the output, such as `| head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Returns the command that is named by the words before the first flag, or None."""
+    """Returns the command that the words before the first flag name; None if there is none."""
     name = " ".join(_before_flags(words))
     return name if name in COMMANDS else None
 

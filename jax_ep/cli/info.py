@@ -1,4 +1,7 @@
-"""`python -m jax_ep info`: prints facts for a bug report, and which implementations run here."""
+"""`python -m jax_ep info`: prints versions, devices and which implementations run on them.
+
+A bug report should include this output.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,19 @@ _JSON = FLAGS.json()
 def run() -> int:
     FLAGS.check_outputs()
     facts = collect()
-    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
+    # The file is written before anything is printed, since the reader of a pipe may end early.
+    if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
     return 0 if facts["backend_error"] is None else 1
 
 
 def collect() -> dict[str, Any]:
-    """Collects everything that `info` prints, as JSON-serializable values.
+    """Collects everything that `info` prints, as a dict of JSON-serializable values.
 
-    "backend_error" is why JAX finds no device, or None. With an error, "versions" is the only other
-    key. Raises `Error` for a JAX_EP_DEVICES_PER_HOST that is no number of devices.
+    "backend_error" is the reason why JAX finds no device, or None if it finds one. After an error,
+    "versions" is the only other key. Raises `Error` if JAX_EP_DEVICES_PER_HOST is set to something
+    other than a number of devices.
     """
     try:
         devices = jax_compat.devices()
@@ -99,7 +104,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns why this JAX cannot run the kernels, on any machine: all reasons, or None."""
+    """Returns all reasons why this version of JAX cannot run the kernels, or None if it can.
+
+    The reasons are names that the kernels import and that JAX lacks, whatever the machine.
+    """
     reasons = [
         availability.jax_unavailable_reason(),
         availability.mosaic_unavailable_reason(),

@@ -1,7 +1,7 @@
-"""`python -m jax_ep memory`: prints the bytes per rank that each buffer of communication takes.
+"""`python -m jax_ep memory`: prints the bytes per rank that dispatch and combine hold in buffers.
 
-For each operation it prints its workspace, buffer by buffer, and its results, of which the received
-tokens are the largest.
+Prints, for each operation, the size of each buffer of its workspace and of its results. The largest
+result is the array of received tokens. Also prints the sizes of other libraries' buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _ALIGNMENT = FLAGS.integer(
 _JSON = FLAGS.json()
 
 _MIB = 2**20
-_NAME = 44  # an operation's name gets this many columns
+# The number of characters that a table leaves for an operation's name.
+_NAME = 44
 
 
 def run() -> int:
@@ -54,14 +55,18 @@ def run() -> int:
     if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
         raise Error("--host_capacity: needs several hosts, such as --hosts=2")
     facts = collect()
-    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
+    # The file is written before anything is printed, since the reader of a pipe may end early.
+    if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Collects everything that `memory` prints, as JSON-serializable values in bytes per rank."""
+    """Collects everything that `memory` prints, as a dict of JSON-serializable values.
+
+    Sizes are bytes per rank.
+    """
     model: dict[str, Any] = {
         "num_tokens": _TOKENS.value,
         "hidden": _HIDDEN.value,
@@ -81,7 +86,9 @@ def collect() -> dict[str, Any]:
             buffers = memory.workspace_bytes(**way, **rows, **model, **hosts)
             results = memory.result_bytes(**way, **rows, **model, **hosts)
             here.append(way | {"buffers": buffers, "results": results})
-        except ValueError as error:  # the flags are valid, so kernels do not support these sizes
+        except ValueError as error:
+            # The flags have been checked, so the error says that this implementation does not
+            # support the sizes.
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
     others = [
@@ -106,9 +113,10 @@ def collect() -> dict[str, Any]:
 
 
 def _ways() -> Iterator[dict[str, Any]]:
-    """Yields the arguments of every operation in every implementation, layout and wire dtype.
+    """Yields keyword arguments of `memory.workspace_bytes` for every operation and way to run it.
 
-    Some of them do not support the sizes that the flags give.
+    The ways differ in implementation, layout, wire dtype and output. Some do not support the sizes
+    that the flags give.
     """
     wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
@@ -169,7 +177,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _line(use: dict[str, Any]) -> str:
-    """Renders the total bytes of an operation's workspace and results, and each buffer's bytes."""
+    """Renders a table line for an operation: total MiB of workspace and results, then each buffer.
+
+    `use` is an entry of "here" in the result of `collect`.
+    """
     kinds = [use["buffers"], use["results"]]
     totals = "".join(f"{_mib(sum(kind.values())):>10}" for kind in kinds)
     parts = [", ".join(f"{part} {_mib(size)}" for part, size in kind.items()) for kind in kinds]

@@ -1,4 +1,7 @@
-"""Computes the sizes of other libraries' low-latency buffers, by the formulas that they publish."""
+"""Computes the sizes of other libraries' low-latency communication buffers.
+
+The formulas are taken from the libraries' source code and papers.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from pallas_kernels.fabric.hardware import WORD_BYTES, align_up
 
 
 class OtherLibrary(NamedTuple):
-    """The low-latency buffers of another library.
+    """The size of another library's low-latency communication buffers.
 
     Attributes:
-      name: the library and its version.
-      formula: bytes per rank, in words, for B = T tokens and messages of P bytes.
-      source: where the formula comes from.
-      size: the formula, of (N, E, K, B·P).
+      name: the library and its version or layout.
+      formula: the formula of the bytes per rank as text, for N ranks, E experts, K choices of a
+        token, B tokens of a rank and messages of P bytes.
+      source: where the formula is published.
+      size: the formula as a function (N, E, K, B·P) -> bytes per rank.
     """
 
     name: str
@@ -25,9 +29,9 @@ class OtherLibrary(NamedTuple):
 
 
 def message_bytes(hidden: int) -> int:
-    """Returns P of `OTHER_LIBRARIES`, the bytes of a combine message.
+    """Returns P, the bytes of a message that carries one token in a combine, for `OTHER_LIBRARIES`.
 
-    A message is a bfloat16 row and two bfloat16 numbers per 128 of its values.
+    A message holds `hidden` bfloat16 values and two more bfloat16 numbers per 128 values.
     """
     return 2 * hidden + hidden // 128 * 4
 
@@ -37,7 +41,7 @@ def _flags(num_experts: int) -> int:
 
 
 _NCCL_EP = "arXiv:2603.13606, section IV.D; NVIDIA/nccl pull request 2040"
-# Everything twice, because odd and even calls alternate between two sets of buffers.
+# The formulas have a factor of 2, because odd and even calls alternate between two sets of buffers.
 OTHER_LIBRARIES = (
     OtherLibrary(
         "DeepEP V1",
@@ -76,7 +80,7 @@ OTHER_LIBRARIES = (
 def other_libraries(
     *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
 ) -> dict[str, int]:
-    """Returns the bytes per rank of the low-latency buffers of DeepEP and NCCL EP, by library.
+    """Returns the bytes per rank of each other library's low-latency buffers, by its name.
 
     `OTHER_LIBRARIES` has the formulas and their sources.
     """

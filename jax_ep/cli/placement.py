@@ -1,7 +1,8 @@
-"""`python -m jax_ep placement`: compares ways to place experts, on a trace of real routing.
+"""`python -m jax_ep placement`: compares methods of placing experts on ranks, on recorded routing.
 
-A trace is an .npz file with `topk_idx` [steps, layers, tokens, K]: the experts that each token
-chose, -1 for none. The first part of the steps gives the placement, and the rest measures it.
+The trace is an .npz file with `topk_idx` [steps, layers, tokens, K]: the ids of the experts that
+each token chose, -1 for no expert. Each method computes a placement from the first steps of the
+trace, and the placement is evaluated on the remaining steps.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ _MATMUL = FLAGS.number(
 _JSON = FLAGS.json()
 _PLOT = FLAGS.plot("the balance by step")
 
-_ROW_BYTES = 2  # a value of a row is a bfloat16
-_AGES = 6  # the evaluated steps are split into this many parts, by age of the placement
+# The bytes of one value of a row; rows are bfloat16.
+_ROW_BYTES = 2
+# The number of consecutive intervals into which the evaluated steps are split, to show how the
+# balance changes as the placement ages.
+_AGES = 6
 
 
 def run() -> int:
@@ -100,7 +104,8 @@ def run() -> int:
     )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
-    if _JSON.value:  # writes files before it prints, since a pipe's reader may end early
+    # The file is written before anything is printed, since the reader of a pipe may end early.
+    if _JSON.value:
         facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
@@ -115,7 +120,11 @@ def run() -> int:
 
 
 def _read() -> tuple[np.ndarray, int | None]:
-    """Reads the trace, and its num_experts if the file has it; raises `Error` without a trace."""
+    """Reads the file of --trace.
+
+    Returns the trace, [steps, layers, tokens, K] int64, and the file's `num_experts`, or None if
+    the file has no such entry. Raises `Error` if the flag, the file or a valid trace is missing.
+    """
     path = _TRACE.value
     if path is None:
         raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
@@ -146,9 +155,10 @@ def _read() -> tuple[np.ndarray, int | None]:
 
 
 def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
-    """Returns E; raises `Error` if the trace has an id that is not below it.
+    """Returns E, the number of experts: from --num_experts, the trace's file, or the largest id.
 
-    `in_file` is the `num_experts` of the trace's file, or None.
+    `in_file` is the `num_experts` of the trace's file, or None. Raises `Error` if the trace has an
+    expert id of E or more.
     """
     largest = int(trace.max())
     num_experts: int = _EXPERTS.value or in_file or largest + 1
@@ -158,7 +168,10 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
 
 
 def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
-    """Finds a placement by every method, from the given steps of the trace."""
+    """Computes a placement by every method, from the steps in `trace` [steps, layers, tokens, K].
+
+    Returns the placements by the methods' names.
+    """
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
     if num_ranks % hosts:
@@ -184,11 +197,17 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
 
 
 def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
-    """Computes the figures of a step [layers, tokens, K]; some have one value per layer."""
+    """Evaluates a placement on one step of the trace, `step` [layers, tokens, K].
+
+    Returns a dict: "balance" [layers], the busiest rank's rows divided by the mean; "wire_rows"
+    [layers], the rows sent between ranks per token; "rank_changes", the share of pairs of a token's
+    choices in two successive layers whose experts are on different ranks; and "us" [layers], the
+    predicted time of a layer's forward pass in microseconds.
+    """
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
     mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
-    # The slowest rank's rows, of T tokens a rank.
+    # The predicted time is that of the busiest rank, with rows scaled to T tokens per rank.
     scale = _TOKENS.value * placement.num_ranks / tokens
     wire = counted.wire_rows.max(axis=1) * scale * _HIDDEN.value * _ROW_BYTES / 1e3
     flops = counted.rows.max(axis=1) * scale * 6 * _HIDDEN.value * _MLP_DIM.value / 1e6
@@ -231,7 +250,11 @@ def _by_layer(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _by_age(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Averages the balance over successive parts of the steps after the placement was found."""
+    """Averages the load balance over consecutive intervals of the evaluated steps.
+
+    `found` has, for each method, the result of `_figures` for each evaluated step. Returns, for
+    each method, the mean "balance" of at most `_AGES` intervals, in the order of time.
+    """
     return {
         name: [
             float(np.mean([f["balance"] for f in part]))
@@ -249,7 +272,11 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
 
 
 def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str, sizes: str) -> None:
-    """Draws to a file, for each step, the load of the busiest rank relative to the mean."""
+    """Plots, over the trace's steps, the busiest rank's load divided by the mean load.
+
+    `found` has, for each method, the result of `_figures` for each step; `fit` is the number of
+    steps that the placements were computed from. Writes the plot to the file `path`.
+    """
     points: dict[str, list[tuple[float, float]]] = {
         name: [(step, float(np.mean(f["balance"]))) for step, f in enumerate(figures)]
         for name, figures in found.items()

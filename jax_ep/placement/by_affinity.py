@@ -1,4 +1,4 @@
-"""Places experts of successive layers so that tokens seldom change rank between layers."""
+"""Places the experts of successive layers so that tokens seldom change rank between layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
 
-# The most variables (a layer's experts times parts) of an integer program that ends in time.
+# The most variables (a layer's experts times parts) of an integer program that the solver is given.
+# A larger program would not end within its time limit.
 _LARGEST_PROGRAM = 1024
 
 
@@ -24,28 +25,30 @@ def place_by_affinity(
     max_imbalance: float = 1.05,
     num_experts: int | None = None,
 ) -> Placement:
-    """Places experts so that tokens find their experts of successive layers on one rank.
+    """Places experts so that a token's experts of successive layers are often on one rank.
 
     The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
     no communication. Experts are first split among hosts, so that tokens seldom change host, then
     among the ranks of each host. The first layer's experts are clustered by the experts that their
-    tokens choose in later layers. Each further layer is assigned to these clusters by its affinity
-    to the layer before, and all layers are then reassigned in sweeps. Exchanges of experts repair
-    an assignment that exceeds the load limit. Small layers are finally reassigned by integer
-    programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in total; a
-    layer whose program takes longer keeps its assignment.
+    tokens choose in the next layers. Each further layer's experts are assigned to these clusters by
+    how often tokens go between them and the clusters' experts of the layer before. All layers are
+    then reassigned repeatedly, each given its two neighbours. If an assignment exceeds the load
+    limit, pairs of experts are exchanged until it does not. Small layers are finally reassigned by
+    integer programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in
+    total; a layer whose program takes longer keeps its assignment.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts.
-        max_imbalance: the limit of a rank's load in a layer, relative to the mean load; at least
-            1. Where no assignment is found within it (one expert alone may exceed it), exchanges
-            of experts bring the loads as near to it as they can.
-        num_experts: E; None: the largest id in the trace + 1.
+        max_imbalance: the limit of a rank's load in a layer, divided by the mean load; at least 1.
+            A layer may exceed the limit if no assignment within it is found, for example because
+            one expert alone exceeds it.
+        num_experts: E, the number of experts of a layer; None: the largest id in the trace + 1.
 
     Returns:
-        A `Placement` with one copy of each expert; P is E rounded up to a multiple of N.
+        A `Placement` with one copy of each expert. The number of slots P is E rounded up to a
+        multiple of N; the slots beyond E are empty.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -81,7 +84,10 @@ def place_by_affinity(
 
 
 def _visits(choices: Array, num_experts: int) -> Any:
-    """Counts how often each token chose each expert; returns sparse [tokens, num_experts]."""
+    """Counts how often each token chose each expert of one layer, from choices [tokens, K].
+
+    Returns a SciPy sparse matrix [tokens, num_experts].
+    """
     from scipy import sparse
 
     token, k = np.nonzero(choices >= 0)
@@ -92,16 +98,21 @@ def _visits(choices: Array, num_experts: int) -> Any:
 def _split(
     experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
-    """Splits experts [layers, n] into parts [layers, n / parts] that tokens seldom leave.
+    """Splits the experts of all layers into parts (hosts or ranks) that tokens seldom leave.
+
+    Ids from E to P - 1 stand for experts without load, which become empty slots.
 
     Args:
         experts: [layers, n], the ids of the experts to split.
-        visits: for each layer, sparse [tokens, P]: how often each token chose each expert.
+        visits: for each layer, a sparse matrix [tokens, P]: how often each token chose each expert.
         together: for each layer i but the last, [P, P]: entry (e, f) counts how often a token chose
-            e in layer i and f in layer i + 1.
+            expert e in layer i and expert f in layer i + 1.
         load: [layers, P], the load of each expert.
-        parts: the number of parts.
+        parts: the number of parts, which divides n.
         limit: [layers], the largest load that a part may have in each layer.
+
+    Returns:
+        The experts of each part, a list of `parts` arrays [layers, n / parts].
     """
     if parts == 1:
         return [experts]
@@ -128,10 +139,11 @@ def _split(
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Describes each first-layer expert by the experts that its tokens choose in the first layers.
+    """Describes each expert of the first layer by a vector, by which experts are clustered.
 
-    Returns [n, m * n] for m = min(5, layers): row e counts how often the tokens of expert e choose
-    each other expert of each layer. A row's entries of one layer are scaled to length 1.
+    Returns [n, m * n] for the first m = min(5, layers) layers: row e counts how often the tokens of
+    expert e choose each expert of each layer, except e itself. The n entries of one layer are
+    scaled to Euclidean norm 1.
     """
     first = visits[0][:, experts[0]].T
     later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
@@ -141,9 +153,13 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Clusters the rows of `profile`; returns [n, parts], each row's similarity to each cluster."""
+    """Clusters the rows of `profile` into `parts` clusters of equal size (balanced k-means).
+
+    Returns [n, parts]: the similarity (inner product) of each row to each cluster's center.
+    """
     centers = profile[[rng.integers(len(profile))]]
-    while len(centers) < parts:  # the next center is the row least like all earlier centers
+    # The next center is the row whose largest similarity to the present centers is smallest.
+    while len(centers) < parts:
         alike = (profile @ centers.T).max(axis=1)
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
     for _ in range(10):
@@ -155,7 +171,10 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
-    """Sums a matrix's columns by part: [n, m] -> [n, parts]; all parts have the same size."""
+    """Sums the columns of `matrix` [n, m] that belong to the same part; returns [n, parts].
+
+    `part` [m] holds the part of each column; all parts have equally many columns.
+    """
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
@@ -163,10 +182,21 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(
     part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
 ) -> float:
-    """Reassigns each layer, given its neighbour layers, until a sweep brings no improvement.
+    """Reassigns experts to parts in sweeps over all layers, until a sweep brings no improvement.
 
-    Updates `part` [layers, n] in place, in at most `most` sweeps. Returns how many pairs of a
-    token's choices in successive layers are in one part.
+    Args:
+        part: [layers, n], the part of each expert; updated in place.
+        near: for each layer i but the last, [n, n]: how often a token chose each pair of an expert
+            of layer i and an expert of layer i + 1.
+        load: [layers, n], the load of each expert.
+        limit: [layers], the largest load that a part may have in each layer.
+        parts: the number of parts.
+        assign: a function (gain [n, parts], load [n], limit) -> parts [n], such as `_assign`.
+        most: the largest number of sweeps.
+
+    Returns:
+        The number of pairs of a token's choices in successive layers that are in one part, which
+        sweeps increase.
     """
 
     def kept(part: Array) -> float:
@@ -190,9 +220,11 @@ def _sweep(
 
 
 def _assign(gain: Array, load: Array, limit: float) -> Array:
-    """Assigns n items to parts of equal size so that the total `gain` [n, parts] is largest.
+    """Assigns n experts to parts of equal size so that their total gain is largest.
 
-    Repairs an assignment in which a part's load exceeds `limit`. Returns each item's part.
+    `gain` [n, parts] is the gain of each expert in each part, and `load` [n] the experts' loads. If
+    a part's load exceeds `limit`, experts are exchanged between parts. Returns the part of each
+    expert, [n].
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -204,7 +236,11 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
 
 
 def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Assigns as `_assign` does, by an integer program if that ends within `seconds`."""
+    """Assigns experts to parts with an integer program that includes the load limit.
+
+    Arguments and result are those of `_assign`, whose assignment is returned if the program has no
+    solution or is not solved within `seconds`.
+    """
     from scipy import optimize, sparse
 
     part = _assign(gain, load, limit)
@@ -227,12 +263,15 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Exchanges items of the heaviest part with others until no part's load exceeds `limit`.
+    """Exchanges experts of the heaviest part with experts of other parts, to lower its load.
 
-    Each exchange minimizes the lost gain per unit of load removed.
+    Each exchange minimizes the lost gain per unit of load removed. Stops if no part's load exceeds
+    `limit`, or if no exchange lowers the largest load. Updates and returns `part`, the part of each
+    expert, [n].
     """
     parts = gain.shape[1]
-    for _ in range(100 * len(load)):  # every exchange lowers the sorted loads, so the loop ends
+    # Every exchange makes the sorted loads lexicographically smaller, so the loop ends.
+    for _ in range(100 * len(load)):
         totals = np.bincount(part, load, parts)
         heaviest = np.argmax(totals)
         if totals[heaviest] <= limit:

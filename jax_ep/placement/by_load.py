@@ -1,4 +1,4 @@
-"""Copies and places experts by their loads, so that ranks have nearly equal loads."""
+"""Copies and places experts by their loads, so that all ranks have nearly equal loads."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.table import Array, Placement, check_ranks, check_slots, checked_load
 
-# The factor by which an exchange must lower the load, so that rounding errors do not count.
+# An exchange of experts counts as an improvement only if the new load is below the old load times
+# this factor, so that rounding errors do not count.
 LESS = 1 - 1e-9
 
 
 def balance(
     load: Any, *, num_slots: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
 ) -> Placement:
-    """Copies hot experts and places all copies, so that the busiest rank's load is small.
+    """Copies popular experts and places all copies, so that the busiest rank's load is small.
 
-    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB): each further slot
-    becomes a copy of the expert with the most load per copy, and copies are placed, heaviest first,
-    on the least loaded rank with a free slot. Then exchanges two copies between ranks, or gives a
-    slot of a copied expert to an expert of the busiest rank, as long as the busiest rank's load
-    falls. The busiest rank's load is therefore at most EPLB's.
+    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB): each of the P - E
+    additional slots becomes a copy of the expert with the most load per copy, and copies are
+    placed, heaviest first, on the least loaded rank with a free slot. Then improves the placement
+    as long as the busiest rank's load falls: exchanges two copies between ranks, or replaces a copy
+    of an expert that has several by a further copy of an expert on the busiest rank. The busiest
+    rank's load is therefore at most that of EPLB.
 
     Args:
-        load: [layers, E] numbers, none negative: the load of each expert, in any unit.
-        num_slots: P, a multiple of num_ranks, at least E.
+        load: [layers, E] numbers of at least 0: the load of each expert, in any unit.
+        num_slots: P, the number of slots of all ranks, each for one expert's weights; a multiple of
+            num_ranks, at least E.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts. It has an effect only if num_groups is a multiple of it.
         num_groups: the router's number of groups, equal runs of consecutive expert ids (see
@@ -59,12 +62,13 @@ def balance(
 def _balance_layer(
     load: Array, num_slots: int, num_ranks: int, num_hosts: int, num_groups: int
 ) -> Array:
-    """Places one layer; returns the expert of each slot, [P]."""
+    """Computes the placement of one layer from `load` [E]; returns the expert of each slot, [P]."""
     group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Even loads of hosts usually, but not always, give even loads of ranks: try both.
+    # Two ways to place groups on hosts are tried: as packed, and with the hosts' loads made more
+    # even by exchanges. The second usually, but not always, makes the ranks' loads more even, too.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -82,7 +86,11 @@ def _balance_layer(
 
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
-    """Places one host's experts; returns the expert of each slot, and the busiest rank's load."""
+    """Copies and places the experts of one host on its ranks.
+
+    `load` holds the loads of the host's experts. Returns the expert of each of the host's slots, as
+    an index into `load`, and the busiest rank's load.
+    """
     copies = np.ones(len(load), int)
     expert = np.arange(num_slots)
     for slot in range(len(load), num_slots):
@@ -98,7 +106,11 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 
 
 def _pack(load: Array, num_packs: int) -> Array:
-    """Packs items, heaviest first, into the lightest pack with room; returns each item's pack."""
+    """Packs n items with the loads `load` [n] into packs of equally many items.
+
+    Items are packed in order of falling load, each into the lightest pack that has room. Returns
+    the pack of each item, [n].
+    """
     pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
     for item in np.argsort(-load, kind="stable"):
@@ -110,9 +122,13 @@ def _pack(load: Array, num_packs: int) -> Array:
 
 
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
-    """Exchanges items between the heaviest pack and others while that makes it lighter."""
+    """Exchanges items between the heaviest pack and other packs as long as the largest load falls.
+
+    `pack` [n] is the pack of each item; it is updated in place and returned.
+    """
     totals = np.bincount(pack, load, num_packs)
-    for _ in range(100 * len(load)):  # every exchange lowers the sorted totals, so the loop ends
+    # Every exchange makes the sorted totals lexicographically smaller, so the loop ends.
+    for _ in range(100 * len(load)):
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
         if not len(others):
@@ -128,9 +144,20 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 
 
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
-    """Gives a slot of a copied expert to an expert of the busiest rank, if that lowers the maximum.
+    """Replaces one expert's copy by another expert's, if that lowers the largest load of a rank.
 
-    Updates `expert` and `copies` in place; returns whether they changed.
+    The copy that is replaced belongs to an expert with several copies. The expert that gets its
+    slot is one on the busiest rank. Of all such replacements the best is made.
+
+    Args:
+        load: [E], the load of each expert.
+        expert: [P], the expert of each slot; updated in place.
+        copies: [E], the number of copies of each expert; updated in place.
+        rank: [P], the rank of each slot.
+        num_ranks: the number of ranks.
+
+    Returns:
+        Whether a copy was replaced.
     """
     held = np.zeros((len(load), num_ranks))
     np.add.at(held, (expert, rank), 1)
@@ -140,7 +167,8 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     if not len(victims):
         return False
     a, b = expert[victims], wanted
-    less = load[a] / (copies[a] - 1)  # load per copy once expert a has one copy less
+    # The load per copy of expert a with one copy less, and of expert b with one copy more.
+    less = load[a] / (copies[a] - 1)
     more = load[b] / (copies[b] + 1)
     of_a = held[a] * (less - load[a] / copies[a])[:, None]
     of_b = held[b] * (more - load[b] / copies[b])[:, None]

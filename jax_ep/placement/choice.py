@@ -1,4 +1,4 @@
-"""Turns choices of experts into choices of slots, in a traced program."""
+"""Turns tokens' choices of experts into choices of the experts' slots, in a traced program."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def choose_slots(
     *,
     axis_name: AxisName,
 ) -> jax.Array:
-    """Turns choices of experts into choices of slots. Call it inside `jax.shard_map`.
+    """Turns tokens' choices of experts into choices of slots. Call it inside `jax.shard_map`.
 
-    A choice takes the expert's copy on this rank if there is one. Otherwise this rank's choices of
-    the expert take its copies in turn, starting on rank r with copy r modulo their number. The
-    result is deterministic.
+    A slot holds one copy of an expert's weights. If this rank has a copy of the chosen expert, the
+    choice takes this copy. Otherwise this rank's choices of the expert are spread over the expert's
+    copies round-robin; rank r starts with copy r modulo the number of copies. The result is
+    deterministic.
 
     Args:
         topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as
@@ -36,8 +37,8 @@ def choose_slots(
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
 
     Returns:
-        [T, K] int32: slots, -1 where no expert was chosen. Pass it to `dispatch` as `topk_idx`,
-        with num_experts=P.
+        [T, K] int32: the slot of each choice, -1 where no expert was chosen. Pass it to `dispatch`
+        as `topk_idx`, with num_experts=P.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -63,7 +64,8 @@ def choose_slots(
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
     slots_of_expert = jnp.asarray(slots_of_expert, jnp.int32)
-    if slots_of_expert.shape[1] == 1:  # each expert has one slot, so no turns are counted
+    # Without copies each expert has one slot, so its choices need not be counted.
+    if slots_of_expert.shape[1] == 1:
         only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only, -1)
     _, turn = count_choices(choices, num_experts)

@@ -1,4 +1,4 @@
-"""Averages the loads of experts over training steps."""
+"""Averages the loads of experts (how often each is chosen) over training steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jax_ep.runtime.jax_compat import register_for_export
 )
 @dataclasses.dataclass(frozen=True)
 class LoadTracker:
-    """An exponential average of expert loads; a pytree, so it may be part of a train state.
+    """An exponential moving average of expert loads; a pytree, so it may be part of a train state.
 
         tracker = LoadTracker.of((layers, E), decay=0.99)
         tracker = tracker.update(metrics.expert_counts)  # each step, in jax.jit or outside
         new = balance(tracker.load, num_slots=64, num_ranks=8)
 
     Attributes:
-        total: float32, the decayed sum of counts, in the shape of the counts.
-        weight: [] float32, the decayed number of updates.
-        decay: the factor that an update applies to the old sum; 1 - 1 / n averages over about n
-            steps.
+        total: [layers, E] or [E] float32, the exponentially decayed sum of all updates' counts.
+        weight: [] float32, the exponentially decayed number of updates.
+        decay: the factor by which an update multiplies `total` and `weight` before it adds its
+            counts; 1 - 1 / n averages over about n steps.
     """
 
     total: Any
@@ -37,7 +37,7 @@ class LoadTracker:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
-        """Makes an empty tracker for counts of a shape, [layers, E] or [E].
+        """Makes a tracker without updates, for counts of shape [layers, E] or [E].
 
         Raises:
             ValueError: `decay` is not above 0 and below 1.
@@ -48,10 +48,10 @@ class LoadTracker:
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32), float(decay))
 
     def update(self, counts: Any) -> LoadTracker:
-        """Returns the tracker updated by one step's counts, such as `MoEMetrics.expert_counts`.
+        """Returns a tracker that includes one step's counts, such as `MoEMetrics.expert_counts`.
 
         Raises:
-            ValueError: the counts have another shape than the tracker's.
+            ValueError: the shape of the counts is not the tracker's.
         """
         counts = jnp.asarray(counts, jnp.float32)
         if counts.shape != jnp.shape(self.total):
@@ -64,7 +64,7 @@ class LoadTracker:
 
     @property
     def load(self) -> jax.Array:
-        """The average counts per step, float32 in the tracker's shape; 0 before any update."""
+        """The average counts per step, [layers, E] or [E] float32; 0 before the first update."""
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 

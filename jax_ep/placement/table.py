@@ -1,4 +1,4 @@
-"""Defines `Placement`, small arrays that say which slot of which rank holds which expert."""
+"""Defines `Placement`, arrays that say which expert's weights each slot of each rank holds."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ Array = np.ndarray[Any, Any]
 class Placement:
     """Says which slot holds which expert, layer by layer; a pytree of int32 arrays.
 
-    There are E experts and P slots; slot s is on rank s // (P / num_ranks). C = P - E + 1 is the
-    most copies that one expert can have. Make one with `Placement.of` or `Placement.in_order`.
+    A slot holds the weights of one expert. There are E experts and P slots; slot s is on rank
+    s // (P / num_ranks). An expert has at most C = P - E + 1 copies. Make a placement with
+    `Placement.of` or `Placement.in_order`.
 
     A layer's call takes `placement[layer]`, the placement of one layer, whose arrays lack the
-    leading `layers` axis. `jax.lax.scan` over a placement gives its body the placement of one
-    layer, too.
+    leading `layers` axis. The body of a `jax.lax.scan` over a placement also gets the placement of
+    one layer.
 
     Attributes:
-        expert_of_slot: [layers, P] int32, -1 where a slot is empty.
-        slots_of_expert: [layers, E, C] int32: the slots of each expert, in rising order, then -1.
-        num_copies: [layers, E] int32, at least 1.
-        num_ranks: N.
+        expert_of_slot: [layers, P] int32, the expert that each slot holds; -1 for an empty slot.
+        slots_of_expert: [layers, E, C] int32, the slots that hold each expert, in rising order,
+            padded with -1.
+        num_copies: [layers, E] int32, the number of slots that hold each expert, at least 1.
+        num_ranks: N, the number of ranks.
     """
 
     expert_of_slot: Array
@@ -49,7 +51,7 @@ class Placement:
     num_ranks: int
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether all slots of two untraced placements hold the same experts."""
+        """Returns whether two placements of concrete arrays hold the same expert in every slot."""
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
@@ -58,7 +60,13 @@ class Placement:
 
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
-        """Makes a placement from `expert_of_slot`, [layers, P] integers, -1 for an empty slot.
+        """Makes a placement from the expert of each slot.
+
+        Args:
+            expert_of_slot: [layers, P] integers, the expert that each slot holds; -1 for an empty
+                slot.
+            num_experts: E, the number of experts of a layer.
+            num_ranks: N, the number of ranks, which divides P.
 
         Raises:
             ValueError: num_ranks does not divide P, an id is not below num_experts, or an expert
@@ -92,9 +100,9 @@ class Placement:
     def in_order(
         cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
     ) -> Placement:
-        """Makes the placement with expert s % E in slot s.
+        """Makes the placement that has expert s % E in slot s, in all layers.
 
-        A newly initialized layer has this placement.
+        The weights of a newly initialized layer have this placement.
         """
         num_slots = checks.check_integer("num_slots", num_slots)
         slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
@@ -103,7 +111,7 @@ class Placement:
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:
-        """Returns the placement of one layer."""
+        """Returns the placement of one layer, whose arrays lack the axis of layers."""
         if np.ndim(self.expert_of_slot) != 2:
             raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
         return jax.tree.map(lambda array: array[layer], self)
@@ -132,7 +140,7 @@ class Placement:
         return share.reshape(*load.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def save(self, path: str | Path) -> None:
-        """Writes the placement to a file.
+        """Writes the placement to a .json or .npz file, which `Placement.load` reads.
 
         Raises:
             ValueError: the file's name ends in neither .json nor .npz.
@@ -146,7 +154,7 @@ class Placement:
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """Reads what `save` wrote.
+        """Reads a placement from a file that `Placement.save` wrote.
 
         Raises:
             ValueError: the file's name ends in neither .json nor .npz, or the file holds no
@@ -173,9 +181,10 @@ register_for_export(Placement)
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """Reads the arrays of an .npz file. Raises ValueError if the file is not one."""
+    """Reads all arrays of an .npz file, by name. Raises ValueError if it is not an .npz file."""
     try:
-        with np.load(path) as arrays:  # np.load gives an array for .npy: `with` raises TypeError
+        # For an .npy file np.load returns an array, on which `with` raises TypeError.
+        with np.load(path) as arrays:
             return dict(arrays)
     except (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError("it is not an .npz file of arrays, or is damaged") from error

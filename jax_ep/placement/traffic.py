@@ -1,4 +1,7 @@
-"""Counts what a routing trace costs under a placement: rows computed and sent, rank changes."""
+"""Counts the rows that ranks compute and send for recorded routing under a placement of experts.
+
+Also counts how often a token's experts of successive layers are on different ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from jax_ep.placement.table import Array, Placement
 
 
 class Traffic(NamedTuple):
-    """Counts of one step of a trace, by layer.
+    """The rows of one training step's tokens under a placement, by layer.
 
     Attributes:
-        rows: [layers, N]: the rows that each rank's experts compute.
-        wire_rows: [layers, N]: the rows that each rank receives from other ranks. A token is sent
-            to a rank once, however many of its experts are there.
-        rank_changes: [layers - 1]: the share of pairs (a choice of a token, a choice of the same
-            token in the next layer) whose experts are on different ranks.
+        rows: [layers, N], the number of rows that each rank's experts compute.
+        wire_rows: [layers, N], the number of rows that each rank receives from other ranks. A token
+            is sent to a rank once, even if it chose several experts there.
+        rank_changes: [layers - 1], the share of pairs (a token's choice in a layer, the same
+            token's choice in the next layer) whose experts are on different ranks.
     """
 
     rows: Array
@@ -26,11 +29,12 @@ class Traffic(NamedTuple):
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts what one step sends and computes, with the slots that `choose_slots` chooses.
+    """Counts the rows that ranks compute and send in one step, with the slots of `choose_slots`.
 
     Args:
-        topk_idx: [layers, tokens, K] integers, -1 for no expert. Each rank takes an equal run of
-            tokens, in order; tokens that remain at the end are not counted.
+        topk_idx: [layers, tokens, K] integers: the expert ids that each token chose, -1 for no
+            expert. Each rank has tokens // N consecutive tokens; the remaining tokens at the end
+            are ignored.
         placement: a placement with the same number of layers.
     """
     num_ranks = placement.num_ranks
@@ -42,8 +46,10 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
         np.where(slots >= 0, slots // slots_of_rank, -1)
         for slots in (_slots(topk_idx[i], placement[i]) for i in range(layers))
     ])  # fmt: skip
-    here = ranks[..., None] == np.arange(num_ranks)  # [layers, source, t, K, N]
-    sent = here.any(axis=3).sum(axis=2)  # [layers, source, N]
+    # Whether each choice's expert is on each rank, [layers, source rank, tokens of a rank, K, N].
+    here = ranks[..., None] == np.arange(num_ranks)
+    # The tokens that each source rank sends to each rank, [layers, source rank, N].
+    sent = here.any(axis=3).sum(axis=2)
     sent[:, np.arange(num_ranks), np.arange(num_ranks)] = 0
     first, second = ranks[:-1, ..., :, None], ranks[1:, ..., None, :]
     both = (first >= 0) & (second >= 0)
@@ -54,7 +60,10 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 
 
 def _slots(topk_idx: Array, placement: Placement) -> Array:
-    """Turns all ranks' choices [N, t, K] of one layer into slots, as `choose_slots` does."""
+    """Turns choices of experts [N, t, K] of one layer into choices of slots [N, t, K].
+
+    Computes for all N ranks, with t tokens each, what `choose_slots` computes on one rank.
+    """
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
     choices = topk_idx.reshape(num_ranks, -1)
@@ -67,7 +76,8 @@ def _slots(topk_idx: Array, placement: Placement) -> Array:
     np.put_along_axis(turn, order, np.arange(choices.shape[1]) - first, 1)
     experts = np.where(is_choice, choices, 0)
     slots_of_rank = len(placement.expert_of_slot) // num_ranks
-    slots = placement.slots_of_expert[experts]  # [N, t·K, C]
+    # All slots of each chosen expert, [N, t·K, C].
+    slots = placement.slots_of_expert[experts]
     local = np.where((slots >= 0) & (slots // slots_of_rank == rank[..., None]), slots, -1).max(2)
     turn = (turn + rank) % placement.num_copies[experts]
     far = np.take_along_axis(slots, turn[..., None], 2)[..., 0]

@@ -1,13 +1,13 @@
 """Converts experts' weights and optimizer state between experts and slots, and moves them.
 
-The parameters of a layer with slots lead with P slots, those of a layer without slots with E
-experts. `to_slots` and `to_experts` convert one to the other, for checkpoints. `redistribute`
-moves the weights to the slots of another placement.
+A slot holds a copy of one expert's weights. The first axis of experts' parameters is P slots in a
+layer with slots, and E experts in a layer without. `to_slots` and `to_experts` convert one form to
+the other, for checkpoints. `redistribute` moves the weights to the slots of another placement.
 
-All three take any pytree, such as a train state. They change only leaves of experts: leaves whose
-path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". These are the
-parameters and the optimizer's state for them. Leaves of one element stay as they are: optax has
-them as placeholders for moments that it does not keep.
+All three functions take any pytree, such as a train state. They change only leaves of experts:
+leaves whose path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". Such
+leaves are the parameters and the optimizer's state for them. Leaves of one element stay as they
+are: optax uses them as placeholders for moments that it does not keep.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# The bytes that a rank sends in one dispatch, which bound the memory needed besides the weights.
+# The most bytes that a rank sends in one dispatch. They bound the memory that `redistribute` needs
+# besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# Weights are cut into rows of up to this many bytes; shorter rows are exchanged more slowly.
+# To be dispatched, weights are cut into rows of at most this many bytes. Shorter rows would be
+# dispatched more slowly.
 _ROW_BYTES = 16 * 2**10
 
-# The dtype in which a dispatch carries values of 1, 2, 4 or 8 bytes. Outside of the dispatch the
-# values are integers, because XLA may move 16-bit floats as float32, which changes a NaN's bits.
+# Maps the bytes of a value to the dtype in which a dispatch sends such values' bits. Outside of the
+# dispatch the bits are integers, because XLA may move 16-bit floats as float32, which changes the
+# bits of a NaN.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.
@@ -45,10 +48,10 @@ ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 
 
 def to_slots(tree: Any, placement: Placement) -> Any:
-    """Copies the weights of E experts into P slots; an empty slot is zero.
+    """Copies the weights of E experts into the P slots of a placement; an empty slot is zero.
 
-    Leaves of experts are those whose path has a key such as "wi_0", "wi_1" or "wo"; other leaves
-    stay as they are.
+    Only leaves of experts change: leaves whose path has a key that names an expert's parameter,
+    such as "wi_0", "wi_1" or "wo".
 
     Args:
         tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] for the placement
@@ -59,7 +62,8 @@ def to_slots(tree: Any, placement: Placement) -> Any:
         The tree, in which the leaves of experts are [P, ...] or [layers, P, ...].
 
     Raises:
-        ValueError: a leaf of experts has another leading shape, or there is no leaf of experts.
+        ValueError: the shape of a leaf of experts begins with other sizes, or there is no leaf of
+            experts.
     """
     slots = np.asarray(placement.expert_of_slot)
     size = "E", np.shape(placement.num_copies)[-1]
@@ -67,7 +71,7 @@ def to_slots(tree: Any, placement: Placement) -> Any:
 
 
 def to_experts(tree: Any, placement: Placement) -> Any:
-    """Takes each expert's weights from its first slot: the inverse of `to_slots`.
+    """Takes each expert's weights from the first slot that holds it: the inverse of `to_slots`.
 
     Args:
         tree: a pytree; its leaves of experts (see `to_slots`) are [P, ...], or [layers, P, ...]
@@ -78,7 +82,8 @@ def to_experts(tree: Any, placement: Placement) -> Any:
         The tree, in which the leaves of experts are [E, ...] or [layers, E, ...].
 
     Raises:
-        ValueError: a leaf of experts has another leading shape, or there is no leaf of experts.
+        ValueError: the shape of a leaf of experts begins with other sizes, or there is no leaf of
+            experts.
     """
     first = np.asarray(placement.slots_of_expert)[..., 0]
     size = "P", np.shape(placement.expert_of_slot)[-1]
@@ -88,14 +93,19 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 
 
 def _take(leaf: Any, index: Array) -> Any:
-    """Gathers `leaf` along axis `index.ndim - 1`; an index of -1 gives zeros."""
+    """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros.
+
+    `index` is [n] for a leaf [E or P, ...], or [layers, n] for a leaf [layers, E or P, ...].
+    """
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
     axis = index.ndim - 1
     if xp is jnp:
         spec = list(jax.typeof(leaf).sharding.spec)
-        if axis < len(spec) and spec[axis] is not None:  # JAX cannot gather along an Explicit axis
+        # JAX cannot gather along an array axis that is split over an Explicit mesh axis. The mesh
+        # is given to `reshard`, because the caller may have set no ambient mesh.
+        if axis < len(spec) and spec[axis] is not None:
             spec[axis] = None
-            mesh = jax.typeof(leaf).sharding.mesh  # the caller may have set no ambient mesh
+            mesh = jax.typeof(leaf).sharding.mesh
             leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
 
@@ -108,8 +118,9 @@ def _take(leaf: Any, index: Array) -> Any:
     if xp is np or not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
         return gather(leaf)
 
-    # Gathers bits as integers, because XLA may gather between devices by adding, which flushes
-    # subnormal floats to zero. Integers have no tangent, so the rule below gathers the tangent.
+    # Gathers the floats' bits as integers, because XLA may gather between devices with additions,
+    # which flush subnormal floats to zero. Integers have no tangent, so the custom JVP rule gathers
+    # the tangent.
     @jax.custom_jvp
     def gather_bits(leaf: jax.Array) -> jax.Array:
         return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
@@ -130,12 +141,13 @@ def redistribute(
 ) -> Any:
     """Moves weights and optimizer state to the slots of another placement.
 
-    Every slot of the new placement receives the bits of a slot that held its expert before, on the
-    same rank if there is one. Otherwise the expert's copies share the sending evenly. Each leaf is
-    donated and replaced piece by piece, so the memory needed besides the tree is that of one piece.
+    Every slot of the placement `after` receives the bits of a slot that holds the same expert in
+    the placement `before`. The source is on the same rank if that rank has a copy of the expert.
+    Otherwise the copies of the expert share the sending evenly. Each leaf is donated and replaced
+    piece by piece, so the memory needed besides the tree is that of one piece.
 
-    Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape and for
-    each power of two up to which one slot's number of destinations is rounded.
+    Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape, and for
+    the largest number of destinations of a slot, rounded up to a power of two.
 
     Args:
         tree: a pytree, such as a train state; its leaves of experts (see `to_slots`) are
@@ -143,9 +155,9 @@ def redistribute(
             split over `axis_name` keeps its sharding, which may split other dimensions over other
             axes; any other leaf is first split over `axis_name` alone. Each leaf stays in its
             kind of memory, such as "pinned_host".
-        before: the present placement of the tree, of one layer or of several.
+        before: the placement that the tree has, of one layer or of several.
         after: the placement to move to, with the same numbers of layers, experts, slots and ranks.
-        mesh: the mesh of the weights.
+        mesh: the mesh on which the weights are.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
         progress: called after each leaf as progress(bytes moved so far, bytes of all leaves).
         implementation: the implementation of the exchange; see `jax_ep.dispatch`.
@@ -154,8 +166,9 @@ def redistribute(
         The tree with new arrays as leaves of experts; the old arrays are deleted.
 
     Raises:
-        ValueError: the placements do not fit each other, the mesh or a leaf; there is no leaf of
-            experts; or `axis_name` does not fit the mesh.
+        ValueError: the placements have different sizes, or sizes that differ from those of the mesh
+            or of a leaf; a leaf has a dtype of less than 8 bits or a complex dtype; there is no
+            leaf of experts; or `axis_name` is not an axis of the mesh.
     """
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
@@ -175,11 +188,13 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    axis = len(shape) - 1  # the axis of the slots
+    # The axis of the slots in each leaf of experts.
+    axis = len(shape) - 1
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
 
-    def note(leaf: jax.Array) -> None:  # raises before any leaf is donated
+    # `note` visits all leaves first, so that an unsupported dtype raises before a leaf is donated.
+    def note(leaf: jax.Array) -> None:
         if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
                 "tree must have leaves of experts whose dtype is bool or a real dtype of 8 bits or "
@@ -193,7 +208,8 @@ def redistribute(
 
     def move(leaf: jax.Array) -> jax.Array:
         nonlocal done
-        if id(leaf) not in moved_leaves:  # a tree may hold one array twice
+        # A tree may hold the same array at several places; it is moved once.
+        if id(leaf) not in moved_leaves:
             moved_leaves[id(leaf)] = move_one(leaf)
         done += leaf.nbytes
         if progress is not None:
@@ -209,7 +225,8 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            leaf.delete()  # if `split` is a copy, the program has donated the copy only
+            # If `device_put` made a copy, the program donated only that copy.
+            leaf.delete()
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
             return moved
@@ -219,7 +236,7 @@ def redistribute(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether a dtype is bool, or a real dtype of 8 bits or more."""
+    """Returns whether `redistribute` can move a dtype: bool, or real with 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -228,10 +245,10 @@ def _is_of_whole_bytes(dtype: Any) -> bool:
 
 
 def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> PartitionSpec:
-    """Returns the PartitionSpec with which a leaf with slots along `axis` is moved.
+    """Returns the PartitionSpec of a leaf of experts while its weights are moved.
 
-    A leaf on this mesh whose slots are split over `axes` keeps its own; any other leaf is split
-    over `axes` alone.
+    A leaf on `mesh` whose dimension `axis`, the slots, is split over the mesh axes `axes` keeps its
+    own PartitionSpec. For any other leaf, the slots are split over `axes`, and nothing else.
     """
     if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
         along = sharding.spec[axis]
@@ -243,7 +260,12 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Lists the slots that each slot of `before` sends to: [..., P, K] int32, padded with -1."""
+    """Computes the slots to which each slot sends its weights.
+
+    Returns [P, C] int32 for one layer or [layers, P, C], padded with -1: row s holds the slots of
+    `after` that receive the weights of slot s of `before`. C is the largest number of destinations
+    of a slot, rounded up to a power of two.
+    """
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
@@ -255,7 +277,9 @@ def _destinations(before: Placement, after: Placement) -> Array:
         for slot in unchanged_first:
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
-                source = slot  # an empty slot sends to itself, so that every slot receives rows
+                # A slot that keeps its expert, or becomes empty, receives its own old rows: every
+                # slot must receive the rows of exactly one slot.
+                source = slot
             else:
                 far = copies // per_rank != slot // per_rank
                 load = [len(of_layer[copy]) for copy in copies]
@@ -263,7 +287,8 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    width = 1 << (most - 1).bit_length()  # powers of two, because each width compiles a program
+    # The width is a power of two, because a program is compiled for each width.
+    width = 1 << (most - 1).bit_length()
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
 
@@ -276,11 +301,13 @@ def _mover(
     layers: int,
     implementation: Implementation,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes the program (leaf, plan [..., P, K]) -> leaf that moves one leaf of experts.
+    """Makes the jitted function (leaf, plan) -> leaf that moves the weights of one leaf of experts.
 
-    `layers` is the number of axes before the axis of the slots, 0 or 1.
+    The plan, [P, C] or [layers, P, C], is the result of `_destinations`. `spec` is the leaf's
+    PartitionSpec, and `layers` the number of axes before the axis of the slots, 0 or 1.
     """
-    of_plan = PartitionSpec(*spec[: layers + 1])  # the plan is split as the leaf's first axes are
+    # The plan's axes of layers and slots are split like the leaf's.
+    of_plan = PartitionSpec(*spec[: layers + 1])
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: layers + 1]
@@ -299,7 +326,11 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the length of the rows, in values, that one expert's weights are cut into."""
+    """Returns the number of values of the rows into which one expert's weights are cut.
+
+    `shape` is the shape of one expert's weights, and `itemsize` the bytes of a value. Rows are as
+    long as `_ROW_BYTES` allows, but at least as long as the last axis.
+    """
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
@@ -309,10 +340,19 @@ def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
 def _move_rows(
     rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Sends this rank's rows [layers, P / N, M, columns] to the slots in `plan` [layers, P / N, K].
+    """Sends the rows of this rank's slots to their destination slots.
 
-    Each piece is one dispatch with the P slots as its experts; a slot receives the rows of exactly
-    one slot, in order.
+    Weights are sent in pieces. Each piece is one `dispatch` in which the P slots take the place of
+    experts: each slot receives the rows of exactly one slot, in order.
+
+    Args:
+        rows: [layers, P / N, M, columns], the weights of each slot on this rank, as M rows.
+        plan: [layers, P / N, C], the destination slots of each slot, padded with -1.
+        axes: the mesh axes that the slots are split over.
+        implementation: the implementation of `jax_ep.dispatch`.
+
+    Returns:
+        The received rows, in the shape of `rows`.
     """
     layers, num_slots, num_rows, columns = rows.shape
     bytes_of_row = num_slots * columns * rows.dtype.itemsize
@@ -341,10 +381,10 @@ def _move_rows(
 
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
-    """Applies a function to the leaves of experts.
+    """Applies a function to the leaves of experts in a tree; all other leaves stay as they are.
 
-    Raises ValueError for a leaf whose shape does not begin with `lead`: [E], [P], [layers, E] or
-    [layers, P]. The message quotes `size`, ("E", E) or ("P", P).
+    Raises ValueError if there is no leaf of experts, or if the shape of one does not begin with
+    `lead`: (E,), (P,), (layers, E) or (layers, P). The message quotes `size`, ("E", E) or ("P", P).
     """
     name, number = size
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
@@ -362,7 +402,8 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
         if shape[: len(lead)] == lead:
             return function(leaf)
         if shape in ((), (1,)):
-            return leaf  # an optimizer's placeholder for a moment that it does not keep
+            # The leaf is an optimizer's placeholder for a moment that it does not keep.
+            return leaf
         raise ValueError(
             f"{jax.tree_util.keystr(path)} must have a shape that begins with {lead}, where the "
             f"placement has {name}={number}, but has shape {shape}."
@@ -372,9 +413,10 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key of a leaf's path names an expert's parameter.
+    """Returns whether a key in a leaf's path is the name of an expert's parameter.
 
-    In a flattened dictionary a key holds a whole path: a tuple, or names joined by "/" or ".".
+    A key of a flattened dictionary may hold a whole path: a tuple of names, or names joined by "/"
+    or ".".
     """
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))
