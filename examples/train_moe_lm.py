@@ -92,7 +92,7 @@ class TrainState(NamedTuple):
 def init_state(
     model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Initializes the training state on the mesh, with expert weights split over the axis `expert`."""
+    """Initializes the training state on the mesh; the axis `expert` splits expert weights."""
 
     def init(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((mesh.size, moe_lm.SEQ_LEN.value), jnp.int32)
