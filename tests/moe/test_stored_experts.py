@@ -249,7 +249,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="wi_0 .* is sharded over expert_axis .* no mesh is set"):
         jax_ep.moe_layer(spread, X, CONFIG)
     float8 = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
-    with pytest.raises(ValueError, match="experts cannot be quantized by quantize_experts where wi_0 is a Quant"):
+    with pytest.raises(
+        ValueError, match="experts cannot be quantized by quantize_experts where wi_0 is a Quant"
+    ):
         jax_ep.quantize_experts(params, float8)
     quantized = jax_ep.quantize_experts(numbers_of(params), float8)
     with pytest.raises(ValueError, match="quantized_experts must be None where wi_0 is a Quant"):
