@@ -114,7 +114,7 @@ def test_overflow_drops_the_last_rows_and_clips_the_blocks():
 
 
 def test_fair_overflow_takes_from_the_experts_with_most_rows():
-    """Rows must be dropped from the experts with most rows: rank 0 gets 5 and 2, and has room for 5."""
+    """Rows must be dropped from the experts with most rows: rank 0 gets 5 + 2 rows and has 5."""
     first, second = _dispatch(capacity=5, overflow="fair")
     _check(
         first,
