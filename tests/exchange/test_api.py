@@ -86,10 +86,7 @@ def test_everything_equals_the_reference(case: Case, implementation: Implementat
 
 
 def test_many_tokens_of_a_rank_alone(implementation: Implementation):
-    """512 tokens of one rank must be right.
-
-    The kernels' blocks take few steps, which are unrolled.
-    """
+    """512 tokens of one rank must be right, where all kernel blocks take equally many steps."""
     case = Case(1, 512, 4096, 2, 4, "float32")
     equals_the_reference(case, implementation, ["uniform"], check_vma=True)
 
