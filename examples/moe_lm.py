@@ -1,7 +1,4 @@
-"""A byte-level Mixture-of-Experts language model.
-
-It is a causal transformer with `jax_ep.linen.MoE` in place of its MLPs.
-"""
+"""A byte-level language model: a causal transformer with `jax_ep.linen.MoE` layers as MLPs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def exact_matmuls():
         yield
 
 
-# -------------------------------------------------------- what the models compute, in float64
+# ---------------------------------------------------------- the models' MoE blocks in float64
 
 
 def silu(x):
@@ -104,7 +104,7 @@ def test_the_loaded_layer_computes_what_the_model_does(tmp_path, model):
     assert metrics.num_dropped == 0
 
 
-# ------------------------------------------------------------------- where the parameters are
+# ------------------------------------------------------------------------ loading onto a mesh
 
 
 def test_configuration_and_parameters(tmp_path):

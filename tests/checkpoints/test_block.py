@@ -206,7 +206,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
     open_block(publish(tmp_path / "other", config, tensors | other), 1)
 
 
-# ------------------------------------------------------------- names, and where they come from
+# -------------------------------------------------------------- the names of a block's tensors
 
 DEEPSEEK_GATE = "mlp.gate.weight"
 

@@ -213,7 +213,7 @@ def test_mxfp4_of_a_block_that_is_not_finite_is_nan(tmp_path, bad):
     assert stored(w) == before
 
 
-# ----------------------------------------------------------------------------------- plain
+# --------------------------------------------------------------------- unquantized numbers
 
 
 def test_a_plain_number_that_was_rounded_and_did_not_change_keeps_its_bits(tmp_path):

@@ -300,7 +300,7 @@ def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, 
         torch.testing.assert_close(model.state_dict()[key], want[key], rtol=0, atol=0)
 
 
-# ------------------------------------------------------------------- a whole model, as an example
+# -------------------------------------------------------------- a whole model, run by the example
 
 DECODED = dict(head_dim=16, num_attention_heads=4, vocab_size=64)
 YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16)

@@ -82,7 +82,7 @@ def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> np.
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-# ----------------------------------------------------------------------------------------- values
+# ---------------------------------------------------------------------- values of the collectives
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_meshes_of_several_axes(op, algorithm, axis_name):
     np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------- gradients of the collectives
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
@@ -381,7 +381,7 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# ---------------------------------------------------------------------------- Explicit mesh axes
+# --------------------------------------------------------------------- meshes with explicit axes
 
 
 @pytest.mark.needs_devices(4)

@@ -48,10 +48,11 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
 
-# ------------------------------------------------------------------------ values, on every shape
+# ----------------------------------------------------------------------- results for many shapes
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype, capacity, expert_alignment
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype,
+    # capacity, expert_alignment.
     Case(1, 5, 8, 2, 4, "float32"),
     Case(1, 7, 33, 3, 2, "bfloat16", 11, 8),
     Case(1, 1, 16, 1, 1, "float16", 1),
@@ -389,7 +390,7 @@ def test_no_axes_are_one_rank():
     )
 
 
-# -------------------------------------------------------------------- inside other transformations
+# ------------------------------------------------------------------- inside transformations of JAX
 
 
 def _layers(case: Case, implementation: Implementation, style: str) -> Any:
@@ -1093,7 +1094,7 @@ def test_one_rank_exchanges_outside_of_jit(layout: Any):
         jax.tree.map(assert_close, both(x, weights), want)
 
 
-# ------------------------------------------------------------------------------------- one rank
+# ------------------------------------------------------------------------ exchanges of one rank
 
 
 def test_a_rank_alone_runs_no_collective():

@@ -214,7 +214,7 @@ def test_the_number_of_tokens_may_be_symbolic(options):
         assert "t" in str(exported.out_avals[0].shape[0])
 
 
-# ------------------------------------------------------------------------------------ bits
+# -------------------------------------------------------------------------------- subnormal numbers
 
 
 def test_subnormal_float32_is_within_what_is_promised():

@@ -21,7 +21,7 @@ from support.contract import (
 import jax_ep
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype.
     Case(1, 1, 33, 3, 2, "bfloat16"),
     Case(2, 5, 16, 2, 8, "bfloat16"),
     Case(4, 11, 8, 3, 12, "bfloat16"),

@@ -65,7 +65,7 @@ def bound(x: np.ndarray) -> np.ndarray:
     return (sent * (1 + 2.0**-20) + rounding).reshape(x.shape)
 
 
-# -------------------------------------------------------------------------------------- the format
+# ------------------------------------------------------------------------------- the float8 format
 
 
 @given(
@@ -162,7 +162,7 @@ def test_one_array_holds_every_bit(dtype, wire):
         assert_bitwise_equal(np.asarray(part), np.asarray(wanted))
 
 
-# ------------------------------------------------------------------------------------- through it
+# ----------------------------------------------------------------- dispatch and combine in float8
 
 CASES = [
     Case(1, 5, 128, 2, 4, "bfloat16"),
@@ -384,7 +384,7 @@ def test_quantized_rows_refuse_a_gradient():
         _trace(jax.grad(lambda a: call(a[0])))
 
 
-# ---------------------------------------------------------------------- which exchange is taken
+# -------------------------------------------------------------------- which implementation runs
 
 
 def lower_for_gpus(function: Any, *shapes: Any) -> str:

@@ -37,7 +37,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype.
     Case(1, 5, 8, 2, 4, "float32"),
     Case(1, 1, 33, 3, 2, "bfloat16"),
     Case(2, 5, 16, 2, 8, "bfloat16"),

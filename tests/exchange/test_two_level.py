@@ -69,7 +69,7 @@ def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> M
     return meshes.mesh((num_hosts, 8 // num_hosts), ("host", "expert"))
 
 
-# -------------------------------------------------------------------------------------- contract
+# ----------------------------------------------------------------- results against the reference
 
 SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
 CASES = {
@@ -353,7 +353,7 @@ def test_a_layer_over_hosts(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------ bytes, and which it is
+# --------------------------------------------------------- bytes sent between hosts, and kernels
 
 
 BYTES = {
@@ -562,7 +562,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     assert_equal(dy, problem.combine_grads[0][ranks], "dy")
 
 
-# ------------------------------------------------------------------------------------- processes
+# ----------------------------------------------------------------------------- several processes
 
 LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": (4, 2, [])}
 

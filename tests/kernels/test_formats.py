@@ -113,7 +113,7 @@ def test_a_single_row_is_rows_of_none():
     assert_bitwise_equal(FLOAT8_ROWS.decode(row, np.float32), wire_dequantize(*row, np.float32))
 
 
-# --------------------------------------------------------------------------- published matrices
+# ------------------------------------------------------------ matrices in published checkpoints
 
 
 def published_scales(largest: np.ndarray, dtype: Any, power_of_two: bool) -> np.ndarray:
@@ -153,7 +153,7 @@ def test_matrices_are_what_checkpoints_had(kind, block, scale_dtype, power_of_tw
     assert_bitwise_equal(format.decode(parts, np.float32), numbers_of_parts)
 
 
-# ------------------------------------------------------------------------- what any format must
+# ------------------------------------------------------------------- properties of every format
 
 
 FORMATS = {

@@ -147,7 +147,7 @@ def test_what_is_kept_is_float8():
     assert kept_rows(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)
 
 
-# ------------------------------------------------------------------------------------ layers
+# ---------------------------------------------------------------- layers with float8 experts
 
 # F is 2 * 128, so that two ranks along a tensor axis have a block of 128 each.
 EXPERTS, K, WIDE = 8, 2, 256

@@ -59,7 +59,7 @@ def collective(op: str, algorithm: str | None) -> Any:
     return lambda x: getattr(collectives, op)(x, AXIS, algorithm=algorithm)
 
 
-# ------------------------------------------------------------------------------------------ policy
+# -------------------------------------------------------------------- which collective is selected
 
 
 @pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels run here")
@@ -286,7 +286,7 @@ def test_the_domain_is_asked_for_ll_only(chosen):
     assert chosen.asked == 1
 
 
-# -------------------------------------------------------------------------------------------- heaps
+# ---------------------------------------------------------------------------- the heaps of a domain
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ class Case:
         return jax_ep.dispatch(x, topk_idx, implementation=implementation, **options)
 
 
-# ------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------- inputs
 
 ROUTINGS = (
     "uniform",
@@ -145,7 +145,7 @@ def with_nan_elsewhere(rows: np.ndarray, owned: np.ndarray) -> np.ndarray:
     return np.where(owned[..., None], rows, np.asarray(np.nan, rows.dtype))
 
 
-# ---------------------------------------------------------------------------------- the program
+# ------------------------------------------------------------------- the program that is tested
 
 
 class Inputs(NamedTuple):
@@ -305,7 +305,7 @@ def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) 
     )
 
 
-# ------------------------------------------------------------------------------------ comparing
+# ---------------------------------------------------------------------------------- comparisons
 
 
 def assert_outputs(

@@ -39,8 +39,7 @@ def best(x: Array, k: int) -> Array:
     return np.argsort(-x, kind="stable")[:k]
 
 
-# ---- routers: (one token's logits [E], the selection bias [E]) -> its experts and weights, [k]
-# ----
+# ---- routers: (a token's logits [E], the selection bias [E]) -> experts [k], weights [k] ----
 
 
 def mixtral(logits, bias):

@@ -93,7 +93,7 @@ simulated = pytest.mark.skipif(
 
 
 class KernelError(AssertionError):
-    """A kernel did what it must not do."""
+    """Raised for an error of a simulated kernel, such as a race or a deadlock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -571,8 +571,7 @@ class _CommitGroup:
         simulation.copies[thread].commit()
 
 
-# ---------------------------------------------------------------------------- the simulation's
-# state
+# --------------------------------------------------------------------------- the simulation's state
 
 
 class _Copies:
@@ -862,8 +861,7 @@ def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
             raise KernelError(f"an access to {where} of a buffer of shape {shape}")
 
 
-# ------------------------------------------------------------------- replacements in the
-# interpreter
+# ------------------------------------------------------------------ replacements in the interpreter
 
 
 @contextlib.contextmanager

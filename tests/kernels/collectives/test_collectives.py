@@ -38,7 +38,7 @@ from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import FlatTiles, TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
 
-# ------------------------------------------------------------------------------------ simulated
+# --------------------------------------------------------------------- kernels in the simulator
 
 
 @simulated
@@ -97,7 +97,7 @@ def test_all_reduce_rms_norm(case, two_shot):
     check_norm(results, arrays, hidden, 1e-3)
 
 
-# --------------------------------------------------------------------------- lowered for CUDA
+# ------------------------------------------------------------------- kernels lowered for CUDA
 
 
 @needs_kernels
@@ -189,7 +189,7 @@ def test_plans_give_every_warpgroup_as_many_tiles():
         assert plan.num_blocks <= 132 and plan.num_warpgroups <= 4 and fewer < num_tiles
 
 
-# ------------------------------------------------------------------- on GPUs that are out of step
+# ------------------------------------------------------------ kernels on GPUs, with ranks delayed
 
 
 def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:

@@ -76,7 +76,7 @@ def places(count: int) -> jax.Array:
     return jnp.arange(count, dtype=jnp.int32)[:, None]
 
 
-# ------------------------------------------------------------------------------ kernels, simulated
+# ------------------------------------------------------------------------ kernels in the simulator
 
 
 @simulated
@@ -251,7 +251,7 @@ def test_what_needs_more_than_there_is_is_refused():
             low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
 
 
-# ----------------------------------------------------------------------- the protocol, out of step
+# ----------------------------------------------- the protocol in the simulator, with ranks delayed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -531,7 +531,7 @@ def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
         np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 
-# ------------------------------------------------------------------------------ lowered for CUDA
+# ---------------------------------------------------------------------- kernels lowered for CUDA
 
 
 def lower_on(
@@ -739,7 +739,7 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
         assert (plan.num_blocks - 1) * plan.num_warpgroups * rounds < num_tiles
 
 
-# ------------------------------------------------------------------- on GPUs that are out of step
+# ------------------------------------------------------------ kernels on GPUs, with ranks delayed
 
 
 def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> Channels:

@@ -63,7 +63,7 @@ def test_what_processes_check_compares_with_the_reference():
     runpy.run_path(str(path))["check_contract"](expert_mesh(2), None)
 
 
-# ------------------------------------------------------------------------------------ the programs
+# --------------------------------------------------------- the programs that the tests on GPUs run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +327,7 @@ def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
         assert message in text
 
 
-# ------------------------------------------------------------------------------------------ on GPUs
+# ------------------------------------------------------------------------------------ tests on GPUs
 
 
 def gpu_counts() -> list[int]:

@@ -126,7 +126,7 @@ def test_choices_are_counted_by_the_kernel(num_tokens):
     assert operands.count("tensor<") == 3
 
 
-# ------------------------------------------------------------------------------------------ layout
+# ---------------------------------------------------------------------------- the layout of a heap
 
 
 def test_the_parts_of_a_heap_follow_each_other():
@@ -181,7 +181,7 @@ def test_more_experts_than_values_are_refused():
     assert reason(memory_map.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
 
 
-# ---------------------------------------------------------------------------- what a kernel may ask
+# ---------------------------------------------------------------------------- arguments of a kernel
 
 
 def kernel(
