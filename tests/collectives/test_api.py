@@ -586,7 +586,7 @@ def test_the_jaxpr_names_the_collective():
 @needs_kernels
 @pytest.mark.parametrize("name", ["residual", "scale"])
 def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
-    """Kernels must refuse operands of unsupported dtypes, and None must choose "unfused" then.
+    """Kernels must refuse unsupported dtypes; algorithm=None must choose "unfused" then.
 
     "unfused" normalizes with XLA after a sum that may be a kernel's.
     """

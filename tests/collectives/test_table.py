@@ -21,7 +21,7 @@ def test_only_what_is_clearly_faster_is_chosen():
         times = {"direct": ours, "xla": 100.0}
         assert table.fastest(times) == choice
         assert table.choices([1], [times]) == [(None, choice)]
-    # Between two measured sizes, the choice must change where one is 3 % faster.
+    # Between two measured sizes, the choice must change where "direct" becomes 3 % faster.
     times = [{"direct": 106.0, "xla": 100.0}, {"direct": 88.0, "xla": 100.0}]
     (limit, first), (_, then) = table.choices([2**20, 2**22], times)
     assert (first, then) == ("xla", "direct") and 2**20.9 < limit < 2**21.1

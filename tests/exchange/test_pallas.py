@@ -206,7 +206,7 @@ def test_a_payload_that_cannot_be_served(shapes, reason):
     ],
 )
 def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
-    """If the shard_map leaves out a mesh axis, None must choose "xla", as no kernel can run."""
+    """implementation=None must choose "xla" if the shard_map leaves out a mesh axis."""
 
     def on_one_rank(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
         options = dict(num_experts=8, axis_name="expert", implementation=implementation)
@@ -292,7 +292,7 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
     ids=str,
 )
 def test_none_always_lowers(shapes, supported):
-    """None must choose the kernels if they fit, and else "xla".
+    """implementation=None must choose the kernels if they fit, and else "xla".
 
     Many experts or choices need shared memory next to that of the rows.
     """

@@ -442,9 +442,9 @@ def test_the_kernels_quantize_sums(layout):
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 def test_rows_too_long_to_quantize_their_sums_are_refused():
-    """If rows are too long for the kernels to quantize their sums, None must choose "xla".
+    """Kernels must refuse rows that are too long for them to quantize sums.
 
-    "pallas" is an error.
+    implementation=None then chooses "xla", and "pallas" is an error.
     """
     case = Case(8, 16, 16384, 4, 32, "float32", capacity=64)
     arrays = ((8 * 16, 16384), "float32"), CHOICES

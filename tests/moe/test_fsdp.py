@@ -232,7 +232,7 @@ def test_float8_values_are_gathered_and_the_bits_are_the_same():
         got = step_of(gathering)(params, x)
         text = step_of(gathering).lower(params, x).as_text()
     assert_close(got[0], want[0], rtol=0, atol=0)
-    # One sums the ranks' gradients in bfloat16, the other in float32.
+    # The two programs sum the ranks' gradients in different dtypes, bfloat16 and float32.
     assert_close(got[1], want[1], rtol=2e-2, atol=2e-2)
     own, values = E // 2, "f8E4M3FN"
     gathered = [kind for kind in collectives(text, "all_gather") if kind.count("x") == 3]

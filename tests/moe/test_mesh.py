@@ -164,7 +164,10 @@ def test_a_mesh_beside_another_one_that_is_set_is_refused():
 
 
 def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
-    """Experts on a mesh that is not set would be gathered in each call: an error or a warning."""
+    """Experts on a mesh that is not set must cause an error or a warning.
+
+    They would be gathered in each call.
+    """
     devices = mesh((8,), ("expert",))
     params, x = make_params(), make_x()
 
@@ -212,7 +215,10 @@ def misspelled(
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_experts_sharded_over_another_axis_than_expert_axis_warn(kind):
-    """Experts sharded over another axis would be gathered by every rank in each call: a warning."""
+    """Experts sharded over another axis than expert_axis must cause a warning.
+
+    Every rank would gather every expert in each call.
+    """
     devices = mesh((2, 4), ("data", "expert"), kind)
     config = dataclasses.replace(CONFIG, expert_axis="ep")
     misspelled("expert_axis", ["expert"], devices, config)

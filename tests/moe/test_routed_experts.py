@@ -307,7 +307,7 @@ def test_weights_on_the_input(check_vma, num_ranks):
 
     def dense(x, weights, bias, *experts):
         flat = (w.reshape(-1, *w.shape[2:])[topk_idx] for w in experts)
-        # Each has shape [ranks, T, K, ...].
+        # The three arrays have shape [ranks, T, K, ...]: the matrices of each choice's expert.
         wi_0, wi_1, wo = flat
         seen = x[:, :, None] * weights[..., None]
         hidden = jax.nn.silu(jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_0))

@@ -213,7 +213,7 @@ def test_shared_experts_may_be_stored_quantized():
 
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 def test_there_is_no_gradient(matmul_dtype):
-    """Quantized matrices must have no gradient, and the gate that of the dequantized layer."""
+    """Quantized matrices must have no gradient; the gate's must be the dequantized layer's."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
     params = stored(FORMATS["float8"])
 

@@ -67,7 +67,10 @@ def test_slots_hold_their_experts_and_give_them_back():
 
 
 def test_sharded_weights_give_back_every_bit():
-    """Sharded weights must come back bit for bit, even subnormals and -0, lost in a sum."""
+    """Sharded weights must come back bit for bit, even subnormals and -0.
+
+    A sum over devices would lose these.
+    """
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
     weights = {"wo": np.array([[1e-39], [-0.0], [1e-39], [-0.0], [3], [-1e-39]], np.float32)}
     by_slot = to_slots(weights, placement)

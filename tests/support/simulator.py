@@ -657,8 +657,8 @@ class _Lanes:
 class _Visible:
     """Tracks which writes of other ranks each rank may read: those that a signal has released.
 
-    Vector clocks order all accesses of a rank before its signals, even relaxed ones, which writes
-    may overtake on real GPUs. Hence this second check.
+    Vector clocks order all accesses of a rank before its signals, even relaxed ones. On a real GPU
+    a relaxed signal may overtake the writes before it; this class finds uses of such writes.
     """
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def combine(x: Any, topk_idx: Any, weights: Any) -> Any:
 
 
 def gradient(x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Returns a dispatch's and combine's gradients; all four kernels are needed."""
+    """Computes gradients through a dispatch and a combine, which need four kernels."""
 
     def total(x: Any, weights: Any) -> Any:
         return jnp.sum(combine(x, topk_idx, weights).astype(jnp.float32) ** 2)

@@ -80,7 +80,7 @@ def test_edges(num_stages):
         # There are fewer steps than the loader clears, and a block without tiles.
         ([5], [5]),
         ([0, 0, 0], [0, 0, 0]),
-        # These sizes count fewer rows than none, and more than there are.
+        # These sizes are negative, and more than the rows that there are.
         ([-5, 10], [0, 10]),
         ([30, 2**31 - 1, 2**31 - 1], [30, 34, 0]),
     ],

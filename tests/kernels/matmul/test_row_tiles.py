@@ -65,7 +65,7 @@ def test_the_kernel_makes_the_same_table(num_groups, heights):
 
 
 MOST = 2**31 - 1
-# Sizes that count more rows than the 64 there are, or fewer than none -> the sizes they act as.
+# Sizes that count more rows than the 64 there are, or are negative -> the sizes they act as.
 EXCESSIVE = [
     ([1000], [64]),
     ([30, 1000, 7], [30, 34, 0]),
