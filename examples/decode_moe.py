@@ -1,13 +1,13 @@
-"""Decode with a Mixture-of-Experts transformer: a few tokens a step, compiled once.
+"""Decode with a Mixture-of-Experts transformer: every step is one compiled program.
 
     python examples/decode_moe.py
     python examples/decode_moe.py --batch_size=1024 --hidden=7168 --num_experts=256 \\
         --experts_per_token=8 --mlp_dim=2048 --num_heads=64   # eight large GPUs, 128 tokens on each
 
 In each step every sequence reads its key-value cache and adds one token to it. The sequences and
-the experts are split over the ranks: all GPUs of the machine, or eight virtual CPU devices. With so
-few tokens on a rank, latency decides the time of a step, above all that of `dispatch` and
-`combine`. The weights are random; the speed does not depend on them.
+the experts are split over the ranks: all GPUs of the machine, or eight virtual CPU devices. A rank
+has few tokens in a step, so latency decides a step's time, above all the latency of `dispatch` and
+`combine`. The weights are random; the speed does not depend on their values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import time
 from typing import Any, NamedTuple
 
-# XLA reads the flag once, when JAX starts, and only for CPUs. A user's own flags win.
+# XLA reads this flag once, when JAX starts; GPUs ignore it. Flags that the user sets win.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -48,11 +48,14 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
 
 
 class Decoding(NamedTuple):
-    """The state between steps: B sequences, at most S tokens in each."""
+    """The decoding state between two steps: B sequences, caches with room for S tokens each."""
 
-    tokens: jax.Array  # [B] int32: the newest of each sequence
-    length: jax.Array  # [] int32: tokens in each cache
-    keys: list[jax.Array]  # of each block [B, S, heads, D]
+    # The newest token of each sequence, [B] int32.
+    tokens: jax.Array
+    # The number of tokens in each cache, [] int32.
+    length: jax.Array
+    # The attention keys of each block, [B, S, heads, D].
+    keys: list[jax.Array]
     values: list[jax.Array]
 
 
@@ -79,8 +82,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns x [B, H] after the block, and the caches with one more token."""
-        q, k, v = jnp.moveaxis(self.qkv(self.norm_attention(x)), 1, 0)  # each [B, heads, D]
+        """Returns x [B, H] after the block, and the caches with the new token's key and value."""
+        q, k, v = jnp.moveaxis(self.qkv(self.norm_attention(x)), 1, 0)
         keys = jax.lax.dynamic_update_index_in_dim(keys, k, length, 1)
         values = jax.lax.dynamic_update_index_in_dim(values, v, length, 1)
         lengths = jnp.full(x.shape[0], length + 1)
@@ -91,7 +94,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The language model: maps the newest token of each sequence to the next one."""
+    """The language model: reads each sequence's newest token and chooses its next one."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
@@ -112,7 +115,7 @@ class Decoder(nnx.Module):
 
 
 def init_model(dtype: Any) -> tuple[Any, Any]:
-    """Returns the structure of the model, and its weights with the experts split over the ranks."""
+    """Returns the model's graph definition, and its weights with experts split over the ranks."""
     rules = [("exp", "expert"), ("embed", None), ("mlp", None)]
     with nnx.logical_axis_rules(rules):
         model = nnx.jit(lambda: Decoder(dtype, nnx.Rngs(_SEED.value)))()
@@ -120,7 +123,7 @@ def init_model(dtype: Any) -> tuple[Any, Any]:
 
 
 def init_decoding(mesh: Mesh, dtype: Any) -> Decoding:
-    """Returns caches that hold --context tokens (zeros), and a token for each sequence."""
+    """Returns the first state: caches of --context zero tokens, and one token per sequence."""
     heads, room = _NUM_HEADS.value, _CONTEXT.value + _STEPS.value
     shape = _BATCH_SIZE.value, room, heads, _HIDDEN.value // heads
 
@@ -131,7 +134,8 @@ def init_decoding(mesh: Mesh, dtype: Any) -> Decoding:
         return Decoding(tokens, jnp.int32(_CONTEXT.value), keys, values)
 
     whole = NamedSharding(mesh, PartitionSpec())
-    split = NamedSharding(mesh, PartitionSpec("expert"))  # along the sequences
+    # Split the axis of sequences, which comes first, over the ranks.
+    split = NamedSharding(mesh, PartitionSpec("expert"))
     layout = jax.tree.map(lambda x: split if x.ndim else whole, jax.eval_shape(init))
     return jax.jit(init, out_shardings=layout)()
 
@@ -146,7 +150,8 @@ def main(argv: list[str]) -> None:
             f"--batch_size={_BATCH_SIZE.value} must be a multiple of the {len(devices)} devices"
         )
     mesh = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
-    jax.set_mesh(mesh)  # the MoE layers run on this mesh
+    # The MoE layers run on this mesh.
+    jax.set_mesh(mesh)
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
     structure, weights = init_model(dtype)
     state = init_decoding(mesh, dtype)
@@ -154,8 +159,8 @@ def main(argv: list[str]) -> None:
     def step(weights: Any, state: Decoding) -> Decoding:
         return nnx.merge(structure, weights)(state)
 
-    # Compiles once: a compiled function refuses other shapes. Donation lets a step write the next
-    # state into the memory of the last one.
+    # Compile once, ahead of the loop. Donating the state lets a step write the next state into the
+    # previous state's memory.
     layout = jax.tree.map(lambda x: x.sharding, state)
     compiled = jax.jit(step, donate_argnums=1, out_shardings=layout).lower(weights, state).compile()
     print(
@@ -168,9 +173,8 @@ def main(argv: list[str]) -> None:
     for _ in range(_STEPS.value):
         start = time.perf_counter()
         state = compiled(weights, state)
-        decoded.append(
-            np.array(state.tokens)
-        )  # waits for the step, as a server that streams tokens does
+        # Copying the tokens to the host waits for the step, as a server that streams tokens does.
+        decoded.append(np.array(state.tokens))
         seconds.append(time.perf_counter() - start)
     median = sorted(seconds)[len(seconds) // 2]
     print(f"first tokens of the first sequence: {[int(t[0]) for t in decoded[:16]]}")

@@ -6,10 +6,11 @@
     python examples/decode_qwen3_moe.py --checkpoint=Qwen3-30B-A3B-FP8 --quantized=keep
     python examples/decode_qwen3_moe.py --random_weights=30b --batch_size=16 --prompt_length=128
 
-A directory as published holds config.json and safetensors files, in bfloat16, float8 or MXFP4.
-Without --checkpoint the model has a published or tiny shape and random weights. Prompts are of any
-lengths: token ids, or texts where the directory has tokenizer.json and the `tokenizers` package is
-installed. `decoder.py` has the models and the loop, which runs on the devices as one program.
+--checkpoint is a directory with config.json and safetensors files in bfloat16, float8 or MXFP4.
+Without --checkpoint the model has random weights, in a published or a tiny shape. Prompts may
+differ in length. They are token ids, or texts if the directory has tokenizer.json and the
+`tokenizers` package is installed. `decoder.py` has the models and the decoding loop, which runs on
+the devices as one program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# XLA reads the flag once, when JAX starts, and only for CPUs. A user's own flags win.
+# XLA reads this flag once, when JAX starts; GPUs ignore it. Flags that the user sets win.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -89,7 +90,8 @@ SHAPES: dict[str, decoder.Published] = {
     "tiny_gpt_oss": _GPT_OSS
     | _TINY
     | {"intermediate_size": 48, "num_local_experts": 16, "sliding_window": 8},
-    "30b": _QWEN3,  # Qwen3-30B-A3B
+    # The configuration of Qwen3-30B-A3B.
+    "30b": _QWEN3,
     "gpt_oss_20b": _GPT_OSS,
 }
 
@@ -161,7 +163,7 @@ GREEDY = decoder.Sampling()
 
 
 class Times(NamedTuple):
-    """The seconds of prefill and of decoding, both without compilation, and the steps decoded."""
+    """Seconds of prefill and of decoding, without compilation, and the number of decoding steps."""
 
     prefill: float
     decoding: float
@@ -179,10 +181,13 @@ def generate(
     padding: str = "left",
     loop: str = "device",
 ) -> tuple[list[list[int]], decoder.State, Times]:
-    """Continues prompts of any lengths by up to `steps` tokens, stop tokens included.
+    """Continues prompts of any lengths by up to `steps` tokens each, stop tokens included.
+
+    Generation runs twice: the first run compiles, the second is timed.
 
     Returns:
-        The new tokens of each sequence, the state at the end, and the times of a second run.
+        The new tokens of each sequence, the state after the last step, and the times of the second
+        run.
     """
     tokens, mask = decoder.padded(prompts, padding)
     batch, length = tokens.shape
@@ -206,14 +211,15 @@ def generate(
         end = _seconds(state)
         return state, Times(middle - start, end - middle, int(state.done) - 1)
 
-    run()  # compiles
+    # The first run compiles the programs.
+    run()
     state, times = run()
     found = np.asarray(state.tokens).tolist()
     return [[token for token in row if token != decoder.PADDING] for row in found], state, times
 
 
 def _seconds(arrays: Any) -> float:
-    """Returns the time after the arrays are computed."""
+    """Waits until the arrays are computed; returns the time of a clock, in seconds."""
     jax.block_until_ready(arrays)
     return time.perf_counter()
 
@@ -221,13 +227,13 @@ def _seconds(arrays: Any) -> float:
 def bytes_of_step(
     config: decoder.Config, model: decoder.Model, state: decoder.State
 ) -> tuple[float, float]:
-    """Decodes one more step, and counts the bytes that it must read on a device.
+    """Decodes one more step and counts the bytes that a device must read in it; donates `state`.
 
-    They are the weights, of the experts those that a token chose, on average over devices; and the
-    keys and values of the tokens that are attended to. The state is used up.
+    A device reads its replicated weights, the weights of the experts that some token chose
+    (averaged over the devices), and the keys and values of the tokens that are attended to.
 
     Returns:
-        The bytes, and the experts of a layer that were chosen, on average over layers.
+        The bytes on one device, and the number of experts chosen in a layer, averaged over layers.
     """
     lengths = np.asarray(state.cache.lengths)
     cached = jax.tree.leaves(state.cache.keys)[0]
@@ -245,7 +251,8 @@ def bytes_of_step(
                 of_experts += bytes_of(values)
             else:
                 others += bytes_of(values)
-    if "lm_head.weight" in model.shared:  # of the embeddings only the tokens' rows are read
+    if "lm_head.weight" in model.shared:
+        # A separate embedding table is read only in the rows of the step's tokens.
         others -= bytes_of(model.shared["model.embed_tokens.weight"])
     held = config.moe.num_slots or config.moe.num_experts
     return others + of_experts * experts / held / config.mesh.size + attended, experts
@@ -265,7 +272,7 @@ def token_ids(name: str, values: Sequence[str], vocabulary: int) -> list[int]:
 
 
 def tokenizer_of(folder: Path | None) -> Any:
-    """Returns the tokenizer of a published directory."""
+    """Loads the tokenizer of a checkpoint directory; exits if the directory has none."""
     if folder is None or not (folder / "tokenizer.json").exists():
         raise SystemExit("--text needs a --checkpoint with tokenizer.json; give --prompt instead")
     try:
@@ -296,7 +303,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     devices = jax.devices()
-    bandwidth = memory_bandwidth(devices[0])  # before the model takes the memory
+    # Measure before the model fills the memory.
+    bandwidth = memory_bandwidth(devices[0])
     mesh = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
     folder = Path(_CHECKPOINT.value) if _CHECKPOINT.value else None
@@ -350,7 +358,7 @@ def report_decoding(
     times: Times,
     bandwidth: float,
 ) -> None:
-    """Prints the time of a step, next to that of its bytes at a copy's bandwidth [bytes/s]."""
+    """Prints a step's time, next to the time to read its bytes at `bandwidth` [bytes/s]."""
     seconds = times.decoding / times.steps
     rate = (sum(map(len, decoded)) - len(decoded)) / times.decoding
     print(f"step {seconds * 1e3:.2f} ms, mean of {times.steps}: {rate:,.0f} tokens/s")

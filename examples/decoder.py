@@ -1,9 +1,10 @@
 """Decoder models with MoE layers, Qwen3-MoE and GPT-OSS: weights, prefill and decoding.
 
-`load_model` reads a published directory and `random_model` fills the shapes of a config.json with
-random numbers. `prefill` reads prompts, in chunks and of any padding. `decode` continues them in
-one compiled loop on the devices, and `step` is one iteration of that loop. `jax_ep` has the MoE
-block of each layer; attention, norms and the rotary embedding are plain JAX here.
+`load_model` reads a published checkpoint directory; `random_model` takes the shapes of a
+config.json and fills them with random numbers. `prefill` reads prompts of different lengths, in
+chunks, padded on either side. `decode` continues the prompts in one compiled loop on the devices,
+and `step` is one iteration of that loop. `jax_ep` computes the MoE block of each layer; attention,
+norms and the rotary embedding are plain JAX in this file.
 """
 
 from __future__ import annotations
@@ -30,31 +31,40 @@ from jax_ep.formats import Transposed
 from jax_ep.moe.params import LOGICAL_AXES
 from jax_ep.placement import Placement
 
-Published = dict[str, Any]  # a config.json
+# The parsed content of a published config.json.
+Published = dict[str, Any]
 Weights = dict[str, jax.Array]
 
-NO_WINDOW = 2**30  # the window of a layer that attends to all earlier tokens
-PADDING = -1  # the token after a sequence's end, and the position of padding
+# The attention window of a layer that attends to all earlier tokens.
+NO_WINDOW = 2**30
+# Stands for a token after a sequence's end, and for the position of a padding column.
+PADDING = -1
 QKV = "self_attn.qkv_proj"
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding: the angle per position of each pair of values, and a factor."""
+    """The rotary embedding: an angle per position for each pair of values, and a scale.
+
+    Attributes:
+        frequencies: D / 2 angles in radians; position p rotates pair i by p * frequencies[i].
+        scale: factor on cosine and sine; YaRN sets it.
+    """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
 
 
 class Config(NamedTuple):
-    """What the model is. Hashable: a static argument of the compiled functions.
+    """The model's sizes and options; hashable, hence a static argument of jitted functions.
 
-    A token attends to the `windows[layer]` tokens that end with itself.
+    In layer i a token attends to `windows[i]` tokens: itself and those right before it.
     """
 
     num_heads: int
     num_key_value_heads: int
     head_dim: int
-    epsilon: float  # of the norms
+    # Added to the mean square in every RMSNorm.
+    epsilon: float
     rotary: Rotary
     windows: tuple[int, ...]
     moe: MoEConfig
@@ -71,11 +81,13 @@ class Config(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The weights by their published names: the layers' own names lack "model.layers.<i>.".
+    """The model's weights, under the names of the published checkpoint.
 
-    The projections of queries, keys and values are one matrix, `QKV`. `layers` and `moe` are lists,
-    or each one entry whose arrays stack all layers. `placement` says which expert each slot holds
-    where the devices do not divide the experts.
+    `layers` has the weights of each layer but its MoE block, under names without their prefix
+    "model.layers.<i>."; `moe` has the MoE blocks. Both are lists with one entry per layer, or one
+    entry whose arrays are stacked over the layers. The query, key and value projections are joined
+    into one matrix, `QKV`. `placement` is None, or says which expert each expert slot holds where
+    the number of devices does not divide the number of experts.
     """
 
     shared: Weights
@@ -85,13 +97,15 @@ class Model(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of B sequences, in M slots each; slots are filled from the first on.
+    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards.
 
     Attributes:
-        keys, values: of each layer, [B, M, heads, D], or of all layers, [layers, B, M, heads, D].
-        positions: [B, M] int32, the position of each slot's token in its sequence, or PADDING.
-        lengths: [B] int32, the tokens of each sequence.
-        filled: [] int32, the slots that are filled.
+        keys, values: a list of one array per layer, [B, M, heads, D], or one array [layers, B, M,
+            heads, D].
+        positions: [B, M] int32, the position in its sequence of the token in each slot; PADDING
+            where the slot holds none.
+        lengths: [B] int32, the number of tokens read of each sequence.
+        filled: [] int32, the number of filled slots, the same for all sequences.
     """
 
     keys: list[jax.Array] | jax.Array
@@ -102,21 +116,21 @@ class Cache(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen: the likeliest at temperature 0, else at random by probability."""
+    """How a token is chosen: the most likely at temperature 0, else drawn from the softmax."""
 
     temperature: float = 0.0
     seed: int = 0
 
 
 class State(NamedTuple):
-    """A batch during decoding.
+    """The state of a batch of B sequences during decoding.
 
     Attributes:
         tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
         last: [B] int32, the newest token of each sequence.
-        finished: [B] bool, whether a sequence has its stop token.
-        done: [] int32, the tokens decoded of each sequence.
-        cache: of all tokens but the newest.
+        finished: [B] bool, whether a sequence has produced a stop token.
+        done: [] int32, the number of tokens decoded of each sequence.
+        cache: keys and values of all tokens but the newest.
     """
 
     tokens: jax.Array
@@ -130,7 +144,7 @@ class State(NamedTuple):
 
 
 def layer_shapes(published: Published) -> dict[str, tuple[int, ...]]:
-    """Returns the published tensors of a layer but its MoE block's."""
+    """Returns name -> shape of a layer's published tensors, except those of its MoE block."""
     hidden, heads = published["hidden_size"], published["num_attention_heads"]
     width = head_dim(published)
     rows = {"q": heads * width, "o": heads * width}
@@ -150,7 +164,7 @@ def layer_shapes(published: Published) -> dict[str, tuple[int, ...]]:
 
 
 def shared_shapes(published: Published) -> dict[str, tuple[int, ...]]:
-    """Returns the published tensors outside the layers."""
+    """Returns name -> shape of the published tensors that belong to no layer."""
     table = published["vocab_size"], published["hidden_size"]
     shapes = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
     return shapes if published.get("tie_word_embeddings") else shapes | {"lm_head.weight": table}
@@ -161,7 +175,7 @@ def head_dim(published: Published) -> int:
 
 
 def model_config(published: Published, moe: MoEConfig) -> Config:
-    """Makes the configuration from a config.json; exits for a model that is neither of the two."""
+    """Makes a `Config` from a config.json; exits unless it is of a Qwen3-MoE or a GPT-OSS."""
     layers, kind = published["num_hidden_layers"], published.get("model_type")
     dense = published.get("mlp_only_layers") or published.get("decoder_sparse_step", 1) != 1
     if kind not in ("qwen3_moe", "gpt_oss") or dense or published.get("use_sliding_window"):
@@ -189,9 +203,10 @@ def model_config(published: Published, moe: MoEConfig) -> Config:
 
 
 def rotary_of(published: Published) -> Rotary:
-    """Returns the rotary embedding, plain or by YaRN (Peng et al., 2023).
+    """Returns the rotary embedding that a config.json asks for: plain, or YaRN (Peng et al., 2023).
 
-    YaRN turns pairs that make few turns within the original context slower, by `factor`.
+    YaRN divides the frequency of pairs that rotate seldom within the original context by `factor`,
+    and keeps the frequency of pairs that rotate often.
     """
     said = published.get("rope_parameters") or published.get("rope_scaling") or {}
     base = said.get("rope_theta") or published["rope_theta"]
@@ -205,7 +220,8 @@ def rotary_of(published: Published) -> Rotary:
     factor = said["factor"]
     context = said.get("original_max_position_embeddings") or published["max_position_embeddings"]
 
-    def pair(turns: float) -> float:  # which makes so many turns within the context
+    # The (fractional) index of the pair of values that rotates `turns` times within the context.
+    def pair(turns: float) -> float:
         return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair(said.get("beta_fast") or 32), pair(said.get("beta_slow") or 1)
@@ -226,19 +242,21 @@ def load_model(
     quantized: Literal["keep"] | Format | None = None,
     **fields: Any,
 ) -> tuple[Config, Model]:
-    """Loads a published directory onto a mesh: experts split, all else on every device.
+    """Loads a published checkpoint onto a mesh: experts are split, other weights replicated.
 
     Args:
       folder: the directory, with config.json and safetensors files.
       mesh: the mesh, with the axis "expert".
-      dtype: the dtype of the numbers.
-      stack: whether the layers' weights are stacked.
-      quantized: None: experts that are stored as float8 or MXFP4 are loaded as numbers. "keep":
-        they stay as they are stored. A format: all experts are quantized to it.
+      dtype: the dtype of the weights that are not quantized.
+      stack: whether to stack the layers' weights into one array per name, so that the layers can be
+        scanned.
+      quantized: None: matrices that are stored as float8 or MXFP4 are converted to `dtype`. "keep":
+        those of experts stay as they are stored. A format: all experts are quantized to it.
       fields: further fields of `jax_ep.MoEConfig`.
     """
     published = json.loads((folder / "config.json").read_text())
-    model_config(published, MoEConfig(num_experts=1, num_experts_per_token=1))  # checks it
+    # Exit here, before anything is loaded, if the model is of another kind.
+    model_config(published, MoEConfig(num_experts=1, num_experts_per_token=1))
     files, everywhere = Directory(folder), NamedSharding(mesh, PartitionSpec())
     said = published.get("quantization_config") or {}
     block = tuple(said.get("weight_block_size") or Quantization.block)
@@ -283,9 +301,9 @@ def random_model(
     quantized: Format | None = None,
     **fields: Any,
 ) -> tuple[Config, Model]:
-    """Makes a model with the shapes of a config.json and random weights, without files.
+    """Makes a model with the shapes of a config.json and random weights; reads no checkpoint.
 
-    The arguments are those of `load_model`; experts are quantized if `quantized` is not None.
+    The arguments are those of `load_model`; a format in `quantized` quantizes all experts.
     """
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "config.json").write_text(json.dumps(published))
@@ -310,7 +328,8 @@ def random_model(
         keys = jax.random.split(key)
         weights = _random(keys[0], layer_shapes(published), -1, dtype)
         params: dict[str, Any] = _random(keys[1], shapes, -2, dtype)
-        if slots:  # slot s holds expert s % E, as in files that are loaded
+        if slots:
+            # Slot s holds expert s % E, as in a checkpoint that `load_model` has loaded.
             experts = jnp.arange(slots["num_slots"]) % moe_config.num_experts
             of_experts = [name for name in params if LOGICAL_AXES[name][0] == "exp"]
             params |= {name: params[name][experts] for name in of_experts}
@@ -334,7 +353,10 @@ def random_model(
 
 
 def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> Weights:
-    """Draws matrices that keep the size of what they multiply; `fan_in` is their axis of inputs."""
+    """Draws arrays of the given shapes; a matrix product keeps the scale of its input.
+
+    A matrix is scaled by 1 / sqrt(its length along the axis `fan_in`). Norm weights are ones.
+    """
     arrays = {}
     for one, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
         if "norm" in name:
@@ -347,7 +369,11 @@ def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> 
 
 
 def _slots(published: Published, mesh: Mesh) -> dict[str, Any]:
-    """Returns the layers' `num_slots` if the devices do not divide the experts."""
+    """Returns the arguments of `MoEConfig` and the loader for expert slots, as a dict.
+
+    `num_slots` is the number of experts rounded up to a multiple of the devices. The dict is empty
+    if the devices divide the experts, since no slots are needed.
+    """
     experts = published.get("num_experts") or published["num_local_experts"]
     return {"num_slots": experts + -experts % mesh.size} if experts % mesh.size else {}
 
@@ -360,7 +386,7 @@ def _placement(config: MoEConfig, mesh: Mesh) -> Placement | None:
 
 
 def _one_qkv(weights: Weights) -> Weights:
-    """Joins the projections of queries, keys and values, so that one matmul computes all three."""
+    """Joins the query, key and value projections, so that one matmul computes all three."""
     for kind in ("weight", "bias"):
         names = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
         if names[0] in weights:
@@ -372,7 +398,7 @@ def _one_qkv(weights: Weights) -> Weights:
 def _layers(
     layers: Iterable[tuple[Weights, MoEParams]], published: Published, stack: bool
 ) -> tuple[Any, Any]:
-    """Lists the layers or stacks them; at most one layer is held twice."""
+    """Collects the layers in lists, or stacks them; then at most one layer is in memory twice."""
     if not stack:
         weights, moe = zip(*layers, strict=True)
         return list(weights), list(moe)
@@ -406,13 +432,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [B, S, heads, D] (rotary embedding; Su et al., "RoFormer", 2021)."""
+    """Applies rotary embedding to x [B, S, heads, D] (Su et al., "RoFormer", 2021)."""
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def cos_and_sin(kind: Rotary, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the factors of `rotary`, [B, S, 1, D / 2], for positions [B, S]."""
+    """Returns `rotary`'s cosines and sines, each [B, S, 1, D / 2], at positions [B, S]."""
     angle = positions[..., None, None] * jnp.array(kind.frequencies, jnp.float32)
     return (jnp.cos(angle) * kind.scale).astype(dtype), (jnp.sin(angle) * kind.scale).astype(dtype)
 
@@ -420,9 +446,10 @@ def cos_and_sin(kind: Rotary, positions: jax.Array, dtype: Any) -> tuple[jax.Arr
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, sinks: jax.Array | None
 ) -> jax.Array:
-    """Attends from q [B, S, heads, D] to k and v [B, M, groups, D], where `seen` [B, S, M].
+    """Computes attention of q [B, S, heads, D] to k and v [B, M, groups, D], masked by `seen`.
 
-    The score `sinks` [heads] competes with those of the keys, and has no value (GPT-OSS).
+    `seen` [B, S, M] bool says which keys a query attends to. `sinks` [heads], if given, is one more
+    score per head in the softmax, without a value (GPT-OSS).
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
@@ -452,9 +479,11 @@ def attention(
     start: jax.Array,
     layer: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attends from tokens x [B, S, H] in the slots from `start`; returns the caches with them too.
+    """Computes the attention block for x [B, S, H]; returns the output and the updated caches.
 
-    `layer` is the layer's number in a cache of all layers, or None for a cache of its own.
+    The keys and values of x are written into the cache slots from `start` on, then attended to.
+    `layer` is the layer's index in caches stacked over the layers, or None if the caches are this
+    layer's alone.
     """
     bias = w.get(f"{QKV}.bias", 0)
     projected = (x @ w[f"{QKV}.weight"].T + bias).reshape(*x.shape[:2], -1, config.head_dim)
@@ -486,10 +515,13 @@ def _write(
 def hidden_states(
     config: Config, model: Model, tokens: jax.Array, mask: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache, jax.Array]:
-    """Reads tokens [B, S] where `mask` [B, S] bool, and puts them into the next slots.
+    """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
+
+    `mask` [B, S] bool is False where a column is padding.
 
     Returns:
-        The last layer's output [B, S, H], the cache, and the choices of each expert, [layers, E].
+        The last layer's output [B, S, H], the new cache, and how many tokens chose each expert,
+        [layers, E] int32.
     """
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
     own = jnp.where(mask, positions, PADDING)
@@ -531,7 +563,7 @@ def hidden_states(
 
 
 def logits_of(config: Config, model: Model, x: jax.Array) -> jax.Array:
-    """Returns the logits [B, vocabulary] float32 of the tokens after hidden states x [B, H]."""
+    """Returns next-token logits [B, vocabulary] float32 from the last layer's output x [B, H]."""
     shared = model.shared
     head = shared.get("lm_head.weight", shared["model.embed_tokens.weight"])
     x = rms_norm(x, shared["model.norm.weight"], config.epsilon)
@@ -542,9 +574,9 @@ def logits_of(config: Config, model: Model, x: jax.Array) -> jax.Array:
 
 
 def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any) -> Cache:
-    """Makes room for so many tokens of each sequence, in lists or stacked as the layers are.
+    """Allocates a cache of `room` slots per sequence, as lists or stacked, as the layers are.
 
-    Sequences are split over the mesh if its devices divide them.
+    The batch axis is split over the mesh if the number of devices divides it.
     """
     mesh = config.mesh
     axes = mesh.axis_names if batch % mesh.size == 0 else None
@@ -568,7 +600,7 @@ def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any)
 
 
 def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts of any lengths as tokens [B, S] int32, and the mask [B, S] of those there."""
+    """Pads prompts to tokens [B, S] int32; also returns their mask [B, S], False at padding."""
     shape = len(prompts), max(map(len, prompts))
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
     for i, prompt in enumerate(prompts):
@@ -578,7 +610,10 @@ def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.nda
 
 
 def rounded_up(length: int, chunk: int) -> int:
-    """Returns the slots that `prefill` fills for prompts [B, length]."""
+    """Returns how many cache slots `prefill` fills per sequence for prompts [B, length].
+
+    That is `length` rounded up to whole chunks.
+    """
     return length + -length % min(chunk, length)
 
 
@@ -586,9 +621,12 @@ def rounded_up(length: int, chunk: int) -> int:
 def prefill(
     config: Config, model: Model, tokens: jax.Array, mask: jax.Array, cache: Cache, chunk: int
 ) -> tuple[jax.Array, Cache]:
-    """Reads prompts [B, S] where `mask`, `chunk` columns at a time; every prompt has a token.
+    """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
 
-    Returns the logits [B, vocabulary] float32 of each prompt's next token, and the cache.
+    Every prompt must have a token.
+
+    Returns:
+        The logits [B, vocabulary] float32 of each prompt's next token, and the cache.
     """
     batch, length = tokens.shape
     chunk = min(chunk, length)
@@ -613,7 +651,10 @@ def prefill(
 
 
 def choose(config: Config, sampling: Sampling, logits: jax.Array, state: State) -> State:
-    """Appends the next token of every sequence that has not ended."""
+    """Chooses a next token for each sequence from logits [B, vocabulary]; returns the new state.
+
+    A sequence that has ended gets PADDING.
+    """
     if sampling.temperature:
         key = jax.random.fold_in(jax.random.key(sampling.seed), state.done)
         chosen = jax.random.categorical(key, logits / sampling.temperature)
@@ -630,7 +671,7 @@ def choose(config: Config, sampling: Sampling, logits: jax.Array, state: State) 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "steps"), donate_argnums=3)
 def begin(config: Config, sampling: Sampling, logits: jax.Array, cache: Cache, steps: int) -> State:
-    """Chooses the first of `steps` tokens, by the logits of `prefill`."""
+    """Makes the state for decoding `steps` tokens; chooses the first by the logits of `prefill`."""
     batch = logits.shape[0]
     tokens = jnp.full((batch, steps), PADDING, jnp.int32)
     nothing = jnp.zeros(batch, jnp.int32)
@@ -645,8 +686,8 @@ def step(
     """Decodes one token of each sequence.
 
     Returns:
-        The state, the logits [B, vocabulary] that the tokens were chosen by, and the choices of
-        each expert, [layers, E] int32.
+        The new state, the logits [B, vocabulary] float32 from which the tokens were chosen, and how
+        many tokens chose each expert, [layers, E] int32.
     """
     last = jnp.where(state.finished, 0, state.last)[:, None]
     x, cache, chosen = hidden_states(config, model, last, ~state.finished[:, None], state.cache)
@@ -657,7 +698,7 @@ def step(
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
 def decode(config: Config, sampling: Sampling, model: Model, state: State) -> State:
-    """Decodes until every sequence has its stop token or all steps are done, in one loop."""
+    """Decodes in one compiled loop until every sequence has its stop token or no step is left."""
     steps = state.tokens.shape[1]
 
     def goes_on(state: State) -> jax.Array:

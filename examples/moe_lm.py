@@ -1,7 +1,4 @@
-"""A byte-level Mixture-of-Experts language model.
-
-It is a causal transformer with `jax_ep.linen.MoE` in place of its MLPs.
-"""
+"""A byte-level language model: a causal transformer with `jax_ep.linen.MoE` layers as MLPs."""
 
 from __future__ import annotations
 
@@ -38,12 +35,14 @@ WIRE_DTYPE = flags.DEFINE_enum(
 )
 MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM, WIRE_DTYPE)
 
-VOCAB = 256  # bytes
-TEMPERATURE = 0.7  # of samples
+# A token is one byte.
+VOCAB = 256
+# Sampling divides the logits by this temperature.
+TEMPERATURE = 0.7
 
 
 class Block(nn.Module):
-    """A transformer block: causal self-attention and a mixture of experts, after RMSNorms."""
+    """A transformer block: causal self-attention, then an MoE layer, each after an RMSNorm."""
 
     dtype: Any
 
@@ -58,7 +57,8 @@ class Block(nn.Module):
         x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, dtype=dtype)(y)
 
         y = nn.RMSNorm(dtype=dtype)(x)
-        self.sow("trace", "moe_input", y)  # kept where the caller makes "trace" mutable
+        # Flax stores this value only if the caller makes the collection "trace" mutable.
+        self.sow("trace", "moe_input", y)
         y, metrics = MoE(
             num_experts=NUM_EXPERTS.value,
             num_experts_per_token=TOP_K.value,
@@ -93,7 +93,8 @@ class LanguageModel(nn.Module):
 def choices(params: Any, trace: Any) -> jax.Array:
     """Returns the experts that each byte chose in each block, [blocks, B * S, K] int32.
 
-    `trace` is the collection of that name, from a call of the model in which it was mutable.
+    `trace` is the collection "trace" that the model fills when the caller makes it mutable. It
+    holds the input of each MoE layer.
     """
     chosen = []
     for name in sorted(trace):
@@ -105,12 +106,15 @@ def choices(params: Any, trace: Any) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the mean loss in nats per byte."""
+    """Returns the mean next-byte loss in nats; logits [B, S, 256], targets [B, S]."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def sample(model: LanguageModel, params: Any, prompt: str, length: int, seed: int) -> str:
-    """Continues `prompt` by `length` bytes drawn from the model, on the mesh of the parameters."""
+    """Continues `prompt` by `length` bytes drawn from the model, on the mesh of the parameters.
+
+    The model sees at most the last --seq_len bytes.
+    """
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(jax.sharding.get_mesh(), P()))
     def continue_window(params: Any, window: jax.Array) -> jax.Array:
@@ -129,16 +133,18 @@ def sample(model: LanguageModel, params: Any, prompt: str, length: int, seed: in
 
 
 def training_flops_per_token(params: Any) -> float:
-    """Returns the matmul FLOPs of one token, forward and backward.
+    """Returns the matmul FLOPs per token of a training step, forward and backward.
 
-    They are three times those of the forward pass: two for each weight that a token meets, and
-    those of causal attention, which sees S / 2 keys on average.
+    The forward pass costs two FLOPs for each weight that a token is multiplied by, and those of
+    causal attention to S / 2 keys on average. Forward and backward together cost three times as
+    much.
     """
     sizes = {
         jax.tree_util.keystr(path): x.size
         for path, x in jax.tree_util.tree_leaves_with_path(params)
     }
-    experts = sum(size for path, size in sizes.items() if "'w" in path)  # wi_0, wi_1, wo
+    # The names of the expert weights, wi_0, wi_1 and wo, are the only ones that begin with w.
+    experts = sum(size for path, size in sizes.items() if "'w" in path)
     used = sum(sizes.values()) - experts * (1 - TOP_K.value / NUM_EXPERTS.value)
     attention = NUM_LAYERS.value * 2 * SEQ_LEN.value / 2 * D_MODEL.value
     return 3 * 2 * (used + attention)

@@ -1,15 +1,16 @@
 """Run a program in several processes that share one mesh, on one host or on several.
 
-Start the same command in every process, with a `--process_id` of its own:
+Start the same command in every process, and give each its own `--process_id`:
 
     python PROGRAM --coordinator=HOST:PORT --num_processes=2 --process_id=0
     python PROGRAM --coordinator=HOST:PORT --num_processes=2 --process_id=1
 
-HOST is where process 0 runs, PORT a free port there. Under SLURM's `srun` and Open MPI's `mpirun`
-the three flags are not needed. Without them a program runs in one process.
+HOST is the host of process 0, and PORT is a free port on it. Under SLURM's `srun` and Open MPI's
+`mpirun` the three flags are not needed. Otherwise, without the flags, the program runs in one
+process.
 
-Where a process dies, the others end too, with a message: at once if they wait for its data, and
-else when they have not heard of it for `--heartbeat_seconds`.
+If one process dies, the other processes end too, with a message. A process that waits for data of
+the dead one ends at once; any other ends after `--heartbeat_seconds` without a heartbeat from it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _HEARTBEAT_SECONDS = flags.DEFINE_integer(
 def run(main: Callable[[list[str]], None]) -> None:
     """Joins the other processes, then runs `main` as `absl.app.run` does.
 
-    If `main` fails in one of several processes, that process ends at once, so that the others do
-    not wait for it.
+    If `main` fails in one of several processes, that process ends at once, without waiting for the
+    others. The other processes then fail instead of waiting for its data.
     """
 
     def join_and_run(argv: list[str]) -> None:
@@ -56,7 +57,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if jax.process_count() == 1 or (isinstance(error, SystemExit) and not error.code):
                 raise
-            if isinstance(error, SystemExit):  # its text says what the user did wrong
+            # The text of a SystemExit says what the user did wrong; it needs no traceback.
+            if isinstance(error, SystemExit):
                 print(error, file=sys.stderr)
             else:
                 traceback.print_exc()
@@ -67,19 +69,20 @@ def run(main: Callable[[list[str]], None]) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(1)  # the usual end waits for the other processes
+            # Skip the exit handlers: they wait for the other processes.
+            os._exit(1)
 
     app.run(join_and_run)
 
 
 def _join() -> None:
-    """Joins the processes that the flags or the cluster name; does nothing where neither does."""
+    """Joins the processes given by the flags, or by `srun` or `mpirun`; else does nothing."""
     named = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
     missing = [f"--{name}" for name, value in named.items() if value is None]
     if missing and len(missing) < len(named):
         raise app.UsageError(f"give {', '.join(missing)} too: a process needs all three")
     if not missing or _is_started_by_cluster():
-        # Else SIGTERM, by which clusters end programs, would be noted and otherwise ignored.
+        # JAX's preemption service would catch SIGTERM, by which clusters end programs, and go on.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             _COORDINATOR.value,
@@ -90,7 +93,7 @@ def _join() -> None:
 
 
 def _is_started_by_cluster() -> bool:
-    """Returns whether `srun` or `mpirun` started this process as one of several."""
+    """Returns whether `srun` or `mpirun` started this process together with others."""
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", 1)) > 1
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -102,11 +105,11 @@ def is_first() -> bool:
 
 
 def print_once(text: str) -> None:
-    """Prints in the first process only."""
+    """Prints `text` in process 0 only."""
     if is_first():
         print(text, flush=True)
 
 
 def distribute(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Returns an array of all processes, made of a value that each of them holds as a whole."""
+    """Returns a global array with `sharding`; every process passes the whole `value`."""
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

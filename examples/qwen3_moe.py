@@ -1,7 +1,7 @@
-"""Read a Qwen3-MoE as published: a directory with config.json and safetensors files.
+"""Read a published Qwen3-MoE checkpoint: a directory with config.json and safetensors files.
 
-`jax_ep.checkpoints` loads the MoE block of each layer; what is here reads the sizes and all other
-weights.
+`jax_ep.checkpoints` loads the MoE block of each layer. This file reads the model's sizes and all
+other weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax_ep.checkpoints.safetensors import Directory
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Returns the sizes of the model; raises SystemExit if it is none that the examples compute."""
+    """Returns the model's sizes; raises SystemExit if the examples do not support the model."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -50,15 +50,20 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_weight(files: Directory, name: str) -> np.ndarray:
-    """Returns a whole weight by its published name, such as "model.norm.weight"."""
+    """Reads a whole weight by its published name, such as "model.norm.weight"."""
     return files.read(name, (slice(None),) * len(files.entry(name).shape))
 
 
 def load_params(folder: Path, like: Any, mesh: Mesh) -> Any:
-    """Loads the parameters of `jax_ep.bench.decoder.Decoder`, whose modules have published names.
+    """Loads a checkpoint as the parameters of `jax_ep.bench.decoder.Decoder`.
 
-    `like` has the parameters' shapes, dtypes and shardings on the mesh. A published matrix is
-    transposed, with heads flattened.
+    The decoder's modules have the names of the published weights. A published matrix is transposed
+    and reshaped to the decoder's separate axes of heads.
+
+    Args:
+        folder: the checkpoint directory.
+        like: a tree of the parameters' shapes, dtypes and shardings on the mesh.
+        mesh: the mesh, whose tensor axis, if there is one, splits the experts' columns.
     """
     files = Directory(folder)
     tensor_axis = TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None

@@ -1,7 +1,7 @@
 """The text that the examples train on.
 
 It is CPython's language reference (`pydoc_data.topics`): about half a megabyte of English that
-comes with Python and differs a little between its versions. Its bytes are the tokens.
+comes with Python and differs a little between Python versions. One byte of it is one token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the text as bytes (uint8): nine tenths to train on, and the rest to validate."""
+    """Returns the text as bytes (uint8): the first nine tenths to train, the rest to validate."""
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = np.frombuffer(text, np.uint8)
     split = len(data) * 9 // 10
@@ -20,12 +20,12 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(data: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Returns the sequences [B, S + 1] int32 that begin at `starts` [B]."""
+    """Returns sequences [B, S + 1] int32 of `data`, which begin at the indices `starts` [B]."""
     return data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
 
 
 def unigram_entropy(data: np.ndarray) -> float:
-    """Returns the loss, in nats per byte, of the best model that sees no context."""
+    """Returns the entropy of single bytes, in nats: the lowest loss of a model without context."""
     counts = np.bincount(data)
     p = counts[counts > 0] / len(data)
     return float(-np.sum(p * np.log(p)))

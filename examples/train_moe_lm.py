@@ -3,14 +3,14 @@
     python examples/train_moe_lm.py                            # two CPU cores are enough
     python examples/train_moe_lm.py --checkpoint_dir=/tmp/moe  # may be killed and started again
 
-The mesh has all GPUs of the machine, or eight virtual CPU devices. Each device holds its share of
-the tokens and of the experts, and a replica of everything else. `processes.py` says how to train on
-several hosts: the mesh then has the devices of all processes, and the first process writes files
-and prints.
+The mesh has all GPUs of the machine, or eight virtual CPU devices. Each device holds a part of the
+tokens and of the experts, and a replica of every other weight. `processes.py` says how to train on
+several hosts: the mesh then has the devices of all processes, and process 0 writes files and
+prints.
 
-`moe_lm.py` has the model, `text.py` the text, and `training.py` what training programs share:
-optimizer, checkpoints, metrics, the loop over steps. This file has the rest, from top to bottom:
-training step, report, main.
+`moe_lm.py` has the model, `text.py` the text, and `training.py` what the training programs share:
+optimizer, checkpoints, metrics and the loop over steps. This file has the training step, the
+validation and `main`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# XLA reads the flags once, when JAX starts; a user's own flags win. The first is for CPUs. The
-# second makes sums on GPUs repeatable, so that a resumed run gives the same bits.
+# XLA reads the flags once, when JAX starts; flags that the user sets win. The first flag acts on
+# CPUs only. The second makes sums on GPUs deterministic, so that a resumed run gives the same bits.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_gpu_deterministic_ops=true "
     + os.environ.get("XLA_FLAGS", "")
@@ -60,7 +60,7 @@ _EXPERT_PARALLEL = flags.DEFINE_integer(
     "Ranks to spread the experts over. Default: as many as can be.",
     lower_bound=1,
 )
-# A checkpoint and the run that continues it must agree on these.
+# A run can continue a checkpoint only if these flags have the same values in both.
 RUN_FLAGS = (*training.RUN_FLAGS, *moe_lm.MODEL_FLAGS)
 
 LOAD_BALANCE_WEIGHT = 1e-2
@@ -73,17 +73,16 @@ PROMPT, SAMPLE_BYTES = "The built-in function ", 200
 
 
 def training_batch(data: np.ndarray, step: int) -> np.ndarray:
-    """Draws the sequences [B, S + 1] of a step.
+    """Draws the training sequences of a step, [B, S + 1] int32.
 
-    They depend on the seed and the step alone, so a resumed run sees the batches that it would have
-    seen.
+    The sequences depend on the seed and the step alone, so a resumed run draws the same ones.
     """
     rng, seq_len = np.random.default_rng([training.SEED.value, step]), moe_lm.SEQ_LEN.value
     return windows(data, rng.integers(0, len(data) - seq_len, BATCH_SIZE.value), seq_len)
 
 
 class TrainState(NamedTuple):
-    """What one step hands to the next, and a checkpoint holds."""
+    """The state that a training step takes and returns, and that a checkpoint holds."""
 
     step: jax.Array
     params: Any
@@ -93,7 +92,7 @@ class TrainState(NamedTuple):
 def init_state(
     model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Makes the state of step 0 on its devices, with expert weights split over `expert`."""
+    """Initializes the training state on the mesh; the axis `expert` splits expert weights."""
 
     def init(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((mesh.size, moe_lm.SEQ_LEN.value), jnp.int32)
@@ -109,7 +108,7 @@ def init_state(
 def make_train_step(
     model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable:
-    """Returns a compiled function: state (donated), batch [B, S + 1] -> next state, metrics."""
+    """Compiles the training step: (state, donated; batch [B, S + 1]) -> (next state, metrics)."""
 
     def loss_fn(params: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         mutable = ["trace"] if _TRACE.value else []
@@ -120,7 +119,8 @@ def make_train_step(
             "load_balance_loss": moe.load_balance_loss.mean(),
             "router_z_loss": moe.router_z_loss.mean(),
             "num_dropped": moe.num_dropped.sum(),
-            "expert_counts": moe.expert_counts,  # [blocks, experts]
+            # The tokens of each expert, [blocks, experts] int32.
+            "expert_counts": moe.expert_counts,
         }
         if _TRACE.value:
             metrics["topk_idx"] = moe_lm.choices(params, variables["trace"])
@@ -133,7 +133,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    # Every process reads the metrics, so each gets all of them.
+    # Replicate the metrics, since every process reads all of them.
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=(None, replicated))
 
@@ -144,7 +144,7 @@ def make_train_step(
 def validation_loss(
     model: LanguageModel, params: Any, data: np.ndarray, sharding: NamedSharding
 ) -> float:
-    """Returns the loss, in nats per byte, of sequences spread evenly over `data`."""
+    """Returns the mean loss, in nats per byte, of sequences evenly spaced in `data`."""
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
     def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -162,9 +162,10 @@ def validation_loss(
 
 
 def make_mesh() -> Mesh:
-    """Makes a mesh of the devices of all processes.
+    """Makes a `data` x `expert` mesh of the devices of all processes.
 
-    `expert` is as long as the number of experts allows, `data` is the rest.
+    `expert` has --expert_parallel ranks; by default the greatest number that divides both the
+    devices and the experts.
     """
     devices = np.array(jax.devices())
     ranks = _EXPERT_PARALLEL.value or math.gcd(devices.size, moe_lm.NUM_EXPERTS.value)
@@ -183,7 +184,8 @@ def main(argv: list[str]) -> None:
     train_text, valid_text = load_text()
     mesh = make_mesh()
     device = mesh.devices.flat[0]
-    jax.set_mesh(mesh)  # the MoE layers run on this mesh
+    # The MoE layers run on this mesh.
+    jax.set_mesh(mesh)
     batch_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     model = LanguageModel(jnp.bfloat16 if device.platform == "gpu" else jnp.float32)

@@ -7,10 +7,10 @@
 
 The mesh is `data` x `expert`, with flags also `fsdp` and `tensor`. It has all GPUs of the machine,
 or eight virtual CPU devices; `processes.py` says how to train on several hosts.
-`jax_ep/bench/decoder.py` has the model, with the loss whose logits are never whole, and
-`jax_ep/bench/train_step.py` the step: gradients of microbatches, AdamW whose states are split over
-all devices. `training.py` has checkpoints, metrics and the loop over steps. This file puts them
-together.
+`jax_ep/bench/decoder.py` has the model and its loss, which computes the logits in chunks of tokens.
+`jax_ep/bench/train_step.py` has the training step: gradients summed over microbatches, and AdamW
+with states split over all devices. `training.py` has checkpoints, metrics and the loop over steps.
+This file connects these modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# XLA reads the flag once, when JAX starts, and only for CPUs. A user's own flags win.
+# XLA reads this flag once, when JAX starts; GPUs ignore it. Flags that the user sets win.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -116,7 +116,8 @@ _ROUTER_Z = flags.DEFINE_float("router_z_weight", 1e-4, "Factor of the router's 
 _BIAS_RATE = flags.DEFINE_float(
     "bias_rate", 0.0, "Change of the selection biases per step; 0: there are none."
 )
-# A checkpoint and the run that continues it must agree on these. The mesh may differ.
+# A run can continue a checkpoint only if these flags have the same values in both; the mesh may
+# differ.
 RUN_FLAGS = (
     *(*training.RUN_FLAGS, _MODEL, *_SIZES, _CHECKPOINT, _DATA, _SEQ_LEN, _PARAM_DTYPE),
     *(_MATMUL_DTYPE, _WIRE_DTYPE, _BALANCE, _ROUTER_Z, _BIAS_RATE),
@@ -124,7 +125,7 @@ RUN_FLAGS = (
 
 
 def make_config() -> DecoderConfig:
-    """Returns the sizes of the model: as published, but for those that flags give."""
+    """Returns the model's sizes: those of --model or --checkpoint, overridden by other flags."""
     own: dict[str, Any] = {flag.name: flag.value for flag in _SIZES if flag.value is not None}
     if _CHECKPOINT.value is None:
         return dataclasses.replace(MODELS[_MODEL.value], **own)
@@ -137,10 +138,10 @@ def make_config() -> DecoderConfig:
 
 
 def make_mesh(config: DecoderConfig) -> Mesh:
-    """Makes a mesh of the devices of all processes.
+    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of the devices of all processes.
 
-    `fsdp` and `tensor` are as long as their flags say, and `expert` as the number of experts allows
-    unless its flag says otherwise; `data` is the rest.
+    `fsdp` has --fsdp ranks, `tensor` --tensor_parallel, and `expert` --expert_parallel: by default
+    the greatest number that divides both the other devices and the experts. `data` has the rest.
     """
     devices, tensor, fsdp = np.array(jax.devices()), _TENSOR_PARALLEL.value, _FSDP.value
     split = {
@@ -190,7 +191,7 @@ def make_model(config: DecoderConfig, platform: str) -> Decoder:
 
 
 def load_data(vocab: int, seq_len: int) -> np.ndarray:
-    """Returns the token ids to train on, [N]; those of --data are read as they are needed."""
+    """Returns the token ids to train on, [N] integers; a --data file is memory-mapped."""
     if _DATA.value is None:
         data, name = load_text()[0], "the documentation's bytes"
     else:
@@ -207,7 +208,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     config = make_config()
     mesh = make_mesh(config)
-    jax.set_mesh(mesh)  # the MoE layers and the loss run on this mesh
+    # The MoE layers and the loss run on this mesh.
+    jax.set_mesh(mesh)
     device = mesh.devices.flat[0]
     small = _CHECKPOINT.value is None and _MODEL.value == "tiny"
     seq_len = _SEQ_LEN.value or (64 if small else 4096)
@@ -224,7 +226,8 @@ def main(argv: list[str]) -> None:
     state = init_state(model, optimizer, layout, seq_len, training.SEED.value, only_shapes=True)
     if checkpoints is not None:
         state = checkpoints.restore(state)
-    if isinstance(state.step, jax.ShapeDtypeStruct):  # there is no checkpoint
+    # Nothing was restored, since there is no checkpoint: initialize the parameters.
+    if isinstance(state.step, jax.ShapeDtypeStruct):
         params = None
         if _CHECKPOINT.value is not None:
             params = load_params(Path(_CHECKPOINT.value), state.params, mesh)
@@ -234,7 +237,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"--steps={training.STEPS.value}: the checkpoint is of step {start}")
 
     def batch_of(step: int) -> jax.Array:
-        """Draws the sequences of a step, which depend on the seed and the step alone."""
+        """Draws a step's batch [microbatches, B, S + 1] from the seed and the step alone."""
         rng = np.random.default_rng([training.SEED.value, step])
         starts = rng.integers(0, len(data) - seq_len, BATCH_SIZE.value)
         sequences = windows(data, starts, seq_len)

@@ -1,6 +1,7 @@
-"""What training programs share: optimizer, checkpoints, metrics, the loop over steps, a plot.
+"""What the training programs share: optimizer, checkpoints, metrics, the training loop, a plot.
 
-The flags here are those of every training program. `processes.py` has those for several processes.
+This file defines the flags that every training program has. `processes.py` defines the flags for
+several processes.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ WARMUP_STEPS = 30
 
 
 def learning_rate(step: jax.Array) -> jax.Array:
-    """Returns the learning rate of a step: linear warm-up, then 1/sqrt(step).
+    """Returns the learning rate of a step: linear warm-up, then decay by 1/sqrt(step).
 
-    It does not depend on --steps, so a longer run continues a shorter one exactly.
+    The rate does not depend on --steps, so a run with more steps can continue a finished one
+    exactly.
     """
     progress = (step + 1) / WARMUP_STEPS
     return LEARNING_RATE.value * jnp.minimum(progress, jax.lax.rsqrt(progress))
@@ -66,14 +68,15 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 class Checkpoints:
-    """The folder of a run's checkpoints.
+    """The checkpoints of a run, in a folder.
 
-    Orbax writes a checkpoint under a temporary name and renames it when it is whole, so a
-    half-written one is never taken for a checkpoint.
+    Orbax writes a checkpoint under a temporary name and renames it when it is complete. A
+    half-written checkpoint is therefore never restored.
 
     Args:
-      directory: the folder.
-      run_flags: a checkpoint and the run that continues it must agree on these.
+        directory: the folder; it is created if it does not exist.
+        run_flags: flags whose values are saved; a run that continues the checkpoint must have the
+            same values.
     """
 
     def __init__(self, directory: str, run_flags: Iterable[flags.FlagHolder]):
@@ -88,7 +91,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
 
     def save(self, state: Any, step: int) -> None:
-        """Copies the state to the host; Orbax writes it while training goes on."""
+        """Copies the state to the host; Orbax writes it to disk while training goes on."""
         config = {flag.name: flag.value for flag in self.run_flags}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config)
@@ -96,10 +99,11 @@ class Checkpoints:
         self.manager.save(step, args=args)
 
     def restore(self, state: Any) -> Any:
-        """Returns the newest whole checkpoint, or `state` where there is none.
+        """Restores the newest complete checkpoint; returns `state` itself if there is none.
 
-        The result is laid out as `state` is, which may hold `jax.ShapeDtypeStruct` with shardings.
-        The checkpoint may come from another mesh, and from another number of processes.
+        The result has the shapes, dtypes and shardings of `state`, whose leaves are arrays or
+        `jax.ShapeDtypeStruct` with shardings. The checkpoint may have been written on another mesh
+        and by another number of processes.
         """
         step = self.manager.latest_step()
         if step is None:
@@ -131,27 +135,31 @@ class Checkpoints:
 
 
 def open_checkpoints(run_flags: Iterable[flags.FlagHolder]) -> Checkpoints | None:
-    """Opens the folder --checkpoint_dir; returns None without the flag."""
+    """Opens the checkpoints in --checkpoint_dir; returns None without the flag."""
     directory = CHECKPOINT_DIR.value
     return None if directory is None else Checkpoints(directory, run_flags)
 
 
 def _lock(directory: Path) -> None:
-    """Keeps other runs out of a folder for as long as this process lives, which holds a file open.
+    """Locks a folder against other runs for as long as this process lives.
 
-    Raises SystemExit if another run is there.
+    The process keeps the lock file open, so that the lock ends with the process.
+
+    Raises:
+        SystemExit: another run holds the lock.
     """
     lock = os.open(directory / ".lock", os.O_WRONLY | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise SystemExit(f"--checkpoint_dir={directory}: another run uses this folder") from error
-    except OSError:  # a file system without locks
+    # Some file systems have no locks; run without one on these.
+    except OSError:
         pass
 
 
 def metrics_path() -> Path | None:
-    """Returns the file for metrics, or None where this process writes none."""
+    """Returns the metrics file's path; None if none is asked for or this is not process 0."""
     if not processes.is_first():
         return None
     if _METRICS_FILE.value is not None:
@@ -160,12 +168,14 @@ def metrics_path() -> Path | None:
 
 
 class MetricsLog:
-    """A file of one JSON line per step, each step once, also when the run is killed and resumed.
+    """Records the metrics of each step, and writes them to a file of one JSON line per step.
+
+    A resumed run repeats the steps after its checkpoint; the file then still has each step once.
 
     Attributes:
-      records: of all steps up to now.
-      trace: with "topk_idx" among the metrics, the choices [blocks, tokens, K] of each step of this
-        process.
+        records: the metrics of all steps so far, one dict per step.
+        trace: the experts chosen, [blocks, tokens, K] int16, of each step that this process ran;
+            empty unless the metrics have "topk_idx".
     """
 
     def __init__(self, path: Path | None, start_step: int):
@@ -174,11 +184,12 @@ class MetricsLog:
         self.file = None
         if path is None:
             return
-        # The run repeats the steps after the checkpoint.
+        # Drop the records from `start_step` on: the resumed run repeats these steps.
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # a line that was half written when the run died
+            except json.JSONDecodeError:
+                # The line was half written when the run died.
                 continue
             if not isinstance(record, dict) or "expert_counts" not in record:
                 raise SystemExit(f"{path} is no metrics file of this program: it has {line!r}")
@@ -191,7 +202,7 @@ class MetricsLog:
         self.file = path.open("a")
 
     def append(self, step: int, metrics: dict) -> dict:
-        """Waits for the metrics of a step; returns them as plain numbers and lists."""
+        """Waits for the metrics of a step, records them, and returns them as numbers and lists."""
         if "topk_idx" in metrics:
             self.trace.append(np.asarray(metrics.pop("topk_idx"), np.int16))
         record = {"step": step} | jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
@@ -213,13 +224,23 @@ def train(
     log: MetricsLog,
     tokens_per_step: int,
 ) -> tuple[Any, float]:
-    """Trains up to --steps; returns the state and the tokens per second after the first step.
+    """Trains from `state.step` up to --steps.
 
-    `state.step` is where to begin, and `batch_of(step)` is the batch of a step.
+    Args:
+        state: the training state; its field `step` is the first step to run.
+        train_step: compiled function (state, batch) -> (next state, metrics).
+        batch_of: returns the batch of a step.
+        checkpoints: where to save the state, or None.
+        log: records the metrics of each step.
+        tokens_per_step: tokens in a batch, for the throughput.
+
+    Returns:
+        The last state, and the tokens per second without the first step, which compiles.
     """
     start, steps = int(state.step), STEPS.value
     bar = None
-    if processes.is_first() and importlib.util.find_spec("tqdm"):  # tqdm is optional
+    # tqdm is optional.
+    if processes.is_first() and importlib.util.find_spec("tqdm"):
         from tqdm import tqdm
 
         bar = tqdm(initial=start, total=steps, unit="step", mininterval=0.5)
@@ -228,7 +249,8 @@ def train(
     def report(step: int, metrics: dict[str, jax.Array]) -> None:
         nonlocal tokens_per_second, first_done
         record = log.append(step, metrics)
-        if step == start:  # the step that was compiled
+        # The first step includes the compilation: measure from its end.
+        if step == start:
             first_done = time.perf_counter()
         else:
             tokens = (step - start) * tokens_per_step
@@ -238,13 +260,14 @@ def train(
             bar.set_postfix({"loss": f"{record['loss']:.3f}"} | shown, refresh=False)
             bar.update()
 
-    running: list[tuple[int, dict]] = []  # steps whose metrics nobody has waited for
+    # The steps that are launched but whose metrics are not logged yet.
+    running: list[tuple[int, dict]] = []
     for step in range(start, steps):
         state, metrics = train_step(state, batch_of(step))
         running.append((step, metrics))
         done = step + 1
         save_now = done == steps or done % _CHECKPOINT_EVERY.value == 0
-        # One step stays queued, so the devices never idle; before a checkpoint all are logged.
+        # Leave one step queued, so that the devices never idle; log all steps before a checkpoint.
         while len(running) > (0 if save_now else 1):
             report(*running.pop(0))
         if save_now and checkpoints is not None:
@@ -260,10 +283,13 @@ def train(
 def plot(
     records: list[dict], unit: str, valid_loss: float | None = None, entropy: float | None = None
 ) -> None:
-    """Draws to --plot the loss, in nats per `unit`, and each expert's share of the choices.
+    """Plots the training loss and each expert's share of the tokens in the last block to --plot.
 
-    The share is that in the last block, by step. `valid_loss` is the loss on other data after the
-    last step, `entropy` the loss of the best model without context.
+    Args:
+        records: the metrics of each step.
+        unit: what the loss, in nats, is per: "byte" or "token".
+        valid_loss: loss on validation data after the last step.
+        entropy: loss of the best model that sees no context.
     """
     if not PLOT.value or not records:
         return

@@ -1,4 +1,4 @@
-"""What must be settled before JAX starts: the tests' devices, workers and memory."""
+"""Settles the tests' devices, workers and GPU memory, before JAX starts."""
 
 import os
 import time
@@ -9,13 +9,13 @@ from support import processes
 
 pytest.register_assert_rewrite("support.collectives", "support.contract")
 
-# Eight virtual CPU devices where there is no GPU.
+# Without GPUs, tests run on eight virtual CPU devices.
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
-# The simulator's threads wait for each other in XLA's pool, which has a thread for each core or for
-# each of NPROC: of a kernel on four ranks more wait than a small machine has.
+# The simulator's threads wait for each other in XLA's thread pool, whose size is NPROC or the
+# number of cores. A kernel on four ranks has more waiting threads than a small machine has cores.
 os.environ.setdefault("NPROC", "32")
 
 processes.take_share_of_gpus(os.environ)
@@ -28,9 +28,9 @@ def there_are_gpus() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run without slow tests, on CPUs, spends little on compiling: that is where its time goes.
+    """Makes runs on CPUs without slow tests compile fast, since compiling takes most of their time.
 
-    Of LLVM's passes JAX then asks for the cheapest. With `-m ''` tests compile as users' programs.
+    LLVM then runs only its cheapest passes. With `-m ''`, tests compile as users' programs do.
     """
     if config.option.markexpr == "not slow" and not there_are_gpus():
         processes.compile_fast(os.environ)
@@ -38,28 +38,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what there is no time or not enough devices for.
+    """Skips a test that needs more devices than there are, or begins too late.
 
-    No test begins after JAX_EP_TESTS_END, seconds of the epoch: CI has so much time.
+    No test begins after JAX_EP_TESTS_END, in seconds since the epoch; CI sets it as its time limit.
     """
     if time.time() > float(os.environ.get("JAX_EP_TESTS_END", "inf")):
         pytest.skip("no time is left")
     if needed := max((mark.args[0] for mark in item.iter_markers("needs_devices")), default=0):
-        import jax  # not before the tests' devices are settled
+        # Import JAX only here: conftest.py must set up the devices first.
+        import jax
 
         if jax.device_count() < needed:
             pytest.skip(f"needs {needed} devices, this machine has {jax.device_count()}")
 
 
-@pytest.hookimpl(optionalhook=True)  # there may be no pytest-xdist
+# The hook is optional, since pytest-xdist may not be installed.
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """The workers of `-n auto`: one for each core, up to `MOST_WORKERS`.
+    """Returns the number of workers for `-n auto`: one for each core, up to `MOST_WORKERS`.
 
-    Where there are GPUs, all tests run in one process: kernels of several ranks keep all GPUs busy
-    while they wait for each other, so another process would only slow them down.
+    With GPUs, all tests run in one process. A kernel of several ranks keeps all GPUs busy while its
+    ranks wait for each other, so a second process would only slow it down.
     """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None  # pytest-xdist reads it
+        # Returning None lets pytest-xdist read this variable itself.
+        return None
     if there_are_gpus():
         return 0
     cores = len(os.sched_getaffinity(0))

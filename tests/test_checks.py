@@ -1,4 +1,4 @@
-"""Input of the wrong kind: an error that names the argument and what it is, from every function."""
+"""Tests of the errors for wrong arguments: every function must name the argument and its value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = moe.MoEConfig(num_experts=4, num_experts_per_token=2)
 
 
 def on_ranks(function: Any) -> None:
-    """Traces `function` on two ranks."""
+    """Traces `function` in a shard_map over two ranks, so that it can use the axis "expert"."""
     mesh = cuda_mesh((2,), ("expert",))
 
     def run(x: jax.Array) -> jax.Array:
@@ -255,7 +255,7 @@ def test_axes_that_are_right():
 
 
 def test_a_dtype_that_arrays_do_not_have_is_named():
-    """Where JAX would make float32 arrays in silence."""
+    """A dtype that JAX would silently replace by float32 must be refused, and named."""
     for dtype in (jnp.float64, "float64", np.longdouble):
         with pytest.raises(
             TypeError, match="param_dtype must be .* float64 needs .*jax_enable_x64"

@@ -1,4 +1,4 @@
-"""examples/decoder.py: one loop on the devices decodes what steps from Python do, of any prompts.
+"""Tests of examples/decoder.py: its compiled loop decodes as single steps do, for any prompts.
 
 tests/checkpoints/test_transformers.py compares the models with those of `transformers`.
 """
@@ -24,7 +24,8 @@ from jax_ep.checkpoints import save_moe
 decoder, program = example("decoder"), example("decode_qwen3_moe")
 KINDS = "tiny", "tiny_gpt_oss"
 PROMPTS = [[5, 77, 130, 9, 201, 33, 18, 64, 2, 111, 90], [250], [8, 8, 31, 7, 120], [99, 4]]
-STEPS = 12  # more than the window of tiny_gpt_oss
+# Decode more tokens than the attention window of tiny_gpt_oss has.
+STEPS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def tokens_of(model, prompts=PROMPTS, steps=STEPS, **options) -> list[list[int]]
 
 
 def one_token_at_a_time(kind: str, prompt: list[int]) -> list[int]:
-    """Reads a prompt and decodes, alone and from Python."""
+    """Decodes one prompt alone, by a Python loop that reads one token at a time."""
     config, model = random_model(kind)
     cache = decoder.empty_cache(config, model, 1, 32, jnp.float32)
     tokens, found = list(prompt), []
@@ -64,7 +65,7 @@ def read_one(config, model, token, cache):
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    """The tokens of each prompt by itself, by kind of model."""
+    """Returns, for each kind of model, the tokens that each prompt gives if it is decoded alone."""
     with jax.default_matmul_precision("float32"):
         found = {kind: [one_token_at_a_time(kind, prompt) for prompt in PROMPTS] for kind in KINDS}
     for kind, rows in found.items():
@@ -94,7 +95,10 @@ def test_scanned_layers_decode_as_unrolled_ones_do(alone, kind):
 
 @pytest.mark.parametrize("ranks", quick([1, 3, 8], 3))
 def test_any_number_of_devices_decodes_the_same(alone, ranks):
-    """Three devices do not divide the 16 experts, and hold copies of two."""
+    """The number of devices must not change the tokens, even if it does not divide the experts.
+
+    Three devices hold 18 slots for 16 experts, of which two have a second copy.
+    """
     if ranks > len(jax.devices()):
         pytest.skip(f"needs {ranks} devices")
     model = random_model("tiny_gpt_oss", ranks)
@@ -112,7 +116,7 @@ def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence
     found, state, _ = program.generate(config, model, PROMPTS, STEPS)
     assert found == want
     assert state.finished.all() and int(state.done) == max(map(len, want)) < STEPS
-    # Finished sequences are not routed: their tokens have no place in the cache.
+    # A finished sequence adds no tokens to its cache.
     assert np.asarray(state.cache.lengths).tolist() == [
         len(prompt) + len(row) - 1 for prompt, row in zip(PROMPTS, want, strict=True)
     ]
@@ -139,7 +143,7 @@ def test_tokens_are_drawn_by_their_probability():
 
 
 def tensors_of(model) -> dict[str, np.ndarray]:
-    """Returns the tensors of a model with a list of layers by their published names."""
+    """Returns the tensors of a model by their published names; its layers are not stacked."""
     tensors = dict(model.shared)
     for i, weights in enumerate(model.layers):
         split = np.cumsum([4 * 16, 2 * 16])
@@ -155,7 +159,7 @@ def tensors_of(model) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("stack", quick([False, True], False))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_directory_is_loaded_as_it_was_published(tmp_path, kind, stack):
-    """Every weight bit for bit; stacked layers, too."""
+    """Every weight of a published directory must be loaded bit for bit, stacked or not."""
     shape = program.SHAPES[kind] | {"eos_token_id": [3, 4]}
     config, model = decoder.random_model(shape, expert_mesh(2), jnp.float32)
     publish(tmp_path, shape, tensors_of(model), {})

@@ -1,4 +1,4 @@
-"""The documentation's promises: it has every public name, and its programs run."""
+"""Tests of the documentation: it names all public names, and its programs run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ PROGRAMS = {
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS="",  # the program asks for its devices itself
+        # The program sets the number of its CPU devices itself.
+        XLA_FLAGS="",
         PYTHONPATH=str(REPOSITORY),
     )
     command = [sys.executable, "-c", program]
@@ -45,7 +46,7 @@ def test_a_python_block_runs_as_it_stands(program, tmp_path):
 
 @pytest.mark.slow
 def test_the_bytes_that_policies_keep_are_told():
-    """The program above the table prints the table's numbers."""
+    """The documentation's table of remat policies must have the numbers that its program prints."""
     (program,) = (program for program in PROGRAMS.values() if "mib_kept" in program)
     environment = environment_of_program(
         JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(REPOSITORY)
@@ -114,7 +115,7 @@ def test_what_goes_wrong_in_silence_is_in_a_warning(page, told):
 
 
 def test_code_fits_the_width_of_a_page():
-    """docs/_static/code.css makes room for lines of 100 columns."""
+    """Code lines must have at most 100 columns, the width in docs/_static/code.css."""
     for name, page in PAGES.items():
         for language, block in re.findall(r"^```(.*)\n(.*?)^```", page, re.M | re.S):
             if not language.startswith(("{eval-rst}", "{toctree}", "{warning}")):
@@ -123,7 +124,7 @@ def test_code_fits_the_width_of_a_page():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The pages that Sphinx builds, as text: code blocks left out, and all tags."""
+    """Returns path -> text of the pages that Sphinx builds, without tags and code blocks."""
     if any(importlib.util.find_spec(name) is None for name in ("sphinx", "furo", "myst_parser")):
         pytest.skip("needs the extra docs")
     out = tmp_path_factory.mktemp("docs")
@@ -180,7 +181,7 @@ def test_pages_explain_the_lists_of_published_models(built):
 
 
 def test_pages_show_options_where_they_are_taken(built):
-    """An option is explained once in the sources, and whole on each page that has it."""
+    """Every page with an option must have the option's whole explanation, once."""
     layers, routing = built["api/layers.html"], built["api/routing.html"]
     for option in ("group_score – ", "weights_on – "):
         explained = routing[routing.index(option) :][:80]

@@ -1,4 +1,4 @@
-"""The dtype that sums are computed with."""
+"""Tests of the dtype in which sums are computed."""
 
 from __future__ import annotations
 

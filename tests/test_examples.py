@@ -1,4 +1,4 @@
-"""The example programs, started as a user starts them, with small models."""
+"""Tests of the example programs, started as a user does, with small models."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ on_cpus = pytest.mark.skipif(jax.default_backend() == "gpu", reason="compares wi
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_compile_once(tmp_path_factory):
-    """Lets programs on CPUs find what an earlier one has compiled: compiling is most of their time.
+    """Lets example programs on CPUs share a compilation cache, since they mostly compile.
 
-    A program of several processes compiles for itself.
+    Programs of several processes do not use it.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -55,7 +55,8 @@ def start(program: str, *flags: object, **env: str) -> subprocess.Popen:
 
 
 def start_command(command: list[str], *flags: object, **env: str) -> subprocess.Popen:
-    env = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | env  # not the devices of this process
+    # The program must not inherit the XLA flags and devices of this process.
+    env = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | env
     return subprocess.Popen(
         [sys.executable, *command, *map(str, flags)],
         env=environment_of_program(fast=True, **env),
@@ -75,7 +76,7 @@ def train(*flags: object, **env: str) -> str:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Waits for the end and returns what was printed."""
+    """Waits until the program has ended; returns what it printed."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
@@ -91,7 +92,7 @@ def losses_of(path: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
-    """A run that nobody disturbed: the folder of its files, and what it printed."""
+    """Runs the training once without interruption; returns its folder and what it printed."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     output = train(
         f"--steps={STEPS}", f"--metrics_file={folder}/metrics.jsonl", f"--plot={folder}/plot.png"
@@ -101,20 +102,24 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.mark.slow
 def test_a_trace_holds_what_the_metrics_count(tmp_path):
-    """In each step and block the choices in the trace are those that the layer counted."""
+    """The trace's choices must add up to the metrics' expert counts, in every step and block."""
     trace, metrics_file = tmp_path / "trace.npz", tmp_path / "metrics.jsonl"
     train("--steps=3", f"--trace={trace}", f"--metrics_file={metrics_file}")
     counts = np.array([record["expert_counts"] for record in read_metrics(metrics_file)])
     with np.load(trace) as arrays:
         topk_idx = arrays["topk_idx"]
-    assert topk_idx.shape == (3, counts.shape[1], 8 * 32, 2)  # steps, blocks, B * S, K
+    # The axes are steps, blocks, B * S tokens, and K choices.
+    assert topk_idx.shape == (3, counts.shape[1], 8 * 32, 2)
     experts = np.arange(counts.shape[2])
     np.testing.assert_array_equal((topk_idx[..., None] == experts).sum(axis=(2, 3)), counts)
 
 
 @pytest.mark.slow
 def test_float8_on_the_wire_trains_alike(tmp_path):
-    """That the flag works, and does something; pallas_kernels/TUNING.md has its 300 steps."""
+    """The flag --wire_dtype must change the losses, but only slightly, within the first steps.
+
+    pallas_kernels/TUNING.md has the losses of 300 steps.
+    """
     losses = []
     for name, flags in (("plain", []), ("float8", ["--wire_dtype=float8_e4m3fn"])):
         path = tmp_path / f"{name}.jsonl"
@@ -133,7 +138,8 @@ def test_training_learns_and_reports(uninterrupted):
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
     for record in metrics:
         assert record["num_dropped"] == 0
-        assert np.sum(record["expert_counts"], axis=1).tolist() == [8 * 32 * 2]  # B * S * K
+        # Each of the B * S tokens of a block makes K choices.
+        assert np.sum(record["expert_counts"], axis=1).tolist() == [8 * 32 * 2]
 
     entropy = float(re.search(r"unigram entropy ([\d.]+) nats/byte", output)[1])
     loss, below = re.search(
@@ -160,7 +166,7 @@ def test_killed_run_ends_with_the_losses_of_one_never_killed(uninterrupted, tmp_
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    # The kill may come in the middle of a line.
+    # A kill may leave a half-written last line.
     with metrics_file.open("a") as file:
         file.write('{"step": 10, "lo')
 
@@ -169,7 +175,7 @@ def test_killed_run_ends_with_the_losses_of_one_never_killed(uninterrupted, tmp_
     expected = (uninterrupted[0] / "metrics.jsonl").read_text()
     assert metrics_file.read_text() == expected
 
-    # The same checkpoint goes on elsewhere: on one device, and for longer.
+    # The checkpoint must also load on a single device, and allow more steps.
     train(f"--steps={STEPS + 1}", *flags[1:], **ONE_DEVICE)
     metrics = read_metrics(metrics_file)
     assert [record["step"] for record in metrics] == list(range(STEPS + 1))
@@ -182,7 +188,10 @@ def test_killed_run_ends_with_the_losses_of_one_never_killed(uninterrupted, tmp_
 
 @pytest.mark.slow
 def test_training_says_how_well_it_uses_a_gpu(uninterrupted):
-    """On any device, once its peak is known: here one of a million FLOP/s."""
+    """The utilization must be printed for a device whose peak is known.
+
+    Here it is set to 10^6 FLOP/s.
+    """
     program = """if True:
         import sys, jax
         sys.path.insert(0, "examples")
@@ -194,14 +203,16 @@ def test_training_says_how_well_it_uses_a_gpu(uninterrupted):
         train_moe_lm.app.run(train_moe_lm.main)
     """
     output = finish(start_command(["-c", program], *TINY, "--plot=", "--steps=4"))
-    # Embedding, norms, attention's matrices and scores, the gate, and 2 experts of 8.
+    # The weights that a token uses: embedding, norms, attention's matrices and scores, the gate,
+    # and two of eight experts.
     used = 256 * 32 + 3 * 32 + 4 * 32 * 32 + 2 * 32 * 32 / 2 + 32 * 8 + 2 * 3 * 32 * 32
     assert float(re.search(r"count ([\d.]+)", output)[1]) == 6 * used
     tflops = float(re.search(r"model TFLOP/s of a device ([\d.e+-]+)", output)[1])
     utilization = float(re.search(r"model FLOP/s utilization ([\d.]+)%", output)[1])
     assert utilization == pytest.approx(tflops * 1e12 / 1e6 * 100, rel=1e-2)
     assert float(re.search(r"model TFLOP/s of a device ([\d.e+-]+)", uninterrupted[1])[1]) > 0
-    if jax.default_backend() == "cpu":  # whose peak nobody knows
+    # The peak of a CPU is unknown.
+    if jax.default_backend() == "cpu":
         assert "utilization" not in uninterrupted[1]
 
 
@@ -212,7 +223,8 @@ def test_first_loss_does_not_depend_on_the_mesh(uninterrupted, tmp_path, mesh):
     train("--steps=1", f"--metrics_file={tmp_path}/m", "--expert_parallel=1", **env)
     (record,) = read_metrics(tmp_path / "m")
     first = read_metrics(uninterrupted[0] / "metrics.jsonl")[0]
-    on_gpu = jax.default_backend() == "gpu"  # where the example computes in bfloat16
+    # On GPUs the example computes in bfloat16, less exactly.
+    on_gpu = jax.default_backend() == "gpu"
     assert record["loss"] == pytest.approx(first["loss"], rel=1e-2 if on_gpu else 1e-5)
     if not on_gpu:
         assert record["expert_counts"] == first["expert_counts"]
@@ -228,14 +240,18 @@ def test_decoding_does_not_depend_on_the_mesh():
 
     tokens = decode()
     assert len(tokens) == 12 and len(set(tokens)) > 2
-    if jax.default_backend() == "cpu":  # bfloat16 has ties
+    # On GPUs, bfloat16 logits tie, and ties depend on the mesh.
+    if jax.default_backend() == "cpu":
         assert decode(**ONE_DEVICE) == tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_a_published_kind_of_model_decodes_alike_on_any_mesh(model):
-    """Of random weights; tests/checkpoints/test_transformers.py says what a real one must give."""
+    """Random weights must give the same tokens on any mesh.
+
+    tests/checkpoints/test_transformers.py tests the tokens of published models.
+    """
 
     def decode(*flags: str, **env: str) -> str:
         flags = f"--random_weights={model}", "--steps=6", "--prompt=1,2,3,4,5", "--prompt=7", *flags
@@ -247,7 +263,8 @@ def test_a_published_kind_of_model_decodes_alike_on_any_mesh(model):
 
     tokens = decode("--batch_size=6")
     assert len(tokens.split(", ")) == 6
-    if jax.default_backend() == "cpu":  # bfloat16 has ties
+    # On GPUs, bfloat16 logits tie, and ties depend on the mesh.
+    if jax.default_backend() == "cpu":
         flags = "--scan_layers", "--loop=host", "--chunk=2", "--padding=right"
         assert decode(*flags, **ONE_DEVICE) == tokens
 
@@ -268,14 +285,14 @@ TINY_QWEN3 = (
 
 
 def train_qwen3(path: Path, *flags: object) -> list[dict]:
-    """Trains with these flags besides `TINY_QWEN3`; returns the metrics, which are in a file."""
+    """Trains with `flags` and `TINY_QWEN3`; returns the metrics of each step, read from `path`."""
     finish(start("train_qwen3_moe.py", *TINY_QWEN3, f"--metrics_file={path}", *flags))
     return read_metrics(path)
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> list[dict]:
-    """The metrics of 30 steps, with every option that does not depend on the device."""
+    """Returns the metrics of 30 steps, with every option that does not depend on the device."""
     folder = tmp_path_factory.mktemp("qwen3")
     flags = "--steps=30", "--bias_rate=0.01", "--learning_rate=4e-3", f"--plot={folder}/plot.png"
     metrics = train_qwen3(folder / "metrics.jsonl", *flags)
@@ -291,20 +308,21 @@ def test_a_published_configuration_learns(qwen3):
     assert [record["step"] for record in qwen3] == list(range(30))
     losses = [record["loss"] for record in qwen3]
     assert losses[0] > 5 and np.mean(losses[-3:]) < losses[0] - 1
-    assert all(np.sum(record["expert_counts"]) == 8 * 32 * 2 for record in qwen3)  # B * S * K
+    # Each of the B * S tokens makes K choices.
+    assert all(np.sum(record["expert_counts"]) == 8 * 32 * 2 for record in qwen3)
 
 
 @on_cpus
 @pytest.mark.slow
 def test_training_goes_on_on_another_mesh(qwen3, tmp_path):
-    """From 8 ranks of experts to other meshes, with microbatches and rematerialization."""
+    """A run on 8 expert ranks must continue on other meshes, with microbatches and remat."""
     path, folder = tmp_path / "metrics.jsonl", f"--checkpoint_dir={tmp_path}/checkpoints"
     train_qwen3(path, "--steps=3", folder, *QWEN3_FLAGS)
     mesh = "--expert_parallel=2", "--tensor_parallel=2", "--remat=experts"
     metrics = train_qwen3(path, "--steps=5", folder, *QWEN3_FLAGS, *mesh)
     losses, expected = ([record["loss"] for record in found] for found in (metrics, qwen3[:5]))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    # A microbatch has its own load-balance loss, so the next losses are only alike.
+    # Each microbatch has its own load-balance loss, so the next losses agree only roughly.
     mesh = "--fsdp=2", "--expert_parallel=2", "--tensor_parallel=2", "--microbatches=2"
     metrics = train_qwen3(path, "--steps=7", folder, *QWEN3_FLAGS, *mesh)
     losses, expected = ([record["loss"] for record in found] for found in (metrics, qwen3[:7]))
@@ -374,7 +392,7 @@ PUBLISHED = """if True:
 @on_cpus
 @pytest.mark.slow
 def test_the_trained_model_is_the_decoded_one(tmp_path):
-    """Published weights give the same logits; test_transformers.py compares those of decoding."""
+    """The trained model and the decoded one must give equal logits for the same weights."""
     write_qwen3_moe(tmp_path)
     output = finish(start_command(["-c", PUBLISHED], tmp_path))
     assert float(re.search(r"agree, of deviation ([\d.]+)", output)[1]) > 0.3
@@ -412,7 +430,7 @@ def test_training_refuses_flags_that_do_not_fit(flag, message):
 
 
 def start_two_processes(*flags: object) -> list[subprocess.Popen]:
-    """Starts the training program on a mesh of 2 processes x 4 CPU devices."""
+    """Starts the training program in 2 processes with 4 CPU devices each, on one mesh."""
     address = free_address()
     flags = f"--coordinator={address}", "--num_processes=2", *flags
     return [start_training(f"--process_id={i}", *flags, **FOUR_DEVICES) for i in range(2)]
@@ -421,13 +439,14 @@ def start_two_processes(*flags: object) -> list[subprocess.Popen]:
 @on_cpus
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(uninterrupted, tmp_path):
-    """Then one process goes on where they stopped."""
+    """Two processes must give the losses of one, and one process must continue their checkpoint."""
     flags = f"--checkpoint_dir={tmp_path}", "--checkpoint_every=3"
     plot = tmp_path / "plot.png"
     first, second = map(finish, start_two_processes("--steps=6", f"--plot={plot}", *flags))
     assert "on 8 x cpu (1 data x 8 expert)" in first and "--- sample" in first
     assert "6/6" in first and "validation loss" in first and plot.exists()
-    for text in ("step", "sample", "loss", "Error"):  # it has no progress line and no report
+    # Only the first process prints the progress and the report.
+    for text in ("step", "sample", "loss", "Error"):
         assert text not in second, second
 
     metrics_file, expected = tmp_path / "metrics.jsonl", uninterrupted[0] / "metrics.jsonl"
@@ -453,14 +472,15 @@ def test_a_killed_process_ends_the_other_and_both_resume_exactly(tmp_path):
     output, _ = first.communicate(timeout=60)
     second.communicate()
     assert first.returncode not in (0, None)
-    # Or a thread of gloo, the collectives of CPUs, notices first and aborts the process.
+    # The message depends on who notices first: gloo, the collectives library for CPUs, may abort.
     reasons = "another task died|another process ended first|gloo::EnforceNotMet"
     assert re.search(reasons, output), output
 
     before = metrics_file.read_text().splitlines()[:5]
     outputs = [finish(process) for process in start_two_processes("--steps=5", *flags)]
     (step,) = re.findall(r"; step (\d+) of 5", "".join(outputs))
-    if int(step) < 5:  # else the killed run had saved all five steps
+    # Unless all five steps were saved before the kill, the resumed run has steps left.
+    if int(step) < 5:
         assert int(step) in (2, 4)
     assert metrics_file.read_text().splitlines()[:5] == before
 

@@ -1,4 +1,4 @@
-"""The flags of a command: what they take, and what they say of what they do not."""
+"""Tests of a command's flags: how they parse values, and what their errors say."""
 
 from __future__ import annotations
 

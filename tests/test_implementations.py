@@ -1,4 +1,4 @@
-"""How an operation selects one of its implementations."""
+"""Tests how an operation selects one of its implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import jax_ep` loads: no kernels, nothing of Pallas or Mosaic, and no Flax layers."""
+"""Tests that `import jax_ep` loads no kernels, neither Pallas nor Mosaic, and no Flax layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ before = set(sys.modules)
 import jax_ep
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-# These plan kernels, or are shared with XLA; they import none of what kernels need.
+# These modules plan kernels or are shared with XLA; they import nothing that only kernels need.
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats"}
 PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
@@ -26,7 +26,7 @@ PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan", "pallas_kerne
 
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
-    """The modules that `import jax_ep` loads after `import jax`, on a machine of CPUs."""
+    """Returns the modules that `import jax_ep` loads after `import jax`, on CPUs."""
     command = [sys.executable, "-c", PROGRAM.format(first="jax")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The Flax Linen layer: parameters, axes, state, and what Linen's transforms make of it."""
+"""Tests of the Flax Linen layer: parameters, axes, state, and Linen's transforms."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAYER = layer(num_shared_experts=S)
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
@@ -63,7 +63,7 @@ def apply(module, *args, **kwargs) -> Any:
 
 
 def loss_and_grads(module, variables, x):
-    """What training sees: the loss, output and metrics, and the gradients of the parameters."""
+    """Returns ((loss, (output, metrics)), gradients of the parameters), as a training step has."""
 
     def loss(params):
         out, metrics = apply(module, variables | {"params": params}, x)
@@ -116,8 +116,9 @@ def test_matches_dense_numpy(num_ranks):
 
 
 def test_init_and_eval_shape_on_an_explicit_mesh_that_does_not_divide_x():
-    """Flax calls `init` with a sample, often a batch of one."""
-    mesh((2,), ("expert",))  # skips where there are fewer devices
+    """`init` must accept a sample whose batch the ranks do not divide, such as a batch of one."""
+    # This skips the test if there are fewer devices.
+    mesh((2,), ("expert",))
     devices = jax.make_mesh((2,), ("expert",))
     assert devices.axis_types == (AxisType.Explicit,)
     x = make_x(shape=(1, 5))
@@ -199,7 +200,8 @@ def test_logical_rules_shard_experts_over_the_expert_axis():
     assert variables["params"]["gate"]["kernel"].sharding.is_fully_replicated
     with jax.set_mesh(devices):
         out, _ = jax.jit(LAYER.apply)(variables, make_x())
-        with nn.logical_axis_rules(RULES):  # the boxes constrain, and mean the same
+        # With rules, boxed parameters add sharding constraints, which must change nothing.
+        with nn.logical_axis_rules(RULES):
             boxed = jax.jit(init)(jax.random.key(0))
             again, _ = jax.jit(LAYER.apply)(boxed, make_x())
             assert nn.unbox(boxed)["params"]["wi_0"].sharding.spec[0] == "expert"
@@ -255,7 +257,7 @@ def test_drops_are_reported():
     with jax.set_mesh(expert_mesh(4)):
         _, tight = jax.jit(layer(capacity_factor=0.25).apply)(variables, make_x())
         _, ample = jax.jit(layer(capacity_factor=4.0).apply)(variables, make_x())
-    # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to 8.
+    # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to a multiple of 8.
     assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * 8
     assert ample.num_dropped == 0
 
@@ -298,7 +300,7 @@ def test_masked_tokens_are_not_routed():
 
 
 class Stack(nn.Module):
-    """Four MoE blocks: a scan of a rematerialized residual block."""
+    """Four residual MoE blocks: a scan over a rematerialized block."""
 
     @nn.compact
     def __call__(self, x):
@@ -363,7 +365,7 @@ FLOAT8 = functools.partial(MoE, 4, 2, 128, matmul_dtype=jnp.float8_e4m3fn)
 
 
 class Float8Stack(nn.Module):
-    """Two layers whose experts may be given quantized."""
+    """Two layers; their experts' matrices may be passed in already quantized to float8."""
 
     @nn.compact
     def __call__(self, x, quantized_experts):
@@ -406,7 +408,8 @@ def test_experts_quantized_once_for_the_microbatches_of_a_stack():
         ]
         assert_equal(jax.jit(once)(params), jax.jit(each)(params))
         quantized = jax.jit(quantize)(params)
-    assert counts == [3 * 2 * 3, 3 * 2]  # three matrices of two layers, for three microbatches
+    # Without reuse, three matrices in two layers are quantized for each of three microbatches.
+    assert counts == [3 * 2 * 3, 3 * 2]
     for array in jax.tree.leaves(quantized):
         assert array.sharding.spec[:2] == (None, "expert")
         assert array.addressable_shards[0].data.shape == (2, 2, *array.shape[2:])
@@ -425,7 +428,7 @@ def test_experts_are_quantized_of_parameters_and_for_float8():
 
 
 def scanned(**options):
-    """A scan of two layers with a selection bias, without a name for the new axis."""
+    """Makes a scan of two layers with a selection bias; the layers' axis has no logical name."""
 
     class Scanned(nn.Module):
         @nn.compact
@@ -465,7 +468,7 @@ def test_scan_that_leaves_out_the_selection_bias_says_what_to_do():
 
 
 class Owner(nn.Module):
-    """Updates the bias of the layer it owns, in the step that counts."""
+    """A module that owns a layer and updates its selection bias within the forward pass."""
 
     @nn.compact
     def __call__(self, x, rate):

@@ -1,4 +1,4 @@
-"""The Flax NNX layer: parameters, axes, state, and what NNX's transforms make of it."""
+"""Tests of the Flax NNX layer: parameters, axes, state, and NNX's transforms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
@@ -185,9 +185,10 @@ SOME_RULES = [RULES, RULES[:1], (), (("embed", "data"),), (("exp", ("expert",)),
 @pytest.mark.parametrize("kind", quick(["Auto", "Explicit", "mixed"], "Explicit"))
 @pytest.mark.parametrize("rules", SOME_RULES, ids=str)
 def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
-    """Without a rule "exp" is sharded over expert_axis, the others not at all."""
+    """Experts must be sharded over expert_axis without a rule, other axes only by rules."""
     auto, explicit = AxisType.Auto, AxisType.Explicit
-    mesh((2, 4), ("data", "expert"))  # skips where there are fewer devices
+    # This skips the test if there are fewer devices.
+    mesh((2, 4), ("data", "expert"))
     types = dict(Auto=(auto, auto), Explicit=(explicit, explicit), mixed=(auto, explicit))[kind]
     devices = jax.make_mesh((2, 4), ("data", "expert"), axis_types=types)
     over = dict(rules)
@@ -287,7 +288,7 @@ def test_drops_are_reported():
     with jax.set_mesh(expert_mesh(4)):
         _, tight = call(layer_of(params, capacity_factor=0.25), make_x())
         _, ample = call(layer_of(params, capacity_factor=4.0), make_x())
-    # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to 8.
+    # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to a multiple of 8.
     assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * 8
     assert ample.num_dropped == 0
 
@@ -374,7 +375,8 @@ def test_experts_quantized_once_for_the_microbatches_of_a_stack():
         ]
         assert_equal(jax.jit(once)(state), jax.jit(each)(state))
         quantized = nnx.jit(nnx.vmap(MoE.quantize_experts))(stack)
-    assert counts == [3 * 2 * 3, 3 * 2]  # three matrices of two layers, for three microbatches
+    # Without reuse, three matrices in two layers are quantized for each of three microbatches.
+    assert counts == [3 * 2 * 3, 3 * 2]
     for array in jax.tree.leaves(quantized):
         assert array.sharding.spec[:2] == (None, "expert")
         assert array.addressable_shards[0].data.shape == (2, 2, *array.shape[2:])
@@ -493,7 +495,7 @@ def test_num_experts_must_be_a_multiple_of_the_ranks():
 
 @pytest.mark.parametrize("num_slots, fits", [(12, False), (16, True)])
 def test_num_slots_must_be_a_multiple_of_the_ranks_where_there_are_slots(num_slots, fits):
-    """And then the number of experts need not be."""
+    """With num_slots, the ranks must divide the slots, but need not divide the experts."""
     with jax.set_mesh(expert_mesh(8)):
         if fits:
             assert layer(num_experts=12, num_slots=num_slots).wo.get_value().shape[0] == num_slots
@@ -510,7 +512,10 @@ def test_a_param_dtype_that_arrays_do_not_have_is_named():
 @pytest.mark.parametrize("num_layers", [3, 4])
 @pytest.mark.parametrize("options", [{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}])
 def test_a_stack_trains_on_explicit_axes(num_layers, options):
-    """Also one that was made without transform_metadata, whose logical axes lack the stack's."""
+    """A stack must train on explicit axes, even if its logical axes lack the axis of layers.
+
+    That is so if the stack is made without transform_metadata.
+    """
 
     @nnx.split_rngs(splits=num_layers)
     @nnx.vmap(in_axes=0, out_axes=0, **options)

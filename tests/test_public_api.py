@@ -1,7 +1,7 @@
-"""Every public name on eight ranks, against NumPy: what no selection of tests leaves out.
+"""Tests every public name on eight ranks against NumPy; pytest's selections always include this.
 
-A check has the public names that it exercises. Those that are functions must have been called, as
-attributes of `jax_ep`, when it ends.
+Each check lists the public names that it exercises. When it ends, those of the names that are
+functions must have been called as attributes of `jax_ep`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from support.published import mixtral, publish
 import jax_ep
 from jax_ep import placement, reference
 
-N, T = most_ranks(8), 4  # ranks, and tokens of each
+# The number of ranks, and of tokens on each.
+N, T = most_ranks(8), 4
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((N, T, H)).astype(np.float32)
 LOGITS = RNG.standard_normal((N, T, E)).astype(np.float32)
@@ -49,12 +50,15 @@ def exercises(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def on_ranks(function: Any, *arrays: np.ndarray) -> Any:
-    """Jitted on all ranks, each with its part of the arrays [N, ...]; results are stacked."""
+    """Jits `function` on all ranks; each rank gets its entry of the arrays [N, ...].
+
+    The ranks' results are stacked.
+    """
     return jax.jit(per_rank(function, N))(*arrays)
 
 
 def close(got: Any, want: Any) -> None:
-    """Exact float32 products are asked for below; sums are of a few dozen terms."""
+    """Asserts closeness within float32 rounding of sums of a few dozen terms."""
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
 
 
@@ -111,7 +115,8 @@ def experts() -> None:
     out, at_once, products = on_ranks(layer, X, IDX, WEIGHTS, WI_0, WI_1, WO)
     close(out, layer_in_float64())
     assert_bitwise_equal(at_once, out)
-    of_choices = WI_0.reshape(E, H, F).astype(np.float64)[IDX]  # [N, T, K, H, F]
+    # The matrices of each choice's expert have shape [N, T, K, H, F].
+    of_choices = WI_0.reshape(E, H, F).astype(np.float64)[IDX]
     close(products, np.einsum("nth,ntkhf->ntf", X, of_choices))
 
 
@@ -177,7 +182,7 @@ def layer_as_a_function() -> None:
     want, counts = dense(params, x)
     assert isinstance(metrics, jax_ep.MoEMetrics)
     assert isinstance(metrics.balance, jax_ep.BalanceSums)
-    # All tokens choose K experts, so the convention of transformers gives K times that of Switch.
+    # As all tokens choose K experts, the loss of `transformers` is K times that of Switch.
     pooled = jax_ep.pooled_load_balance_loss([metrics.balance, metrics.balance])
     close(pooled, K * np.asarray(metrics.load_balance_loss))
     close(out, want)
@@ -210,7 +215,7 @@ def layer_of_nnx() -> None:
 
 @exercises("placement", "dispatch", "combine")
 def copies_of_experts() -> None:
-    """Rows come back scaled by the expert that their slot holds: the choices were kept."""
+    """Each row must be scaled by the expert whose copy its slot holds, its chosen expert."""
     load = np.bincount(IDX.ravel(), minlength=E)[None]
     placed = jax_ep.placement.balance(load, num_slots=2 * E, num_ranks=N)
     assert placed.num_copies.max() > 1
@@ -249,7 +254,7 @@ def published_models() -> None:
 
 @exercises("workspace_bytes")
 def memory() -> None:
-    """The portable exchange gathers every rank's rows."""
+    """The workspace of "xla" must hold the gathered tokens of all ranks."""
     model = dict(num_tokens=T, hidden=H, num_experts=E, top_k=K, num_ranks=N)
     held = jax_ep.workspace_bytes("dispatch", "xla", **model, dtype="float32")
     assert held.get("gathered tokens", 0) == (N * T * H * 4 if N > 1 else 0)
@@ -257,7 +262,7 @@ def memory() -> None:
 
 @exercises("Format", "QuantizedArray", "formats", "quantize")
 def quantized_numbers() -> None:
-    """Float8 rows and matrices, and MXFP4, made and read on all ranks."""
+    """Float8 rows, float8 matrices and MXFP4 must be encoded and decoded the same on all ranks."""
     kinds = jax_ep.formats.FLOAT8_ROWS, jax_ep.formats.FLOAT8_MATRICES, jax_ep.formats.MXFP4
     x = RNG.standard_normal((N, 128, 128)).astype(np.float32)
 
@@ -275,7 +280,7 @@ def quantized_numbers() -> None:
 
 @exercises("quantize_experts")
 def experts_quantized_once() -> None:
-    """Each rank quantizes its own experts, in the order of products and in that of gradients."""
+    """Each rank must quantize its own experts, for the products and for their gradients."""
     shapes = {"gate": (128, E), "wi_0": (E, 128, 128), "wi_1": (E, 128, 128), "wo": (E, 128, 128)}
     arrays = {n: RNG.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
     config = jax_ep.MoEConfig(
@@ -363,7 +368,7 @@ def _explicit_operands() -> dict[str, jax.Array]:
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("name", ON_EXPLICIT_AXES)
 def test_one_rank_of_an_explicit_mesh(name, wrap):
-    """Replicated operands give what they give without a mesh, gradients too."""
+    """Replicated operands on an explicit mesh must give the results and gradients of no mesh."""
 
     def both(operands):
         floats = {k: v for k, v in operands.items() if v.dtype == jnp.float32}

@@ -1,4 +1,4 @@
-"""The README's promises: its Python runs as it stands, and its commands are the ones CI runs."""
+"""Tests of the README: its Python runs, and its commands are those that CI runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS="",  # the program asks for its devices itself
+        # The program sets the number of its CPU devices itself.
+        XLA_FLAGS="",
         PYTHONPATH=str(REPOSITORY),
     )
     exchanges = "\nassert mesh.size == 8, mesh\n"

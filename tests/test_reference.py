@@ -1,4 +1,4 @@
-"""The reference against examples worked out by hand: the literals here are the contract."""
+"""Tests of the reference against examples computed by hand, whose numbers define the contract."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from jax_ep import reference
 from jax_ep.formats import Float8
 
-# Two ranks, four experts (rank 0 owns 0 and 1), three tokens a rank, two choices.
+# Two ranks with three tokens each, two choices per token, four experts; rank 0 owns 0 and 1.
 X = [
     np.array([[1, 10], [2, 20], [3, 30]], np.float32),
     np.array([[4, 40], [5, 50], [6, 60]], np.float32),
@@ -27,7 +27,10 @@ def _dispatch(**options):
 def _check(
     result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts=None
 ):
-    """`tokens` gives the first column; the second is ten times it."""
+    """Checks one rank's result.
+
+    `tokens` is column 0 of its rows, column 1 is ten times as large.
+    """
     if dropped_counts is not None:
         np.testing.assert_array_equal(result.dropped_counts, dropped_counts)
     assert result.dropped_counts.sum() == num_dropped
@@ -43,7 +46,8 @@ def test_rows_stand_by_expert_then_source_then_token_then_choice():
     first, second = _dispatch(capacity=8)
     _check(
         first,
-        tokens=[1, 2, 4, 5, 5, 2, 3, 0],  # expert 0: five rows, expert 1: two
+        # Expert 0 has the first five rows, expert 1 the next two.
+        tokens=[1, 2, 4, 5, 5, 2, 3, 0],
         group_sizes=[5, 2],
         expert_counts=[5, 2],
         num_dropped=0,
@@ -91,7 +95,8 @@ def test_overflow_drops_the_last_rows_and_clips_the_blocks():
     first, second = _dispatch(capacity=6, expert_alignment=4)
     _check(
         first,
-        tokens=[1, 2, 4, 5, 5, 0],  # the block of expert 1 would start at row 8
+        # Expert 1's block would begin at row 8, past the end.
+        tokens=[1, 2, 4, 5, 5, 0],
         group_sizes=[6, 0],
         expert_counts=[5, 0],
         num_dropped=2,
@@ -109,11 +114,12 @@ def test_overflow_drops_the_last_rows_and_clips_the_blocks():
 
 
 def test_fair_overflow_takes_from_the_experts_with_most_rows():
-    """Seven rows for rank 0: five of expert 0, two of expert 1."""
+    """Rows must be dropped from the experts with most rows: rank 0 gets 5 + 2 rows and has 5."""
     first, second = _dispatch(capacity=5, overflow="fair")
     _check(
         first,
-        tokens=[1, 2, 4, 2, 3],  # three rows of expert 0, both of expert 1: q is 3
+        # The quota is 3: three rows of expert 0 are kept, and both of expert 1.
+        tokens=[1, 2, 4, 2, 3],
         group_sizes=[3, 2],
         expert_counts=[3, 2],
         num_dropped=2,
@@ -137,14 +143,16 @@ def test_fair_overflow_counts_padding():
     _check(
         first,
         tokens=[1, 2, 4, 5, 2, 3, 0, 0, 0, 0, 0],
-        group_sizes=[4, 4],  # a fifth row of expert 0 would need a block of eight
+        # A fifth row of expert 0 would pad its block to eight rows.
+        group_sizes=[4, 4],
         expert_counts=[4, 2],
         num_dropped=1,
         rows_needed=12,
         dropped_counts=[1, 0],
     )
     none, _ = _dispatch(capacity=7, expert_alignment=4, overflow="fair")
-    _check(  # one row of each needs two blocks of four
+    # One row for each of two experts would need two blocks of four rows.
+    _check(
         none,
         tokens=[0] * 7,
         group_sizes=[0, 0],
@@ -156,7 +164,10 @@ def test_fair_overflow_counts_padding():
 
 
 def test_past_a_host_capacity_a_token_has_no_choices_on_the_host():
-    """Rank 1 sends one token to the other host: its second, of two choices there, stays away."""
+    """A token past the host capacity must have no choice on that host: here rank 1's second token.
+
+    Rank 1 may send one token to the other host, but two of its tokens have choices there.
+    """
     first, second = _dispatch(capacity=8, num_hosts=2, host_capacity=1)
     _check(
         first,
@@ -220,8 +231,10 @@ def test_empty_experts_have_no_rows_and_ids_out_of_range_are_none():
 def test_dropless_capacity_is_enough_for_the_worst_routing():
     assert reference.dropless_capacity(1, 3, 2, 4) == 6
     assert reference.dropless_capacity(2, 3, 2, 2) == 12
-    assert reference.dropless_capacity(2, 3, 2, 2, 4) == 20  # 12 + 2 * 3 = 18 -> 20
-    assert reference.dropless_capacity(1, 1, 2, 64, 8) == 16  # two pairs open two blocks at most
+    # 12 rows and the padding of two experts make 18, rounded up to a multiple of 4.
+    assert reference.dropless_capacity(2, 3, 2, 2, 4) == 20
+    # Two (token, choice) pairs fill two blocks of eight at most.
+    assert reference.dropless_capacity(1, 1, 2, 64, 8) == 16
     everything_to_zero = [np.zeros((3, 2), np.int32)] * 2
     result = reference.dispatch(X, everything_to_zero, num_experts=4)[0]
     assert result.num_dropped == 0 and result.rows_needed == 12 == len(result.tokens)
@@ -257,7 +270,8 @@ def test_combine_takes_dropped_rows_as_zeros():
 def test_combine_accumulates_in_float32_and_returns_the_dtype_of_y():
     x = [np.zeros((1, 1), ml_dtypes.bfloat16)]
     routes = [reference.dispatch(x, [np.array([[0, 0, 0]])], num_experts=1)[0].routes]
-    y = [np.array([[256], [1], [-256]], ml_dtypes.bfloat16)]  # bfloat16 has no 257
+    # bfloat16 cannot represent 257.
+    y = [np.array([[256], [1], [-256]], ml_dtypes.bfloat16)]
     (out,) = reference.combine(y, routes)
     assert out.dtype == ml_dtypes.bfloat16 and float(out[0, 0]) == 1
 
@@ -297,7 +311,8 @@ def test_gradients():
 def test_top_k_routing_softmax():
     logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]))
     routing = reference.top_k_routing(logits, 2)
-    np.testing.assert_array_equal(routing.topk_idx, [[1, 3], [0, 1]])  # equal: lower id first
+    # Of equal logits, the lower expert id comes first.
+    np.testing.assert_array_equal(routing.topk_idx, [[1, 3], [0, 1]])
     np.testing.assert_allclose(routing.topk_weights, np.array([[4 / 7, 3 / 7], [0.5, 0.5]]))
     np.testing.assert_allclose(routing.probs, np.exp(logits))
     routing = reference.top_k_routing(logits, 2, normalize=False, scale=10.0)
@@ -307,7 +322,8 @@ def test_top_k_routing_softmax():
 def test_the_bias_steers_the_choice_and_never_the_weight():
     scores = np.array([[0.8, 0.5, 0.2, 0.4]])
     logits = np.log(scores / (1 - scores))
-    bias = np.array([0.0, -0.4, 0.5, 0.0])  # biased: 0.8, 0.1, 0.7, 0.4
+    # With the bias, the scores are 0.8, 0.1, 0.7, 0.4.
+    bias = np.array([0.0, -0.4, 0.5, 0.0])
     routing = reference.top_k_routing(logits, 2, score="sigmoid", bias=bias)
     np.testing.assert_array_equal(routing.topk_idx, [[0, 2]])
     np.testing.assert_allclose(routing.topk_weights, [[0.8, 0.2]])
@@ -320,7 +336,8 @@ def test_groups_are_ranked_by_their_two_best():
     routing = reference.top_k_routing(
         logits, 2, score="sigmoid", num_groups=3, groups_kept=1, normalize=False
     )
-    np.testing.assert_array_equal(routing.topk_idx, [[3, 4]])  # 0.6 + 0.6 beats 0.9 + 0.1
+    # The second group wins, since 0.6 + 0.6 is more than 0.9 + 0.1.
+    np.testing.assert_array_equal(routing.topk_idx, [[3, 4]])
     routing = reference.top_k_routing(logits, 2, score="sigmoid", num_groups=3, groups_kept=2)
     np.testing.assert_array_equal(routing.topk_idx, [[0, 3]])
     with pytest.raises(ValueError, match="score"):
@@ -374,7 +391,10 @@ def test_the_layer_equals_dispatch_experts_combine():
 
 
 def test_float8_numbers_are_those_of_the_formats():
-    """Bit for bit, with numbers of every size, and NaN that stay alone in their block."""
+    """The reference's float8 must equal `Float8` bit for bit, at any magnitude and around NaN.
+
+    A NaN makes only its own element NaN, not its block.
+    """
     rng = np.random.default_rng(0)
     for factor in (0, 1e-40, 1e-30, 1, 1e30):
         x = rng.standard_normal((2, 256, 384)) * np.exp(3 * rng.standard_normal((2, 256, 1)))
@@ -389,7 +409,7 @@ def test_float8_numbers_are_those_of_the_formats():
 
 
 def test_float8_keeps_what_it_can_store():
-    """Numbers of 4 significant bits, and blocks at the edge that are not whole."""
+    """Numbers that float8 can represent must not change, even in a block that is not full."""
     x = np.full((3, 200), 448.0)
     x[:, 1:6] = [416, 1.125, 2**-9, -(2**-8), 0]
     got = reference.float8(x)
@@ -407,7 +427,7 @@ def test_float8_gradients_are_those_of_the_rounded_operands():
     def loss(tokens, wi_0, wi_1, wo):
         return np.sum(reference.expert_mlp(tokens, sizes, wi_0, wi_1, wo) * grad)
 
-    # Along a direction, the slope of the experts without rounding; float8 keeps 4 bits.
+    # Compare with the slope of the unrounded experts along the gradient; float8 keeps 4 bits.
     arrays = tokens, wi_0, wi_1, wo
     for i, gradient in enumerate(got):
         step = np.zeros_like(gradient)

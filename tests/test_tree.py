@@ -1,4 +1,4 @@
-"""The tree: each module has tests where its name says, and rooms import each other one way."""
+"""Tests of the source tree: each module has tests, and imports have no cycles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 
-# Modules without a test file of their name, and the files that test them.
+# Modules without a test file of their own name, and the files that test them.
 ELSEWHERE = {
-    # Each command's tests run its parts: what it times, what it compares with, what it prints.
+    # The tests of each bench command cover its helper modules.
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/exchange_model.py": "tests/bench/test_estimate.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
@@ -22,13 +22,13 @@ ELSEWHERE = {
     "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/report.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/timing.py": "tests/bench/test_exchange.py",
-    # Every implementation of a collective, of an exchange or of a matmul passes the same tests.
+    # All implementations of a collective, an exchange or a matmul share the tests of their API.
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/problem.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
-    # What decides whether collectives run as kernels is mostly whether GPUs share memory.
+    # Collectives run as kernels mostly depending on whether the GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
     "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",
@@ -45,14 +45,14 @@ ELSEWHERE = {
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
-    # `info` prints the versions.
+    # The tests of `info` check the versions that it prints.
     "jax_ep/version.py": "tests/cli/test_info.py",
-    # What a machine offers is asked together.
+    # These modules find out what a machine supports, and are tested together.
     "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
-    # One table of kernels, and what each of them must give.
-    # The float8 kernels and what makes their operands.
+    # Kernels in one table share tests; float8 kernels are tested with their operands'
+    # quantization.
     "pallas_kernels/matmul/quantize.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
@@ -62,7 +62,7 @@ ELSEWHERE = {
     ),
     "pallas_kernels/collectives/all_to_all.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/reduce_scatter.py": "tests/kernels/collectives/test_collectives.py",
-    # Parts of kernels, which need a kernel to run.
+    # These are parts of kernels, tested by running a kernel.
     "pallas_kernels/collectives/tiles.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
     "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",
@@ -87,7 +87,7 @@ ELSEWHERE = {
 
 
 def modules() -> dict[str, str]:
-    """Each module, and the test file of its name."""
+    """Returns module path -> the path of the test file of the same name."""
     found = {}
     for package, tests in TESTS.items():
         for path in sorted((REPOSITORY / package).rglob("*.py")):
@@ -109,7 +109,7 @@ def test_what_is_told_is_there():
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, at its top or in a function."""
+    """Yields the modules that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -118,7 +118,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def room(module: str) -> str | None:
-    """The folder of a package that a module is in, or the module beside the folders."""
+    """Returns the folder inside a package that has the module, or the module itself if in none."""
     package, *rest = module.split(".")
     if package not in TESTS:
         return None
@@ -138,11 +138,15 @@ def test_rooms_import_each_other_one_way():
             source = room(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
             arrows[source] |= {room(module) for module in imported(path)} - {source, None}
     assert {"jax_ep.runtime", "pallas_kernels.fabric"} <= arrows["jax_ep.exchange"]
-    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the rooms of a cycle
+    # The method raises CycleError with the packages of a cycle.
+    graphlib.TopologicalSorter(arrows).prepare()
 
 
 def module_of(name: str) -> str | None:
-    """The module of our packages that an imported name is, or is in; packages are none."""
+    """Returns the module of this repository's packages that an imported name is in, or None.
+
+    A package is no module here.
+    """
     parts = name.split(".")
     for length in (len(parts), len(parts) - 1):
         path = REPOSITORY.joinpath(*parts[:length]).with_suffix(".py")
@@ -158,4 +162,5 @@ def test_modules_import_each_other_one_way():
             module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
             arrows[module] = {module_of(name) for name in imported(path)} - {module, None}
     assert "jax_ep.exchange.primitives" in arrows["jax_ep.exchange.gradients"]
-    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the modules of a cycle
+    # The method raises CycleError with the modules of a cycle.
+    graphlib.TopologicalSorter(arrows).prepare()

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench balance`: the routings are what they say, and every case is measured."""
+"""Tests of `python -m jax_ep bench balance`: the routings it draws, and what it measures."""
 
 from __future__ import annotations
 

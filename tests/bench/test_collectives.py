@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench collectives`: what it measures, writes and refuses."""
+"""Tests of `python -m jax_ep bench collectives`: what it measures, writes and refuses."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ def test_bench_prints_and_writes_the_table(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto +checked", out)
     assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +\w+ +yes", out)) >= 2
-    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +\w+ +yes", out)) >= 2  # 10^6 bytes
+    # 200 rows of 2560 bfloat16 values have 1.02 * 10^6 bytes.
+    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +\w+ +yes", out)) >= 2
     table = json.loads(path.read_text())
-    (written,) = set(table) - {"8.0"}  # what was there before is kept
+    # Entries that the file already had must stay.
+    (written,) = set(table) - {"8.0"}
     entry = table[written]["all_reduce"][str(num_ranks)]
     assert entry["choices"][-1][0] is None and len(entry["us"]) == 2
     sizes, plot = list(entry["us"]), f"--plot={tmp_path}/out.png"
     assert bench(*options, plot, f"--write_table={path}", "--ops=all_reduce", "--rows=100") == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     again = json.loads(path.read_text())[written]["all_reduce"][str(num_ranks)]
-    assert list(again["us"]) == [sizes[0], str(100 * 2560 * 2), sizes[1]]  # those before count, too
+    # Sizes from the earlier run must stay, too.
+    assert list(again["us"]) == [sizes[0], str(100 * 2560 * 2), sizes[1]]
     assert {size: again["us"][size] for size in sizes} == entry["us"]
     rows = json.loads(measured.read_text())["rows"]
     assert {row["wall"]["median_us"] > 0 for row in rows} == {True}
@@ -98,4 +101,5 @@ def test_device_times_decide_if_all_are_there(tmp_path):
         (operations,) = json.loads(path.read_text()).values()
         entry = operations["all_gather"]["2"]
         assert entry["clock"] == clock and entry["choices"] == [[None, choice]]
-        assert entry["machine"].startswith(f"{min(2, len(jax.devices()))} x ")  # those measured
+        # The entry names only the devices that were measured.
+        assert entry["machine"].startswith(f"{min(2, len(jax.devices()))} x ")

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench compile`: every program is compiled, and kernels are counted."""
+"""Tests of `python -m jax_ep bench compile`: every program is compiled, and kernels are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_program_is_compiled(monkeypatch, tmp_path, capsys):
 
 
 def test_a_program_is_compiled_anew_each_time():
-    """What was compiled before is not in the caches, so that seconds are those of a first call."""
+    """No compilation may use a cache, so that the seconds are those of a program's first call."""
     traces = []
 
     def function(x):

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench decode`: its programs are the same layers, and it counts bytes."""
+"""Tests of `python -m jax_ep bench decode`: its programs agree, and it counts bytes right."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ def small_layers_and_a_known_bandwidth(monkeypatch):
 
 
 def test_a_step_reads_the_experts_that_its_tokens_chose(tmp_path, capsys):
-    """One token, on two ranks: the other rank's is padding, and chooses no expert."""
+    """The bytes of a step must be those of the chosen experts; padding tokens choose none.
+
+    The batch of one token is padded to two on two ranks.
+    """
     path = tmp_path / "out.json"
     args = "--batches=1", "--layers=1", "--formats=float8_e4m3fn", "--implementations=unrolled"
     assert bench(*args, f"--json={path}") == 0
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["experts_hit"] == 4  # K
-    least = 4 if len(jax.devices()) == 1 else 2  # of the rank with most of them
+    # The one token chooses K = 4 experts.
+    assert row["experts_hit"] == 4
+    # The bytes are those of the rank with the most chosen experts: at least half of the four.
+    least = 4 if len(jax.devices()) == 1 else 2
     of_experts = [n * 3 * MATRIX * (1 + 4 / 128**2) for n in range(least, 5)]
     assert row["bytes"] - GATE in of_experts
     assert row["floor_us"] == pytest.approx(row["bytes"] / 1e9 * 1e6)
@@ -95,7 +100,8 @@ def test_a_plot_has_the_times_and_the_floors_of_each_format(monkeypatch):
         for name, us in (("unrolled", 10.0), ("scanned", 20.0))
         for batch in (1, 8)
     ]
-    del rows[-1]["wall"]  # it failed
+    # The last program failed, so it has no time.
+    del rows[-1]["wall"]
     bench_decode.DecodeBench().draw(rows, "out.png", "a machine")
     assert drawn == {
         "qwen3-moe, 1 layers, 1 ranks": {

@@ -1,4 +1,4 @@
-"""The model that the bench measures and the example trains: its loss, its sizes, its weights."""
+"""Tests of the decoder that the bench measures and the example trains: loss, sizes, weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def whole_loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
     quick([((), 5), ((), 1000), ((8,), 3), ((2, 2, 2), 3), ((1, 2, 2, 2), 3)], ((1, 2, 2, 2), 3)),
 )
 def test_the_loss_in_chunks_is_the_loss(shape, chunk):
-    """Chunks that divide the tokens or not, targets that do not count, a divided vocabulary."""
+    """The loss in chunks of tokens must equal the loss of all logits at once, and so its gradients.
+
+    Cases: chunks that do not divide the tokens, masked targets, a vocabulary split over devices.
+    """
     keys = jax.random.split(jax.random.key(0), 3)
     x, head = jax.random.normal(keys[0], (8, 7, 16)), jax.random.normal(keys[1], (16, 24))
     targets = jax.random.randint(keys[2], (8, 7), -1, 24)
@@ -54,13 +57,13 @@ def test_the_loss_in_chunks_is_the_loss(shape, chunk):
 
 
 def largest_arrays(text: str, columns: int) -> int:
-    """The most elements of any array in a compiled program that has a dimension of `columns`."""
+    """Returns the elements of a compiled program's largest array with a dimension of `columns`."""
     shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b\w+\[([\d,]+)\]", text)]
     return max((int(np.prod(shape)) for shape in shapes if columns in shape), default=0)
 
 
 def test_logits_are_never_whole():
-    """No array of the compiled gradients has the vocabulary's columns but head and chunks."""
+    """Logits may exist only in chunks: no larger array may have the vocabulary's columns."""
     tokens, hidden, vocab, chunk = 512, 8, 1009, 16
     x = jax.ShapeDtypeStruct((4, tokens // 4, hidden), jnp.float32)
     head = jax.ShapeDtypeStruct((hidden, vocab), jnp.float32)
@@ -91,7 +94,10 @@ def test_active_parameters_are_those_that_a_token_meets():
 
 
 def test_published_sizes():
-    """Qwen3-30B-A3B has 30.5 billion parameters, of which 3.3 are active; one embedding less."""
+    """Qwen3-30B-A3B must have 30.5 billion parameters, of which 3.3 billion are active.
+
+    The active parameters leave out one of the two embedding matrices.
+    """
     config = MODELS["qwen3-30b-a3b"]
     embedding = config.vocab * config.hidden
     assert config.active_params() + embedding == pytest.approx(3.35e9, rel=0.01)

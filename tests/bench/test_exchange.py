@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench` and its parts: what it times, what it checks, what it reports."""
+"""Tests of `python -m jax_ep bench` for the exchange: what it times, checks and reports."""
 
 from __future__ import annotations
 
@@ -172,14 +172,16 @@ def test_a_trace_is_read_by_device_and_stream():
     (launches,) = timing.launches_by_device(profile)
     assert launches == [("put", 10.0), ("Memset", 2.0), ("put", 14.0)]
     time = timing.summarize_by_rank([launches], calls=2)
-    assert time.median == time.slowest == pytest.approx(13.0)  # 10 and 14, and half a memset each
+    # Per call: 10 or 14 microseconds of "put", and half of the one memset of 2.
+    assert time.median == time.slowest == pytest.approx(13.0)
     assert time.by_kernel == {"put": 12.0, "Memset": 1.0}
 
 
 def test_the_slowest_rank_is_the_one_with_the_largest_median():
     fast, slow = [("put", 1.0), ("put", 2.0), ("put", 3.0)], [("put", 2.0), ("put", 9.0)] * 3
     time = timing.summarize_by_rank([fast, slow], calls=3)
-    assert time.slowest == 11.0  # two launches in each call
+    # Each call has two launches, of 2 and 9 microseconds.
+    assert time.slowest == 11.0
     assert time.median == pytest.approx((3.0 + 11.0) / 2)
     assert time.by_kernel == {"put": (2.0 + 11.0) / 2}
 
@@ -298,7 +300,7 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
         ("sum_by_token", "rank", "none"),
     ]
     assert "layout" in out and "wire" in out and "checked" in out
-    # 4 tokens of 2 choices on one rank: a row for each, or one for both.
+    # 4 tokens choose 2 experts on one rank: 8 rows expert-major, 4 rows rank-major.
     assert {(row["op"], row["layout"]): row["rows"] for row in rows} == {
         ("dispatch", "expert"): 8, ("dispatch", "rank"): 4, ("dispatch_grad", "expert"): 8,
         ("dispatch_grad", "rank"): 4, ("combine_grad", "expert"): 8, ("combine_grad", "rank"): 4,
@@ -320,7 +322,7 @@ def test_a_gradient_travels_in_the_wire_dtype():
 
 
 def test_a_row_is_named_by_what_gathers_it():
-    """float8 rows are gathered by "xla", whatever the exchange is done by."""
+    """The row must name "xla", which gathers float8 rows even if kernels do the exchange."""
     args = ["--layouts=rank", "--wire_dtype=float8_e4m3fn", "--output=quantized"]
     bench.FLAGS.parse("bench", args)
     try:
@@ -333,7 +335,7 @@ def test_a_row_is_named_by_what_gathers_it():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that are closed after they were drawn."""
+    """Collects the figures that are drawn and closed during a test."""
     from matplotlib import pyplot as plt
 
     figures: list[Any] = []
@@ -342,7 +344,7 @@ def drawn(monkeypatch):
 
 
 def assert_all_is_explained(figure):
-    """The legend has an entry for everything drawn and lies over no panel; the title fits."""
+    """Asserts that the legend names everything drawn and covers no panel, and the title fits."""
     figure.canvas.draw()
     (legend,) = figure.legends
     labels = {text.get_text() for text in legend.get_texts()}
@@ -461,7 +463,7 @@ def test_bench_refuses_wrong_flags(arg, message, capsys):
 
 @pytest.mark.needs_devices(4)
 def test_by_default_all_implementations_are_timed(monkeypatch, capsys, tmp_path):
-    """Two levels, too, for the ranks that are on several hosts."""
+    """Without a flag, every implementation must be timed, "two_level" too if ranks span hosts."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     path = tmp_path / "out.json"
     arguments = ["--ops=dispatch", "--baselines=", "--ranks=2,4", f"--json={path}"]

@@ -1,4 +1,4 @@
-"""How many iterations a loop of a benchmark has."""
+"""Tests how many iterations a benchmark's loop has by default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.exchange.plan import FEW_TOKENS
     [("cpu", 1, 5), ("gpu", FEW_TOKENS + 1, 20), ("gpu", FEW_TOKENS, 100)],
 )
 def test_few_tokens_on_gpus_take_more_iterations(platform, num_tokens, iterations, monkeypatch):
-    """A loop's start, which its iterations share, takes longer than a call of few tokens."""
+    """Few tokens on GPUs must take more iterations, which share the long start of a loop."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     flags = BenchFlags()
     timing = flags.timing(Iterations(5, 20, 100), 3, least_iterations=2)

@@ -1,4 +1,4 @@
-"""The floor of an exchange: bytes counted by hand, and which bandwidth sets it."""
+"""Tests the lower bound of an exchange's time: its bytes, and the limiting bandwidth."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import pytest
 
 from jax_ep.bench import floor, operations
 
-# Two ranks with experts {0, 1} and {2, 3}, two tokens each. Of rank 0's tokens one chooses both of
-# rank 1's experts and the other one of each rank's; rank 1's stay at home.
+# Rank 0 has experts {0, 1}, rank 1 has {2, 3}; each has two tokens. One token of rank 0 chooses
+# both experts of rank 1, the other token one expert of each rank. Tokens of rank 1 choose its own
+# experts.
 TOPK_IDX = np.array([[2, 3], [0, 2], [2, 3], [3, 2]], np.int32)
 H = 128
-ROW = 2 * H  # bytes in bfloat16
+# The bytes of a row in bfloat16.
+ROW = 2 * H
 WORK = operations.Work(TOPK_IDX, 2, 4, H, jnp.dtype(jnp.bfloat16), 16)
-FILLED = 8 / 2  # rows per rank, one for each choice
-RECEIVED = 5 / 2  # one for each (token, rank)
+# Rows per rank, expert-major: one for each choice.
+FILLED = 8 / 2
+# Rows per rank, rank-major: one for each (token, rank).
+RECEIVED = 5 / 2
 CROSSING = 2 / 2
 
 
@@ -42,7 +46,8 @@ def test_bytes_in_the_rank_layout_and_in_float8():
     ranked = dataclasses.replace(WORK, layout="rank")
     assert floor.traffic("dispatch", ranked) == (CROSSING * ROW, (2 + RECEIVED) * ROW)
     assert floor.traffic("combine_grad", ranked) == (CROSSING * ROW, (2 + RECEIVED) * ROW)
-    quantized = H + 4  # float8 values and one float32 scale
+    # A row has H float8 values and one float32 scale.
+    quantized = H + 4
     wire = dataclasses.replace(WORK, wire_dtype=jnp.dtype("float8_e4m3fn"))
     assert floor.traffic("dispatch", wire) == (CROSSING * quantized, (2 + FILLED) * ROW)
     kept = dataclasses.replace(wire, output="quantized")

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench layer`: the layers it compares are one layer, and it says what it saw."""
+"""Tests of `python -m jax_ep bench layer`: all layers compute the same, and its report is right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = bench_layer.Shape(hidden=128, mlp_dim=64, num_experts=8, top_k=3)
 def ragged_all_to_all_of_plain_collectives(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """What `lax.ragged_all_to_all` does, for backends that lack it."""
+    """Computes `lax.ragged_all_to_all` from other collectives, for backends that lack it."""
     rank = lax.axis_index(axis_name)
     sent = (operand, input_offsets, send_sizes, output_offsets)
     operands, starts, sizes, places = (lax.all_gather(array, axis_name) for array in sent)
@@ -46,7 +46,7 @@ def ragged_anywhere(monkeypatch):
 
 
 def run_layers(num_ranks: int, capacity_factor: float, names):
-    """Outputs and gradients by name, the ranks stacked; and the load."""
+    """Returns each layer's outputs and gradients, stacked by rank, and the load of the experts."""
     mesh = meshes.expert_mesh(num_ranks)
     state = bench_layer.make_state(SHAPE, 20, mesh, seed=3)
     config, load = bench_layer.make_config(SHAPE, state, mesh, capacity_factor)
@@ -100,7 +100,8 @@ def test_check_sees_one_wrong_row_of_any_output(what, own_outputs):
     expected = own_outputs
     spoiled = [np.array(array) for array in expected]
     index = bench_layer.OUTPUTS.index(what)
-    row = spoiled[index].reshape(-1, spoiled[index].shape[-1])[5]  # a view
+    # `row` is a view, so that writing to it spoils the output.
+    row = spoiled[index].reshape(-1, spoiled[index].shape[-1])[5]
     row *= np.asarray(1.25, row.dtype)
     bench_layer.agree("spoiled", expected, "jax_ep", expected)
     with pytest.raises(AssertionError, match=f"{what} of spoiled .* jax_ep in 1 of"):
@@ -139,7 +140,8 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
         passes = 1 if row["direction"] == "forward" else 3
         flops = passes * 8 * 2 * 6 * 64 * 64
         assert row["tflops_per_rank"] == pytest.approx(flops / seconds / 1e12)
-        assert row["peak_bytes"] > 3 * 8 // row["ranks"] * 64 * 64 * 2  # the experts' weights
+        # The experts' weights alone need so many bytes.
+        assert row["peak_bytes"] > 3 * 8 // row["ranks"] * 64 * 64 * 2
         assert "speedup_over_ragged" not in row
     for direction in bench_layer.DIRECTIONS:
         plain = [r for r in rows if r["direction"] == direction and r["implementation"] in PLAIN]
@@ -148,7 +150,8 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
     (header,) = (line for line in lines if line.startswith("shape"))
     for column in ("wall us", "tokens/s", "TFLOP/s/rank", "peak MiB", "vs (b)"):
         assert column in header
-    assert "vs (a)" not in header and "exchange us" not in header  # neither was measured
+    # The columns are left out, since neither was measured.
+    assert "vs (a)" not in header and "exchange us" not in header
     assert sum(line.startswith("mixtral  ") for line in lines) == len(rows)
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
@@ -169,7 +172,8 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
     assert f"qwen3-moe, forward, {name}: {error}" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     assert [row.get("error", "")[: len(error)] for row in rows] == ["", error, ""]
-    assert bench(*args) == 0  # unasked, it does not look
+    # Without --check, a wrong layer must not fail.
+    assert bench(*args) == 0
 
 
 @pytest.mark.slow
@@ -182,7 +186,7 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     wires = {row["implementation"]: row["wire_dtype"] for row in rows}
     assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
     assert out.count("float8_e4m3fn  yes") == 2
-    # It is really sent so: without room for that rounding the layers differ.
+    # The rows must really be sent as float8: without its rounding error allowed, the check fails.
     monkeypatch.setattr(Float8, "relative_error", 0.0)
     assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench matmul`: what it measures, and that its checks see what is wrong."""
+"""Tests of `python -m jax_ep bench matmul`: what it measures, and that --check finds errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_ep.formats import QuantizedArray
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import api, xla
 
-# The smallest that the kernels of every platform support, whatever the platform's own cases are.
+# The smallest case that the kernels of every platform support.
 TINY = Case("tiny", 32, 64, 64, 3, 20, slow=True)
 
 
@@ -52,7 +52,8 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
         assert times == sorted(times)
         pairs = 2 if op in OF_TWO_PAIRS else 1
         for row in of_op[1:]:
-            flops = pairs * 2 * 20 * 64 * 64  # of the rows in a group
+            # Only rows that are in a group count.
+            flops = pairs * 2 * 20 * 64 * 64
             assert row["tflops"] == pytest.approx(flops / row["wall"]["median_us"] * 1e-6)
         assert of_op[0]["flops"] == 2 * 32 * 64 * 64
     header = next(line for line in out.splitlines() if line.startswith("case"))
@@ -128,7 +129,7 @@ def test_one_implementation_and_operation_can_be_asked_for(capsys):
 
 
 def replace_xla(monkeypatch, **functions):
-    """Replaces functions of the backend "xla" in the table of implementations."""
+    """Replaces functions of the implementation "xla" in the table of implementations."""
     table = (
         dataclasses.replace(each, **functions) if each.name == "xla" else each
         for each in api.IMPLEMENTATIONS
@@ -146,7 +147,8 @@ def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
         return out * jnp.asarray(1.1, out.dtype)
 
     replace_xla(monkeypatch, **{op: wrong})
-    assert bench("--implementations=xla", f"--ops={op}") == 0  # unasked, it does not look
+    # Without --check, a wrong result must not fail.
+    assert bench("--implementations=xla", f"--ops={op}") == 0
     assert bench("--implementations=xla", f"--ops={op}", "--check") == 1
     out = capsys.readouterr().out
     assert re.search(rf"^tiny +{op} +xla +failed$", out, re.M)

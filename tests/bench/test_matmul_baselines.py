@@ -1,4 +1,4 @@
-"""The grouped matmuls that the library is compared with: they lower, and say where they run."""
+"""Tests of the grouped matmuls to compare with: they lower for GPUs, and say where they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jax_ep.bench import matmul_baselines as baselines
 from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, OPERATIONS, Case, Operands, operation
 from jax_ep.matmul.backend import Problem
 
-SHAPES = [  # R, H, F, L
+# Each shape is (R rows, H, F, L matrices).
+SHAPES = [
     (4096, 7168, 2048, 32),
     (1000, 4096, 14336, 8),
     (333, 64, 192, 3),

@@ -1,4 +1,4 @@
-"""The peaks of GPUs."""
+"""Tests of the table of GPUs' peak FLOP/s."""
 
 from __future__ import annotations
 

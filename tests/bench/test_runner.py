@@ -1,4 +1,4 @@
-"""The runner of the bench commands: what a case's rows hold, whatever its programs do."""
+"""Tests of the bench commands' runner: a case's rows are right, even if some programs fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_ep.bench.timing import Loop
 
 
 class Doubling(runner.Case):
-    """Programs that double x, but for some: "wrong" adds to it, "broken" cannot be compiled."""
+    """A case whose programs double x; "wrong" triples it, and "broken" does not compile."""
 
     def __init__(self, *names: str):
         super().__init__("doubling", [{"implementation": name} for name in names])
@@ -49,7 +49,8 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert wrong["error"].startswith("AssertionError: not twice x") and "wall" not in wrong
     assert "wall" in unknown and not unknown["checked"]
     assert ("rate_of_first" in unknown) == (kind is InTurns)
-    assert case.rows[0] == {"implementation": "right"}  # what is measured goes into copies
+    # Measuring must fill copies of the rows, not the rows themselves.
+    assert case.rows[0] == {"implementation": "right"}
     (unasked,) = kind("wrong").measure(runner.Run(repeats=1))
     assert "wall" in unasked and not unasked["checked"]
 

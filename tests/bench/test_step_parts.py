@@ -1,4 +1,4 @@
-"""The parts of a training step, as names in its program and its profile say."""
+"""Tests how a profile's operations are assigned to the parts of a training step, by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ planes {
 
 
 def test_times_are_summed_by_part():
-    """By the operation that the profile names, or else by the kernel's name."""
+    """A kernel must count for the part of its operation's name, or else of its own name."""
     text = """
   %custom-call.7 = bf16[8,8] custom-call(), metadata={op_name="a/self_attn/dot" stack_frame_id=1}
   ROOT %loop_add_fusion.3 = f32[8] fusion(%x), metadata={op_name="a/optimizer/add"}

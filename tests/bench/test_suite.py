@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench all`: a step that fails, hangs or dies costs no other its results."""
+"""Tests of `python -m jax_ep bench all`: a step that fails, hangs or dies harms no other step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ WRITES = "import sys; path = sys.argv[1].split('=')[1]; open(path, 'w').write('{
 
 
 def assert_gone(pid: int) -> None:
-    """No such process, but for one that is dead and waits for its parent to notice.
-
-    A process that has been killed may still take a moment to end.
-    """
+    """Asserts that a process ends within a short time; a zombie counts as ended."""
     for _ in range(100):
         try:
             with open(f"/proc/{pid}/stat") as file:
@@ -62,7 +59,7 @@ def test_a_step_that_dies_is_told_from_one_that_fails():
 
 @pytest.mark.slow
 def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    """It does not listen to SIGTERM, and neither does its child."""
+    """A hanging step must be ended with its children, even if all of them ignore SIGTERM."""
     monkeypatch.setattr(suite, "_SECONDS_TO_END", 1)
     pid = tmp_path / "pid"
     script = f"trap '' TERM; sleep 600 & echo $! > {pid}; echo started; wait"

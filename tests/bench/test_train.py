@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench train`: a step is timed, compared and divided, and figures follow."""
+"""Tests of `python -m jax_ep bench train`: a step's time, its check, its parts and its figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_float8_experts_are_timed(tmp_path):
 
 
 def test_every_program_has_a_row_though_there_is_no_time(tmp_path, capsys):
-    """Nothing is compiled, but the table and the plot have what was asked for."""
+    """With no time left, table and plot must still list every program; none is compiled."""
     pytest.importorskip("matplotlib")
     plot, path = tmp_path / "train.png", tmp_path / "train.json"
     flags = "--hidden=128", "--mlp_dim=128", "--baselines=xla,xla+ragged_dot", "--seconds=0"

@@ -1,4 +1,4 @@
-"""The training step: the same on any mesh and in any number of microbatches, its states split."""
+"""Tests of the training step: it agrees on all meshes and numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_mesh(*shape: int) -> Mesh:
 
 @functools.cache
 def one_step(shape: tuple[int, ...], microbatches: int) -> tuple[TrainState, dict]:
-    """A step with the same 8 sequences, as NumPy arrays."""
+    """Runs one step on 8 fixed sequences; returns the state and the metrics as NumPy arrays."""
     with jax.set_mesh(make_mesh(*shape)):
         layout = train_step.make_layout(MODEL, OPTIMIZER, make_mesh(*shape), SEQ_LEN)
         state = train_step.init_state(MODEL, OPTIMIZER, layout, SEQ_LEN)
@@ -51,7 +51,7 @@ def test_a_step():
     assert metrics["expert_counts"].shape == (1, CONFIG.num_experts)
     assert metrics["expert_counts"].sum() == 8 * SEQ_LEN * CONFIG.num_experts_per_token
     assert metrics["num_dropped"] == 0 and metrics["grad_norm"] > 0
-    # Biases of experts with more tokens than the mean fall, those of others rise.
+    # The selection bias of an expert with more tokens than the mean falls, that of others rises.
     counts = metrics["expert_counts"][0]
     bias = state.router_state["layers_0"]["mlp"]["gate"]["bias"]
     np.testing.assert_array_equal(bias, 0.25 * np.sign(counts.mean() - counts))
@@ -64,7 +64,7 @@ def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None
     np.testing.assert_array_equal(metrics["expert_counts"], want_metrics["expert_counts"])
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
     compare = functools.partial(np.testing.assert_allclose, **tolerance)
-    # The first moment is a tenth of the gradient.
+    # Compare Adam's first moments, which are a tenth of the gradients.
     jax.tree.map(compare, state.opt_state[0].mu, want.opt_state[0].mu)
     jax.tree.map(np.testing.assert_array_equal, state.router_state, want.router_state)
 
@@ -78,7 +78,10 @@ def test_the_mesh_does_not_matter(shape):
 
 @pytest.mark.slow
 def test_microbatches_add_up():
-    """But for the load-balance loss, which is each microbatch's own."""
+    """Gradients of microbatches must add up to the batch's, without the load-balance loss.
+
+    Each microbatch has its own load-balance loss.
+    """
     agree((1, 1), 2, rtol=0.05, atol=2e-4)
 
 
@@ -92,7 +95,7 @@ def test_states_are_split_over_the_axes_that_hold_copies():
     assert mu["norm"]["scale"].spec == PartitionSpec(("data", "expert"))
     assert mu["embed_tokens"]["embedding"].spec == PartitionSpec(("data", "expert"), None)
     assert layout.state.opt_state[0].count.spec == PartitionSpec()
-    # Two heads of keys and 8 values each cannot be split over 8 devices, but their 32 rows can.
+    # The 2 heads of 8 values cannot be split over 8 devices, but the 32 rows can.
     assert mu["layers_0"]["self_attn"]["k_proj"]["kernel"].spec[0] == ("data", "expert")
 
 

@@ -1,4 +1,4 @@
-"""Loading a layer's block, running it, and writing it back."""
+"""Tests of loading a layer's MoE block from a checkpoint, running it, and saving it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ X = numbers(7, 16, 4, H) * 4
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
-# -------------------------------------------------------- what the models compute, in float64
+# ---------------------------------------------------------- the models' MoE blocks in float64
 
 
 def silu(x):
@@ -44,12 +44,12 @@ def silu(x):
 
 
 def mlp(weights, x, gate="gate_proj", up="up_proj", down="down_proj"):
-    """A model's MLP, from its stored matrices, each [out, in]."""
+    """Computes a gated MLP on x from `weights`, stored matrices [out, in] by their names."""
     return (silu(x @ weights[gate].T) * (x @ weights[up].T)) @ weights[down].T
 
 
 def matrices(tensors, prefix):
-    """The matrices of an MLP by their own names, in float64."""
+    """Returns the tensors under `prefix` in float64, by names without it and ".weight"."""
     return {
         name.removeprefix(prefix).removesuffix(".weight"): a.astype(np.float64)
         for name, a in tensors.items()
@@ -104,12 +104,13 @@ def test_the_loaded_layer_computes_what_the_model_does(tmp_path, model):
     assert metrics.num_dropped == 0
 
 
-# ------------------------------------------------------------------- where the parameters are
+# ------------------------------------------------------------------------ loading onto a mesh
 
 
 def test_configuration_and_parameters(tmp_path):
     config, tensors = deepseek_v3()
-    publish(tmp_path, config, *({name: a} for name, a in tensors.items()))  # a file for each
+    # Each tensor gets a file of its own.
+    publish(tmp_path, config, *({name: a} for name, a in tensors.items()))
     got, params = checkpoints.load_moe_params(tmp_path, 1, capacity_factor=1.5)
     assert got == jax_ep.MoEConfig(
         num_experts=E,
@@ -170,7 +171,7 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
     assert params.wo.sharding.is_equivalent_to(NamedSharding(data_expert, P("expert")), 3)
     assert params.gate.sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, params, whole)
-    # Copies of a part are read once: 8 experts and the gate.
+    # Bytes that several devices hold are read once: 8 experts with three matrices, and the gate.
     total = E * 3 * H * F * 4 + E * H * 4
     assert seen[-1] == (total, total) and [s for s, _ in seen] == sorted(s for s, _ in seen)
 
@@ -185,7 +186,7 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
 @pytest.mark.parametrize("rules", [None, [("exp", "expert"), ("embed", None), ("mlp", None)]])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
-    """Whose axes are not the logical ones of the parameters, with Flax's rules and without."""
+    """A layer must load onto the ambient mesh, with and without Flax's logical axis rules."""
     config, tensors = deepseek_v3()
     publish(tmp_path, config, tensors)
     ambient = mesh((8,), ("expert",), kind)
@@ -198,7 +199,7 @@ def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
 
 
 def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
-    """Two matrices of a rank's two experts, and of the shared ones, each by half its F."""
+    """A rank must hold half of F of its two experts' matrices and of the shared experts'."""
     config, tensors = deepseek_v3()
     publish(tmp_path, config, tensors)
     whole = checkpoints.load_moe_params(tmp_path, 1)[1]
@@ -216,7 +217,8 @@ def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
         array = getattr(layer, name).get_value()
         assert array.sharding.shard_shape(array.shape) == part
         np.testing.assert_array_equal(array, getattr(whole, name))
-    total = sum(a.nbytes for a in tensors.values())  # nothing is read twice
+    # Nothing may be read twice.
+    total = sum(a.nbytes for a in tensors.values())
     assert seen[-1] == (total, total)
     out, _ = nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(X))
     np.testing.assert_allclose(
@@ -236,7 +238,7 @@ def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
     (9, (3,)), (8, (4,)), (6, (2,)), (14, (1,)), (16, (8,)), (8, (4, 2)),
 ])  # fmt: skip
 def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
-    """Any number of experts, on as many ranks as divide the slots; and saved from other slots."""
+    """A layer must load into, and save from, any slots whose number the ranks divide."""
     config, tensors = mixtral(e=6)
     publish(tmp_path, config, tensors)
     before = files_of(tmp_path)
@@ -313,7 +315,7 @@ def test_a_layer_that_no_call_accepts_is_not_loaded(tmp_path, fields, said):
 
 @pytest.mark.parametrize("num_slots, experts", [(None, "7"), (32, "4567")])
 def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch, num_slots, experts):
-    """Of eight processes with a device each, the last: what is not addressable is not read."""
+    """A process must read only its own device's experts; here the last of eight processes does."""
     config, tensors = mixtral()
     publish(tmp_path, config, tensors)
     read = []
@@ -377,7 +379,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_a_process_reads_the_experts_of_its_devices(tmp_path):
-    """Two processes with two devices each run the layer that they have read in halves."""
+    """Two processes with two devices each must compute the right output from their own experts."""
     config, tensors = mixtral()
     publish(tmp_path, config, tensors)
     np.save(tmp_path / "x.npy", X)
@@ -410,7 +412,7 @@ def test_a_process_reads_the_experts_of_its_devices(tmp_path):
 
 
 def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
-    """Not the file and the parameters, and no parameter twice: the peak of what is resident."""
+    """Loading must need at most 1.2 times the memory of the parameters, at its peak."""
     config, tensors = mixtral(e=8, h=768, f=1024, dtype=jnp.bfloat16)
     publish(tmp_path, config, tensors)
     kept = sum(a.nbytes for a in tensors.values())
@@ -420,9 +422,11 @@ def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
         (line,) = (s for s in open("/proc/self/status") if s.startswith(what))
         return int(line.split()[1]) * 1024
 
-    checkpoints.load_moe_params(tmp_path, 1)  # imports and threads
+    # The first load imports modules and starts threads, which take memory.
+    checkpoints.load_moe_params(tmp_path, 1)
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far
+        # Writing 5 resets the peak of resident memory, VmHWM.
+        file.write("5")
     before = resident("VmRSS")
     params = checkpoints.load_moe_params(tmp_path, 1)[1]
     assert sum(a.nbytes for a in jax.tree.leaves(params)) == kept > 36e6
@@ -450,7 +454,7 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(tmp_path, num_ranks, dtype):
 
 
 def float8_model():
-    """A DeepSeek-V3 with a scale for each 8 x 8 numbers of its matrices."""
+    """Returns config.json and tensors of a DeepSeek-V3 in float8 with a scale per 8 x 8 block."""
     config, tensors = deepseek_v3()
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     for name in [name for name in tensors if "expert" in name]:
@@ -490,14 +494,17 @@ def test_float8_is_loaded_and_saved(tmp_path):
 
 
 def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
-    """Its matrices are published as [E, out, in], gate and up in turn, in blocks of 32 inputs."""
+    """GPT-OSS must be loaded from and saved to MXFP4, in the layout of the published files.
+
+    Its matrices are [E, out, in] with alternating rows of gate and up, in blocks of 32 inputs.
+    """
     config, published = gpt_oss_in_mxfp4(swiglu_limit=5.0)
     publish(tmp_path, config, published)
     tensors = {name.removeprefix("model.layers.1.mlp."): array for name, array in published.items()}
     before = files_of(tmp_path)
 
     def value(name, expert, row, column):
-        """One number, from its byte: sign, two bits of exponent and one of fraction."""
+        """Decodes a number from its 4-bit code: sign, two exponent bits, one fraction bit."""
         block, place = divmod(column, 32)
         byte = int(tensors[f"experts.{name}_blocks"][expert, row, block, place // 2])
         code = byte >> 4 if place % 2 else byte & 15
@@ -535,7 +542,7 @@ def test_changed_parameters_are_saved(tmp_path):
 
 
 def test_blocks_are_saved_into_a_new_directory(tmp_path):
-    """One after the other, with nothing but config.json there: as they were published."""
+    """Blocks saved next to nothing but config.json must get the published names and bytes."""
     config, tensors = deepseek_v3(dtype=jnp.bfloat16)
     second = {name.replace("layers.1.", "layers.2."): 2 * a for name, a in tensors.items()}
     old = publish(tmp_path / "old", config, tensors, second)
@@ -560,7 +567,7 @@ def test_blocks_are_saved_into_a_new_directory(tmp_path):
 
 
 def total_size(folder):
-    """What the index says, and the bytes of all tensors."""
+    """Returns the index's total_size, and the bytes of all tensors in the files."""
     index = json.loads((folder / INDEX).read_text())
     directory = Directory(folder)
     assert set(index["weight_map"]) == set(directory.files)
@@ -569,7 +576,7 @@ def total_size(folder):
 
 
 def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
-    """Under its neighbours' names, and the index counts all of them."""
+    """A saved block must get names like its neighbours', and the index must count it once."""
     config, tensors = deepseek_v3()
     tensors = {name.replace("model.", "module.model.", 1): a for name, a in tensors.items()}
     folder = publish(tmp_path, config, tensors, {"lm_head.weight": numbers(0, 9, H)})
@@ -587,7 +594,7 @@ def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
 
 @pytest.mark.parametrize("method", [None, "mxfp4"])
 def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
-    """As blocks and scales, or under the names of a model that is not quantized."""
+    """GPT-OSS must be saved as MXFP4 if config.json says so, else under the unquantized names."""
     h = f = 32
     sizes = {"E": E, "H": h, "F": f, "R": E, "1": 1}
     config = {
@@ -623,12 +630,12 @@ def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
         if got is None or method is None or name not in ("wi_0", "wi_1", "wo"):
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
         else:
-            # Of a block's largest number, 4 to 6 times its scale, a step is at most a quarter; what
-            # is above 6 times the scale, and below 8, becomes 6.
+            # A block's largest number is 4 to 8 times its scale. Rounding errs by at most one
+            # scale, a quarter of that number; clipping 8 to 6 errs by a quarter, too.
             largest = np.abs(np.asarray(wanted, np.float32)).max()
             np.testing.assert_allclose(got, wanted, rtol=0, atol=largest / 4)
             assert np.corrcoef(np.ravel(got), np.ravel(wanted))[0, 1] > 0.98
-    # What was read of blocks is written to blocks without a change.
+    # Saving values that were loaded from MXFP4 must not change them.
     second = tmp_path / "second"
     second.mkdir()
     shutil.copy(tmp_path / "config.json", second)
@@ -640,7 +647,10 @@ def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 def test_float8_scales_are_what_config_json_says(tmp_path, scale_fmt, is_new):
-    """Of changed blocks in a directory that has them, and of all in a new one."""
+    """New float8 scales must be powers of two exactly if config.json's scale_fmt is "ue8m0".
+
+    In a directory that has the block, only changed blocks of numbers get new scales.
+    """
     config, tensors = float8_model()
     config["quantization_config"]["scale_fmt"] = scale_fmt
     folder = publish(tmp_path / "model", config, tensors)
@@ -662,8 +672,8 @@ def test_float8_scales_are_what_config_json_says(tmp_path, scale_fmt, is_new):
             assert exact == (scale_fmt == "ue8m0" and is_changed)
     saved = checkpoints.load_moe_params(folder, 1, dtype=jnp.float32)[1]
     for got, want in zip(jax.tree.leaves(saved), jax.tree.leaves(params), strict=True):
-        # The last bit of a number of 448 to 256 times its block's scale is 32 of them, twice that
-        # with a scale up to the next power of two.
+        # e4m3 has 4 significant bits, so rounding errs by at most 2^-4 of a number; the absolute
+        # tolerance is for subnormal numbers.
         np.testing.assert_allclose(got, want, rtol=2**-4, atol=np.abs(want).max() * 2**-9)
 
 
@@ -690,7 +700,7 @@ def test_names_with_a_prefix_are_kept(tmp_path, root, is_sharded):
 
 @pytest.mark.parametrize("kind", ["C64", "F4", "I4", "F8_E4M3FNUZ"])
 def test_other_tensors_may_have_any_dtype(tmp_path, kind):
-    """In the file of the block; one of the block itself is refused by name."""
+    """Tensors outside the block may have unknown dtypes; one inside must be refused by name."""
     config, tensors = mixtral()
     other = "model.layers.1.self_attn.q_proj.weight"
     publish(tmp_path, config, tensors | {other: np.zeros(8, np.int32)})
@@ -708,7 +718,7 @@ def test_other_tensors_may_have_any_dtype(tmp_path, kind):
 
 
 def with_kinds(data: bytes, kinds: dict[str, str]) -> bytes:
-    """A safetensors file with other names of dtypes in its header."""
+    """Returns a safetensors file's bytes with the dtypes in its header replaced by `kinds`."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     for name, kind in kinds.items():

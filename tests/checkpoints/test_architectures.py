@@ -1,4 +1,4 @@
-"""The table of published models: whole, and consistent with the layer."""
+"""Tests of the table of published models: it is complete, and consistent with the layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_ep.moe.params import MoEParams
 
 
 def layouts(row):
-    """Each choice of layouts that a row allows, as one tuple of tensors."""
+    """Returns one tuple of tensors for each combination of layouts that a row allows."""
     chosen = [()]
     for item in row.tensors:
         options = item.layouts if isinstance(item, OneOf) else ((item,),)

@@ -1,4 +1,4 @@
-"""One layer's block in a directory: its layouts, what is read of it, and what is refused."""
+"""Tests of finding one layer's MoE block in a checkpoint: layouts, bytes read, and errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_layouts(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_the_bytes_of_its_slice_and_no_others(tmp_path, layout):
-    """Some experts, and a part of their F: what a rank with two mesh axes holds."""
+    """Reading some experts and a part of F must read the bytes of this slice alone."""
     block = open_layout(tmp_path, layout)
     experts, part = slice(2, 4), slice(6, 12)
     for param, want in WANT.items():
@@ -114,7 +114,7 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
 
 
 def test_a_value_for_each_layer(tmp_path):
-    """Hunyuan-A13B's config.json has a list of them."""
+    """A config.json value may be a list with an entry for each layer, as in Hunyuan-A13B."""
     config = {
         "model_type": "hunyuan_v1_moe",
         "num_experts": E,
@@ -201,12 +201,12 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
     unknown = "model.layers.1.mlp.experts.5.up_proj.zero_point"
     said = refused(tmp_path, config, tensors | {unknown: numbers(0, 2)})
     assert f"holds {unknown}, which DeepSeek-V3" in said and "(1 such tensors)" in said
-    # Another layer's, or attention's, is no concern of this block.
+    # Unknown tensors outside the layer's block, as of another layer, must not matter.
     other = {unknown.replace("s.1.", "s.2."): numbers(0, 2), "model.norm.weight": numbers(0, 2)}
     open_block(publish(tmp_path / "other", config, tensors | other), 1)
 
 
-# ------------------------------------------------------------- names, and where they come from
+# -------------------------------------------------------------- the names of a block's tensors
 
 DEEPSEEK_GATE = "mlp.gate.weight"
 
@@ -223,7 +223,8 @@ def renamed(tensors, before, after):
 def test_names_of_wrapped_modules_are_found(tmp_path, root):
     config, tensors = deepseek_v3()
     named = renamed(tensors, "model.", root)
-    named |= {f"mtp.layers.1.{DEEPSEEK_GATE}": ROUTER}  # another decoder's of the same number
+    # Another decoder in the file has a layer of the same number.
+    named |= {f"mtp.layers.1.{DEEPSEEK_GATE}": ROUTER}
     block = open_block(publish(tmp_path, config, named), 1)
     assert block.prefix == root + "layers.1."
     np.testing.assert_array_equal(
@@ -274,7 +275,7 @@ def test_two_blocks_of_one_layer_are_refused(tmp_path):
     assert "must have one MoE block, but has 2: model.layers.1.mlp.gate.weight, module." in said
 
 
-# Published names, of model.safetensors.index.json at huggingface.co.
+# The names in published files of model.safetensors.index.json at huggingface.co begin so.
 ROOTS = dict.fromkeys(architectures(), "model.") | {
     "qwen3_vl_moe_text": "model.language_model.",
     "qwen3_5_moe_text": "model.language_model.",
@@ -286,7 +287,7 @@ ROOTS = dict.fromkeys(architectures(), "model.") | {
 
 
 def config_of(model_type):
-    """A config.json with every key that the row of this model reads, and no others."""
+    """Returns a config.json with exactly the keys that the table's row for this model reads."""
     row = architectures()[model_type]
     sizes = {"E": E, "H": H, "F": F, "S": 2 * F}
     config = {"model_type": model_type}
@@ -324,7 +325,8 @@ def test_names_of_a_new_block_are_as_published(tmp_path, model_type, is_part):
 
 @pytest.mark.parametrize("neighbour, root", [
     ("{}layers.0.mlp.gate.weight", "base_model.model.model."),
-    ("{}layers.0.mlp.gate_proj.weight", "model.language_model."),  # a layer without experts
+    # This neighbouring layer has no experts.
+    ("{}layers.0.mlp.gate_proj.weight", "model.language_model."),
     ("{}layers.1.self_attn.q_proj.weight", "module.language_model.model."),
     ("{}embed_tokens.weight", "language_model.model."), ("{}norm.weight", "backbone."),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Float8 with block scales and MXFP4, against numbers computed by hand."""
+"""Tests of float8 with block scales and of MXFP4, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def tensor(folder, name, tensors, writable=False):
 
 
 def stored(encoding):
-    """The bytes of its file."""
+    """Returns the bytes of the file that stores an encoded tensor."""
     directory = encoding.directory
     return (directory.path / directory.files[encoding.name]).read_bytes()
 
 
 # ---------------------------------------------------------------------------------- float8
 
-# float8_e4m3fn: sign, 4 bits of exponent less 7, 3 bits of fraction.
+# float8_e4m3fn has a sign, 4 exponent bits with bias 7, and 3 fraction bits.
 BYTES = np.array([[0x38, 0x40, 0x3C, 0xB8], [0x00, 0x7E, 0x01, 0x48], [0x30, 0x31, 0xC5, 0x08]])
 NUMBERS = np.array([[1, 2, 1.5, -1], [0, 448, 2**-9, 4], [0.5, 0.5625, -3.25, 2**-6]])
 SCALES = np.array([[2, 10], [0.25, 3]], np.float32)
@@ -49,7 +49,7 @@ def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_float8_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
-    """Though no scale is what its block's largest number would give."""
+    """Unchanged numbers must keep their bytes, even with scales that encoding would not choose."""
     w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
     before = stored(w)
     w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
@@ -68,9 +68,13 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
 
 
 def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_path):
-    """NaN is no change, and the finite numbers of its block keep a scale of their own."""
+    """Blocks with NaN must stay unchanged if their numbers do, and inf must be stored as NaN.
+
+    The finite numbers of such a block set its scale.
+    """
     tensors = float8_tensors()
-    tensors["w.weight"].view(np.uint8)[0, 0] = 0x7F  # NaN
+    # The byte 0x7F is NaN.
+    tensors["w.weight"].view(np.uint8)[0, 0] = 0x7F
     w = tensor(tmp_path, "w.weight", tensors, writable=True)
     before, values = stored(w), w.read((WHOLE, WHOLE))
     assert np.isnan(values[0, 0]) and np.isnan(values).sum() == 1
@@ -95,7 +99,7 @@ def test_plain_numbers_keep_their_nan(tmp_path, stored_as):
 
 
 def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
-    """They become zeros, and zeros stay so."""
+    """Numbers too small for a scale must become zeros, and zeros must stay zeros."""
     w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
     values = w.read((WHOLE, WHOLE))
     values[:2, :3] = [[0, 1e-44, 0], [0, 0, 0]]
@@ -105,7 +109,7 @@ def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_with_rounded_scales(tmp_path, dtype):
-    """Numbers are encoded with the scale as stored; a power of two is as large as they need."""
+    """Numbers must be encoded with their scale as it is stored, after rounding to `dtype`."""
     tensors = float8_tensors()
     tensors["w.weight_scale_inv"] = np.array([[2, 8], [0.25, 4]]).astype(dtype)
     w = tensor(tmp_path, "w.weight", tensors, writable=True)
@@ -116,7 +120,7 @@ def test_float8_with_rounded_scales(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_whose_scales_are_powers_of_two(tmp_path, dtype):
-    """The least with which no number overflows, also where 448 times a power just does not fit."""
+    """A power-of-two scale must be the least at which no number of its block exceeds 448."""
     quantization = Quantization("fp8", (2, 3), power_of_two=True)
     rng = np.random.default_rng(0)
     largest = np.float32([448, 449, 1, 1.75, 1.7500002, 2.0**-100, 3e30, 447.99997, 448.00003])
@@ -148,12 +152,13 @@ FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def mxfp4_tensors():
-    """Two rows of two blocks: every code in turn, forwards and backwards."""
+    """Returns MXFP4 tensors: two rows of two blocks, with all 16 codes, rising or falling."""
     codes = np.arange(16)
     forwards = np.concatenate([codes, codes])
     rows = np.array([[forwards, forwards[::-1]], [forwards[::-1], forwards]])
     blocks = (rows[..., ::2] + 16 * rows[..., 1::2]).astype(np.uint8)
-    assert blocks[0, 0, 0] == 0x10 and blocks[0, 0, 1] == 0x32  # the first number is the low half
+    # The first of two numbers is in the low half of their byte.
+    assert blocks[0, 0, 0] == 0x10 and blocks[0, 0, 1] == 0x32
     scales = np.array([[127, 130], [126, 0]], np.uint8)
     factors = np.array([[1, 8], [0.5, 2.0**-127]])[..., None]
     return {"w_blocks": blocks, "w_scales": scales}, (np.array(FLOAT4)[rows] * factors).reshape(
@@ -182,12 +187,12 @@ def test_mxfp4_of_a_changed_block_is_rounded_to_the_nearest(tmp_path):
     w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
     values = w.read((WHOLE, WHOLE))
     new = np.zeros(32, np.float32)
-    # Halves between two go to the even code: 0 (0), 2 (1), 4 (2), 6 (4) of FLOAT4.
+    # A number halfway between two values rounds to the even code: 0, 2, 4 or 6 of FLOAT4.
     new[:12] = [24, 1, 1.1, 3, 5, 5.1, 7, -10, 14.1, -20, 22, 1e-9]
     values[1, :32] = new
     w.write((WHOLE, WHOLE), values)
     got = w.read((WHOLE, WHOLE))
-    # The scale is 2**2: the exponent of 24, which is 4, less that of float4's largest, 6.
+    # The scale is 2**2, from 24's exponent, 4, less the exponent of float4's largest number, 2.
     assert w.directory.read("w_scales", (WHOLE, WHOLE)).tolist() == [[127, 130], [129, 0]]
     assert got[1, :12].tolist() == [24, 0, 2, 4, 4, 6, 8, -8, 16, -16, 24, 0]
     np.testing.assert_array_equal(got[0], values[0])
@@ -208,7 +213,7 @@ def test_mxfp4_of_a_block_that_is_not_finite_is_nan(tmp_path, bad):
     assert stored(w) == before
 
 
-# ----------------------------------------------------------------------------------- plain
+# --------------------------------------------------------------------- unquantized numbers
 
 
 def test_a_plain_number_that_was_rounded_and_did_not_change_keeps_its_bits(tmp_path):

@@ -1,4 +1,4 @@
-"""Functions that config.json implies, against numbers computed by hand."""
+"""Tests of the functions that config.json implies, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gpt_oss_gating():
 
 
 def test_sparse_mixer_weighs_among_logits_that_are_near():
-    """Within 10% of the larger: 10 has 9.5 near; then 9.5 has 9 near, and 10 is out."""
+    """The softmax must be over logits within 10% of the top: 10 with 9.5, then 9.5 with 9."""
     logits = jnp.array([[9.0, 10.0, 1.0, 9.5], [-1.0, -8.0, -4.0, -2.0]])
     got = sparse_mixer(0.05)(None, logits)
     assert got.topk_idx.tolist() == [[1, 3], [0, 3]]
@@ -39,7 +39,7 @@ def test_sparse_mixer_weighs_among_logits_that_are_near():
 
 
 def test_sparse_mixer_of_logits_that_are_zero():
-    """Zero is near zero, and the largest is near itself, whatever its size."""
+    """A logit of zero must count as near to zero, and the largest logit as near to itself."""
     cases = {
         (0.0, 0.0, 0.0, 0.0): (1 / 4, 1 / 3),
         (2.0, 0.0, -1.0, -1.0): (1, 1),
@@ -56,7 +56,7 @@ def test_sparse_mixer_of_logits_that_are_zero():
 
 
 def test_equal_numbers_give_equal_configurations():
-    """So that layers alike are compiled once; and they can be pickled."""
+    """Configurations with equal numbers must be equal, so that layers share a program."""
 
     def config(alpha: float) -> MoEConfig:
         functions = dict(gating=gpt_oss_gating(alpha), router=sparse_mixer(0.01))

@@ -1,4 +1,4 @@
-"""Experts that stay quantized from the files to the devices and back."""
+"""Tests of experts that stay quantized from checkpoint files to devices and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ H, F = 128, 256
 
 
 def float8_model(scale_dtype=np.float32, block=128, h=H, f=F):
-    """A DeepSeek-V3 as published, with scales for the blocks of its experts' matrices."""
+    """Returns config.json and tensors of a DeepSeek-V3 in float8, as it is published."""
     config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=h, f=f)
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
     for name in [name for name in tensors if "expert" in name]:
@@ -58,7 +58,7 @@ def matrices_of(params):
 @pytest.mark.parametrize("shape", [(8,), (4, 2)])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_files_hold_is_kept(tmp_path, model, shape):
-    """The bytes of values and scales, a rank's part on each device, and back in the files."""
+    """quantized="keep" must keep the files' bytes, split over the devices, and save them again."""
     config, tensors = MODELS[model]()
     publish(tmp_path, config, tensors)
     before = files_of(tmp_path)
@@ -73,7 +73,7 @@ def test_what_the_files_hold_is_kept(tmp_path, model, shape):
     shared = ("shared_wi_0", "shared_wi_1", "shared_wo") if model != "mxfp4" else ()
     assert set(held) == {*MATRICES, *shared}
 
-    # On a device are the bytes of its share of the files' experts.
+    # Each device holds an eighth of the stored bytes of the experts.
     stored = sum(
         array.nbytes
         for name, array in tensors.items()
@@ -148,7 +148,8 @@ def test_experts_are_quantized_while_they_are_loaded(tmp_path, format):
     _, plain = checkpoints.load_moe_params(tmp_path, 1)
     assert not matrices_of(checkpoints.load_moe_params(tmp_path, 1, quantized="keep")[1])
     _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8), quantized=format)
-    assert set(matrices_of(params)) == set(MATRICES)  # and not of the shared experts
+    # Shared experts are not quantized.
+    assert set(matrices_of(params)) == set(MATRICES)
     for name in MATRICES:
         got = getattr(params, name)
         want = jax_ep.quantize(np.asarray(getattr(plain, name)), Transposed.of(format))
@@ -156,7 +157,7 @@ def test_experts_are_quantized_while_they_are_loaded(tmp_path, format):
         assert bytes_of(got) == bytes_of(want)
         assert {s.data.shape[0] for s in got.values.addressable_shards} == {1}
 
-    # Into the directory go the numbers, which read again are quantized to the same bytes.
+    # Saving writes the dequantized numbers, and loading quantizes them to the same bytes.
     checkpoints.save_moe(params, tmp_path, 1)
     _, again = checkpoints.load_moe_params(tmp_path, 1)
     for name in MATRICES:
@@ -178,7 +179,7 @@ def test_what_is_stored_in_the_asked_format_keeps_its_bytes(tmp_path):
 
 
 def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):
-    """As they are where config.json asks for their format, and as numbers elsewhere."""
+    """Experts must be saved quantized if config.json names their format, else decoded."""
     config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=H, f=F)
     publish(tmp_path / "old", config, tensors)
     _, params = checkpoints.load_moe_params(tmp_path / "old", 1, quantized=FLOAT8_MATRICES)
@@ -191,7 +192,7 @@ def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):
     for name in MATRICES:
         assert getattr(again, name).format == getattr(params, name).format
         assert bytes_of(getattr(again, name)) == bytes_of(getattr(params, name))
-    # A part that is changed has the new bytes, and all others keep theirs.
+    # Only the changed part of a matrix may get new bytes.
     before = files_of(new)
     wo = jax.tree.map(lambda part: part[np.r_[:3, 4, 4:E]], jax.tree.map(np.asarray, again.wo))
     checkpoints.save_moe(again._replace(wo=wo), new, 1)

@@ -1,4 +1,4 @@
-"""Files of the safetensors format, read and written in slices."""
+"""Tests of safetensors files, read and written in slices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WHOLE = slice(None)
     ],
 )
 def test_reads_bytes_written_by_hand(tmp_path, dtype, name, stored):
-    """The numbers 1 and -2, behind one other byte, in a file whose data starts anywhere."""
+    """The numbers 1 and -2, written byte by byte after another tensor, must be read."""
     entry = {"dtype": name, "shape": [2, 1], "data_offsets": [1, 1 + len(stored)]}
     other = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
     header = json.dumps({"__metadata__": {"format": "pt"}, "other": other, "x": entry}).encode()
@@ -55,7 +55,7 @@ def test_counts_only_the_bytes_of_the_slice(tmp_path):
 
 
 def test_what_was_read_leaves_the_process(tmp_path):
-    """Pages of a mapped file count as the process's memory until they are given back."""
+    """Reading must give mapped pages back, since they count as the process's memory."""
     x = np.zeros((64, 1 << 17), np.float32)
     directory = Directory(publish(tmp_path, {}, {"x": x}))
 
@@ -113,7 +113,10 @@ def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
 
 
 def test_a_save_that_was_killed_hinders_none(tmp_path):
-    """Not even one of a process of the same number, as in a container that starts again."""
+    """A killed save's temporary folder must not matter, even if it has this process's number.
+
+    The process numbers of a restarted container repeat.
+    """
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
     (tmp_path / f".rewriting-{os.getpid()}").mkdir()
@@ -146,7 +149,7 @@ def test_rewrites_files_in_subfolders_and_no_others(tmp_path):
 
 @pytest.mark.parametrize("metadata", [None, {"total_size": 0}, {"total_size": 7, "format": "pt"}])
 def test_an_index_has_the_bytes_of_all_tensors(tmp_path, metadata):
-    """Whatever it had before, of a file that is added and of one that is added again."""
+    """total_size must count all tensors' bytes after a file is added, and after one is replaced."""
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
     index = json.loads((tmp_path / INDEX).read_text()) | {"metadata": metadata, "kept": 1}
@@ -161,7 +164,7 @@ def test_an_index_has_the_bytes_of_all_tensors(tmp_path, metadata):
 
 
 def test_the_index_of_a_part_of_a_download(tmp_path):
-    """The bytes of files that are not there are those that the index has."""
+    """The bytes of files that are not downloaded must be taken from the index."""
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
     index = json.loads((tmp_path / INDEX).read_text())
@@ -202,7 +205,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path):
     assert stray.read("x", (WHOLE,)).tolist() == [1, 1]
     assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [2, 2]
     assert read_header(tmp_path / "model.safetensors").keys() == {"x", "stray"}
-    # No damaged one either, and one that the index names is read.
+    # A damaged file that the index does not name must not matter; one that it names is read.
     (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
     assert set(Directory(tmp_path).files) == {"x", "y", "z"}
     publish(tmp_path / "named", {}, {"x": x}, {"y": x})
@@ -218,7 +221,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path):
     ("I4", 4), ("F12_OF_TOMORROW", 12),
 ])  # fmt: skip
 def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, bits):
-    """Between two tensors that are read."""
+    """An unknown dtype must be an error only for its own tensor, not for tensors next to it."""
     data = bytes(8 * bits // 8)
     x = np.arange(3, dtype=np.float32)
     header = {
@@ -239,7 +242,7 @@ def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, b
     with rewriting(directory, ["after"]) as new:
         new.write("after", (WHOLE,), x + 1)
     assert file.read_bytes()[-24 - len(data) :] == x.tobytes() + data + (x + 1).tobytes()
-    # Its bytes must be in the file, and count.
+    # The tensor of unknown dtype must lie in the file and count in total_size.
     file.rename(tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(header, "a.safetensors")})
@@ -254,7 +257,7 @@ def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, b
 
 
 def file_of(header, num_bytes):
-    """A file with this header and so many bytes besides two tensors of 12 bytes."""
+    """Returns a file with the given header and `num_bytes` beyond two tensors of 12 bytes."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(24 + num_bytes)
 

@@ -1,9 +1,8 @@
-"""Blocks of the `transformers` package, through the files that it writes.
+"""Tests the MoE blocks against those of the `transformers` package, loaded from its files.
 
-A tiny random model of each kind is saved by `save_pretrained`; its MoE block is loaded, and must
-give the same output and the same gradients, of x and of every parameter, on one rank and on
-several. Torch's gradients are saved as a model is, so that the same loading brings them into the
-layer's shapes.
+`save_pretrained` saves a tiny random model of each kind, and its MoE block is loaded. The block
+must give the same output and the same gradients of x and of every parameter, on one rank and on
+several. Torch's gradients are saved like a model, so that loading them gives the layer's shapes.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Variant(NamedTuple):
     """A kind of model in `transformers`.
 
     Attributes:
-        name: of its classes there, before "Config" and "ForCausalLM".
+        name: the model's class names before "Config" and "ForCausalLM".
         config: arguments of the configuration.
-        block: its MoE block as a function of x, given the decoder's layer.
+        block: returns the MoE block, a function of x, of a decoder layer.
     """
 
     name: str
@@ -191,7 +190,7 @@ def exact_matmuls():
 
 
 class Expected(NamedTuple):
-    """What torch gives, and where the model and its gradients are saved."""
+    """Torch's output and input for a model, and the folders of the model and its gradients."""
 
     folder: Any
     gradients: Any
@@ -203,7 +202,7 @@ class Expected(NamedTuple):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Callable[[str], Expected]:
-    """A variant's model, made once for all meshes."""
+    """Returns a function that makes a variant's `Expected`, once for all meshes."""
 
     @functools.cache
     def make(name: str) -> Expected:
@@ -215,14 +214,16 @@ def expected(tmp_path_factory) -> Callable[[str], Expected]:
         model = getattr(transformers, variant.name + "ForCausalLM")(config).float().eval()
         layer = model.model.layers[LAYER]
         for tensor in (*layer.parameters(), *layer.buffers()):
-            # Weights that keep the size of x; logits that differ; biases that steer.
+            # Weights keep the scale of x, logits differ clearly, and biases are large enough to
+            # matter.
             scale = tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
             tensor.data.normal_(std=scale)
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder)
 
         x = torch.randn(16, 4, H).requires_grad_()
-        cotangent = torch.randn(16, 4, H) / 8  # the square root of the tokens: gradients of size 1
+        # 8 is the square root of the number of tokens, which makes gradients of size 1.
+        cotangent = torch.randn(16, 4, H) / 8
         out = variant.block(layer)(x)
         out = (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
         out.backward(cotangent)
@@ -239,7 +240,7 @@ def expected(tmp_path_factory) -> Callable[[str], Expected]:
 
 @functools.partial(jax.jit, static_argnames="config")
 def output_and_gradients(params, x, cotangent, config):
-    """The output, and the gradients of its product with the cotangent."""
+    """Returns the block's output, and the gradients of sum(output * cotangent)."""
 
     def product(params, x):
         out, _ = jax_ep.moe_layer(params, x, config)
@@ -280,10 +281,10 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-# transformers gives LongCat-Flash's experts that cost nothing matrices, which are not published.
+# transformers gives the identity experts of LongCat-Flash matrices, which are not published.
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "LongCat-Flash"])
 def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, name):
-    """With nothing but config.json there: every weight of the layer's block is found and equal."""
+    """A block saved with only config.json must be found by transformers, every weight equal."""
     folder = expected(name).folder
     shutil.copy(folder / "config.json", tmp_path)
     checkpoints.save_moe(checkpoints.load_moe(folder, LAYER), tmp_path, LAYER)
@@ -299,11 +300,11 @@ def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, 
         torch.testing.assert_close(model.state_dict()[key], want[key], rtol=0, atol=0)
 
 
-# ------------------------------------------------------------------- a whole model, as an example
+# -------------------------------------------------------------- a whole model, run by the example
 
 DECODED = dict(head_dim=16, num_attention_heads=4, vocab_size=64)
 YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16)
-# GPT-OSS has sinks, biases everywhere, and a window, here shorter than the prompt.
+# GPT-OSS has attention sinks, biases on all projections, and here a window below the prompt length.
 WHOLE = {
     "Qwen3-MoE": Variant(
         "Qwen3Moe", OWN_WIDTH | DECODED | dict(norm_topk_prob=True, rope_parameters=ROTARY)
@@ -323,7 +324,7 @@ WHOLE = {
 
 
 def whole_model(name: str, folder: Path, **sizes: int) -> Any:
-    """Saves a model whose every weight matters."""
+    """Makes and saves a model whose random norms, biases and matrices all affect the logits."""
     torch.manual_seed(1)
     config = getattr(transformers, WHOLE[name].name + "Config")(**(WHOLE[name].config | sizes))
     model = getattr(transformers, WHOLE[name].name + "ForCausalLM")(config).float().eval()
@@ -341,9 +342,9 @@ def whole_model(name: str, folder: Path, **sizes: int) -> Any:
 @pytest.mark.parametrize("batch, stack", [(8, False), (3, True)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_example_decodes_as_transformers_does(tmp_path, name, batch, stack):
-    """Chunked prefill and greedy decoding of prompts of several lengths.
+    """The example's decoder must give the logits and greedy tokens of transformers.
 
-    Every logit; and every token, by steps from Python and by the loop on the devices.
+    Prompts have several lengths, prefill is chunked, and both decoding loops are tested.
     """
     decoder, program = example("decoder"), example("decode_qwen3_moe")
     model = whole_model(name, tmp_path)
@@ -378,7 +379,10 @@ def test_the_example_decodes_as_transformers_does(tmp_path, name, batch, stack):
 
 
 def quantized(folder: Path, into: Path, method: str) -> None:
-    """Writes a directory's matrices of layers as float8 or its experts' as MXFP4, as published."""
+    """Writes a copy of a checkpoint, quantized as published ones are.
+
+    "fp8" quantizes all matrices of the layers to float8, "mxfp4" those of the experts.
+    """
     files, tensors = Directory(folder), {}
     for name in files.files:
         values = files.read(name, (slice(None),) * len(files.entry(name).shape))
@@ -407,7 +411,8 @@ def test_quantized_directories_give_the_logits_of_transformers_dequantized(tmp_p
     decoder = example("decoder")
     sizes = dict(hidden_size=64, intermediate_size=32)
     if method == "fp8":
-        sizes |= dict(moe_intermediate_size=256)  # transformers divides 160 into 80 and 80
+        # transformers quantizes fused matrices of 160 rows as 80 and 80, so take 256.
+        sizes |= dict(moe_intermediate_size=256)
     whole_model(name, tmp_path / "plain", **sizes)
     quantized(tmp_path / "plain", tmp_path / "quantized", method)
     kind = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}[method]
@@ -424,5 +429,5 @@ def test_quantized_directories_give_the_logits_of_transformers_dequantized(tmp_p
     got, _ = decoder.prefill(config, loaded, tokens.numpy(), mask, cache, 11)
     largest = np.abs(want).max()
     np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * largest)
-    # Of the unquantized weights they are not: the quantized ones were read.
+    # The unquantized weights give other logits, so the quantized ones were read.
     assert np.abs(plain.logits[:, -1].numpy() - want).max() > 2**-6 * largest

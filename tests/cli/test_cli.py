@@ -1,4 +1,4 @@
-"""The command line: usage, `info`, and the parts that a GPU alone would otherwise exercise."""
+"""Tests of the command line: usage, help, errors and written files."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ EVERY_FLAG = [pytest.param(flag, id=f"{name} {flag.name}") for name, flag in _fl
 
 @pytest.mark.parametrize("flag", EVERY_FLAG)
 def test_help_says_what_a_flag_is(flag):
-    """A sentence: more than a symbol or a fragment, and what leaving the flag out means."""
-    text = re.sub(r"^<[^>]*>: |;\n *repeat this option.*", "", flag.help)  # what absl adds
+    """Every flag's help must be a sentence on what the flag is and what its default means."""
+    # Remove the text that absl adds to a flag's help.
+    text = re.sub(r"^<[^>]*>: |;\n *repeat this option.*", "", flag.help)
     assert re.fullmatch(r"[A-Z].*[.]", text, re.S), text
     assert len(text.split()) >= 4, text
     assert not re.match(r"(Of|As in|In which|Default)\b", text), text
@@ -94,11 +95,11 @@ def test_help_says_what_a_flag_is(flag):
 
 
 def test_one_thing_has_one_name_and_one_meaning():
-    """No flag is the plural of another, and flags of one name take one kind of value."""
+    """No flag may be the plural of another, and a flag's name must mean one kind of value."""
     kinds = collections.defaultdict(set)
     for _, flag in _flags_of_commands():
         kind = type(flag.parser).__name__.lstrip("_")
-        # A command measures one size or several of them.
+        # A flag may take one size in one command and several in another.
         kinds[flag.name].add({"Integers": "IntegerParser", "Numbers": "Number"}.get(kind, kind))
     assert not {name for name in kinds if f"{name}s" in kinds}
     several = {name: {"EnumParser", "Choices"} for name in ("wire_dtype", "matmul_dtype")}
@@ -112,7 +113,7 @@ def test_one_thing_has_one_name_and_one_meaning():
 
 
 def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):
-    """The reader of a named pipe gets all of a file, and gets it once."""
+    """Files must be written once and whole although standard output is closed, named pipes too."""
     file, pipe = tmp_path / "out.json", tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (file, pipe):

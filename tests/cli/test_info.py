@@ -1,4 +1,4 @@
-"""`python -m jax_ep info`, as a program and for machines that are not this one."""
+"""Tests of `python -m jax_ep info`, as a program, and with the facts of other machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_info_as_a_program(tmp_path):
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["backend"] == "cpu"
     assert len(facts["devices"]) >= 1
-    assert facts["unavailable"]["pallas"]  # no GPU kernel runs on a CPU
+    # The kernels are unavailable on a CPU.
+    assert facts["unavailable"]["pallas"]
     assert facts["unavailable"]["xla"] is None
 
 
@@ -52,7 +53,7 @@ def test_info_shows_the_memory_that_gpus_share():
 
 
 def collected(monkeypatch, host_of_device):
-    """What `info` collects where kernels run, and each device is on a given host."""
+    """Returns what `info` reports where kernels run and the devices are on the given hosts."""
     monkeypatch.setattr(hosts, "hosts_of", lambda devices: host_of_device)
     monkeypatch.setattr(availability.Machine, "unavailable_reason", lambda *_: None)
     return info.collect()
@@ -86,7 +87,7 @@ def test_info_says_why_two_level_does_not_run(found, shown, reason, monkeypatch)
 @needs_kernels
 @pytest.mark.parametrize("module", mosaic._REQUIRED)
 def test_info_names_what_jax_lacks(module, monkeypatch):
-    """Also on a machine without GPUs, where kernels do not run for another reason."""
+    """The missing module must be named, even if kernels could not run without GPUs anyway."""
     name = mosaic._REQUIRED[module][0]
     for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
         cached.cache_clear()
@@ -121,7 +122,7 @@ def test_info_names_what_jax_lacks_of_the_other_names(path, monkeypatch):
 
 
 def test_every_name_that_is_looked_for_is_known_to_info():
-    """A name that `_find` is given is in one of the tables that `info` prints from."""
+    """Every name that `_find` looks up must be in one of the tables that `info` prints from."""
     text = inspect.getsource(jax_compat)
     looked_for = set(re.findall(r'_find\("([^"]+)"\)', text)) | set(jax_compat._MULTIMEM)
     assert looked_for and looked_for <= {*jax_compat._OPTIONAL, *jax_compat._REQUIRED}
@@ -135,7 +136,7 @@ def test_info_names_a_setting_that_does_not_fit(monkeypatch, capsys):
 
 
 def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys):
-    """With JAX_PLATFORMS=cuda and no GPU, `jax.devices` raises an AssertionError without text."""
+    """An AssertionError without text, as JAX raises for lack of a GPU, must be reported."""
 
     def devices():
         raise AssertionError

@@ -1,4 +1,4 @@
-"""`python -m jax_ep memory`: every figure, and why the kernels cannot run."""
+"""Tests of `python -m jax_ep memory`: its figures, and its reasons why kernels cannot run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_command_refuses_wrong_flags(capsys):
 
 
 def test_the_largest_buffer_is_shown(capsys):
-    """Of any routing, N T K rows of H values arrive: 8 * 128 * 8 of 7168 bfloat16 are 112 MiB."""
+    """The largest buffer must have N * T * K rows: 8 * 128 * 8 of 7168 bfloat16 are 112 MiB."""
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
     by_expert, by_rank = text.split('\nimplementation="')[1:3]

@@ -1,4 +1,4 @@
-"""Other libraries' buffers, by their formulas."""
+"""Tests the formulas for the buffer sizes of other libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
 
 
 def test_other_libraries_hold_what_they_say():
-    """Figures published for this model, in MiB."""
+    """The formulas must give the figures, in MiB, that were published for this model."""
     published = {
         "DeepEP V1": 1820,
         "NCCL EP, before": 1820,

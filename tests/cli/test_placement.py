@@ -1,4 +1,4 @@
-"""`python -m jax_ep placement`, on a trace with planted affinity and one hot expert."""
+"""Tests of `python -m jax_ep placement`, on a trace with groups of tokens and one hot expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import jax_ep.cli
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Tokens of four groups choose among the group's own experts; half of one group's, expert 0."""
+    """Writes a trace in which tokens of four groups choose their group's experts; returns its path.
+
+    Three tenths of all tokens choose expert 0 instead of their first choice.
+    """
     rng = np.random.default_rng(0)
     members = np.stack([rng.permutation(16).reshape(4, 4) for _ in range(3)])
     group = rng.integers(0, 4, (6, 200))
@@ -44,7 +47,7 @@ def test_every_method_is_compared(trace, tmp_path, capsys):
 
 
 def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
-    """The trace says how many there are; without, and without the flag, its largest id does."""
+    """The number of experts must come from the flag, the trace, or else the largest id."""
     topk_idx, path = np.load(trace)["topk_idx"], tmp_path / "trace.npz"
     num_experts = int(topk_idx.max()) + 1
     for said, flags, count in (
@@ -109,11 +112,12 @@ def test_what_is_no_trace_is_refused(name, write, message, tmp_path, capsys):
 
 
 def test_experts_are_counted_in_the_whole_trace(tmp_path, capsys):
-    """Placements are found on the first half, which may have fewer, or none."""
+    """Experts must be counted in the whole trace, although placements use its first half only."""
     choices = np.where(np.arange(4)[:, None, None, None] < 2, -1, CHOICES)
     np.savez(tmp_path / "trace.npz", topk_idx=choices)
     arguments = [f"--trace={tmp_path}/trace.npz", "--ranks=4"]
     assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 0
-    assert "balance, 12 slots" in capsys.readouterr().out  # of 8 experts
+    # 12 slots for 8 experts: the second half of the trace counts, too.
+    assert "balance, 12 slots" in capsys.readouterr().out
     assert jax_ep.cli.main(["jax_ep", "placement", *arguments, "--num_experts=7"]) == 2
     assert "--num_experts: the trace has expert 7, of 7" in capsys.readouterr().err

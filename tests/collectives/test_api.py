@@ -1,4 +1,4 @@
-"""The collectives against float64 and `jax.lax`, on every rank count, with their gradients."""
+"""Tests of the collectives against float64 and `jax.lax`, on all rank counts, with gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERYWHERE = ("xla", "unfused")
 
 
 def supported(op: str) -> list[str | None]:
-    """Returns None and the algorithms that run here, but for "multimem"."""
+    """Returns None, the default, and the algorithms that run on this machine, except "multimem"."""
     if availability.unavailable_reason():
         return [None, *(name for name in ALGORITHMS[op].names if name in EVERYWHERE)]
     return [None, *(name for name in ALGORITHMS[op].names if name != "multimem")]
@@ -55,7 +55,7 @@ def function(op: str, algorithm: str | None = None, axis_name: Any = AXIS):
 
 
 def expected(op: str, x: np.ndarray) -> np.ndarray:
-    """float64 results of every rank, [N, ...], from operands [N, ...]."""
+    """Computes a collective in float64; operands and results of all ranks are stacked, [N, ...]."""
     num_ranks, x = len(x), x.astype(np.float64)
     if op == "all_reduce":
         return np.stack([x.sum(0)] * num_ranks)
@@ -67,7 +67,7 @@ def expected(op: str, x: np.ndarray) -> np.ndarray:
 
 
 def run(apply, num_ranks: int, x: np.ndarray, check_vma: bool = False) -> np.ndarray:
-    """[N, ...] -> [N, ...]: each rank's results."""
+    """Runs `apply` on operands x [N, ...] of N ranks; returns the ranks' results, [N, ...]."""
     mapped = jax.shard_map(
         lambda x: jax.tree.map(lambda y: y[None], apply(x[0])),
         mesh=expert_mesh(num_ranks),
@@ -82,7 +82,7 @@ def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> np.
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-# ----------------------------------------------------------------------------------------- values
+# ---------------------------------------------------------------------- values of the collectives
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,8 @@ def test_values(op, algorithm, num_ranks, shape, dtype):
         np.testing.assert_array_equal(got.astype(np.float64), want)
         return
     eps = float(jnp.finfo(dtype).eps)
-    if algorithm in (None, "xla"):  # XLA may round after every addition
+    # XLA may round after each of the additions.
+    if algorithm in (None, "xla"):
         eps *= num_ranks
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=eps, atol=2 * eps)
     if op == "all_reduce":
@@ -119,7 +120,8 @@ def test_all_reduce_takes_any_shape(shape, algorithm):
 @pytest.mark.skipif(bool(availability.unavailable_reason()), reason="XLA may quiet NaNs")
 def test_what_is_only_moved_keeps_its_bits():
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 4, 33), dtype=np.uint16)
-    x = bits.view(jnp.bfloat16)  # NaNs of every kind
+    # All bit patterns include every kind of NaN.
+    x = bits.view(jnp.bfloat16)
     for op in ("all_gather", "all_to_all"):
         got = run(function(op, "direct"), 2, x).view(np.uint16)
         want = expected(op, bits).astype(np.uint16)
@@ -151,13 +153,13 @@ def test_meshes_of_several_axes(op, algorithm, axis_name):
     np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------- gradients of the collectives
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_gradients_are_those_of_lax(op, algorithm, check_vma):
-    """Of each rank's part of a loss that weighs every element of every rank's result."""
+    """Gradients must equal those of `jax.lax`, for a loss that weighs each element differently."""
     num_ranks = min(4, len(jax.devices()))
     x, out_specs = normal((num_ranks * 8, 3)), REPLICATED if op == "all_reduce" else SHARDED
 
@@ -194,7 +196,7 @@ def test_gradients_inside_of_shard_map_are_those_of_lax(op, check_vma):
 
 @pytest.mark.parametrize("op", LINEAR)
 def test_transforms(op):
-    """jvp, second derivatives, checkpoint, scan and vmap, as of lax."""
+    """jvp, second derivatives, checkpoint, scan and vmap must give what they give for `jax.lax`."""
     num_ranks = min(2, len(jax.devices()))
     x = normal((num_ranks, 4, 4, 3))
 
@@ -357,7 +359,7 @@ def test_all_reduce_rms_norm_forwards_and_again():
 
 @pytest.mark.parametrize("algorithm", supported("all_reduce_rms_norm"))
 def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
-    """Results and gradients of operands of three dtypes are those of jnp's defaults."""
+    """With operands of three dtypes, strict promotion must give the default promotion's results."""
     num_ranks = min(2, len(jax.devices()))
     x, residual, scale = (
         normal(shape, dtype, seed)
@@ -379,7 +381,7 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# ---------------------------------------------------------------------------- Explicit mesh axes
+# --------------------------------------------------------------------- meshes with explicit axes
 
 
 @pytest.mark.needs_devices(4)
@@ -391,7 +393,10 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
 )
 @pytest.mark.parametrize("op", LINEAR)
 def test_a_shard_map_that_leaves_out_explicit_axes(op, spec, check_vma):
-    """Operands may be sharded over the axes left out; values and gradients are those of all."""
+    """A shard_map over one axis must accept operands sharded over other, explicit axes.
+
+    Values and gradients are those of unsharded operands.
+    """
     explicit = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Explicit,) * 2)
     x = normal((16, 6))
 
@@ -488,7 +493,7 @@ def test_errors_name_the_argument_and_its_value():
 
 
 def test_any_floating_dtype_has_a_collective():
-    """With algorithm=None; a kernel that sums has fewer, and says which."""
+    """algorithm=None must support every floating dtype, although summing kernels do not."""
     for op in LINEAR:
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn):
             call(function(op), (8, 2), dtype=dtype)
@@ -547,7 +552,7 @@ def test_kernels_are_refused_where_shard_map_leaves_axes_out(kind):
             in_specs=SHARDED,
             out_specs=SHARDED,
         )
-        # Where axes are Explicit, an operand is sharded as in_specs has it.
+        # On Explicit axes, an operand must already be sharded as in_specs says.
         sharding = NamedSharding(small, SHARDED) if kind == AxisType.Explicit else None
         x = jax.ShapeDtypeStruct((4, 8192), jnp.float32, sharding=sharding)
         return str(jax.make_jaxpr(mapped)(x))
@@ -566,7 +571,8 @@ def test_nothing_is_chosen_for_a_machine_that_is_not_here():
         assert "mosaic" not in lower_for_cuda(function(op), (16, 8192), jnp.bfloat16)
 
 
-@needs_kernels  # where there are none, it is XLA's collective
+# Where the kernels cannot run, the jaxpr has XLA's collective.
+@needs_kernels
 def test_the_jaxpr_names_the_collective():
     small = cuda_mesh((2,), (AXIS,))
     for op in LINEAR:
@@ -580,7 +586,10 @@ def test_the_jaxpr_names_the_collective():
 @needs_kernels
 @pytest.mark.parametrize("name", ["residual", "scale"])
 def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
-    """None has them normalized by XLA, after a sum that may be a kernel's."""
+    """Kernels must refuse unsupported dtypes; algorithm=None must choose "unfused" then.
+
+    "unfused" normalizes with XLA after a sum that may be a kernel's.
+    """
     shapes = dict(x=(4, 8), residual=(4, 8), scale=(8,))
     dtypes = dict.fromkeys(shapes, jnp.bfloat16) | {name: jnp.float8_e4m3b11fnuz}
     arrays = [jax.ShapeDtypeStruct(shape, dtypes[each]) for each, shape in shapes.items()]
@@ -610,7 +619,7 @@ def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
 
 
 def test_a_program_without_kernels_asks_no_table(monkeypatch):
-    """So sizes may be symbols, as in an export."""
+    """A program without kernels must not look into the table, so that sizes may be symbolic."""
     (rows,) = jax.export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

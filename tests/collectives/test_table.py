@@ -1,4 +1,4 @@
-"""The table of measured times: what it chooses, what is shipped, and which files are refused."""
+"""Tests of the table of measured times: its choices, the shipped file, refused files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_only_what_is_clearly_faster_is_chosen():
         times = {"direct": ours, "xla": 100.0}
         assert table.fastest(times) == choice
         assert table.choices([1], [times]) == [(None, choice)]
-    # Between two sizes, too: from where on it is 3 % ahead.
+    # Between two measured sizes, the choice must change where "direct" becomes 3 % faster.
     times = [{"direct": 106.0, "xla": 100.0}, {"direct": 88.0, "xla": 100.0}]
     (limit, first), (_, then) = table.choices([2**20, 2**22], times)
     assert (first, then) == ("xla", "direct") and 2**20.9 < limit < 2**21.1
@@ -32,13 +32,16 @@ def test_choices_cross_between_sizes():
         {"one_shot": 10.0, "two_shot": 20.0, "xla": 30.0},
         {"one_shot": 20.0, "two_shot": 20.1, "xla": 30.0},
         {"one_shot": 80.0, "two_shot": 40.0, "xla": 80.0},
-        {"one_shot": 320.0, "two_shot": 100.0, "xla": 101.0},  # not clearly faster
+        # Here two_shot is not clearly faster.
+        {"one_shot": 320.0, "two_shot": 100.0, "xla": 101.0},
     ]
     sizes = [2**10, 2**12, 2**14, 2**16]
     (first, one), (second, two), (last, xla) = table.choices(sizes, times)
     assert (one, two, xla) == ("one_shot", "two_shot", "xla") and last is None
-    assert 2**12 <= first < 2**12 * 1.1  # they were all but equal there
-    assert 2**15.9 < second < 2**16  # 3 % before they are equal
+    # The first two were almost equally fast at 2**12 bytes.
+    assert 2**12 <= first < 2**12 * 1.1
+    # two_shot stops being 3 % faster just before the two are equal.
+    assert 2**15.9 < second < 2**16
     assert table.choices([1], [{"xla": 1.0}]) == [(None, "xla")]
 
 
@@ -53,7 +56,8 @@ def test_lookup():
         "one_shot", "one_shot", "two_shot", "two_shot", "xla",
     ]  # fmt: skip
     assert lookup(2, 10**9) == "one_shot"
-    assert lookup(3, 150) == lookup(16, 150) == "two_shot"  # the next one that was measured
+    # An unmeasured number of ranks uses the next larger measured one, else the largest.
+    assert lookup(3, 150) == lookup(16, 150) == "two_shot"
     assert lookup(8, 1, capability="10.0") == lookup(8, 1, capability=None) == "xla"
     assert lookup(8, 1, op="all_gather") == "xla"
 
@@ -91,12 +95,14 @@ def test_the_notes_have_the_shipped_times_of_all_reduce():
     of_ranks = table.current()["9.0"]["all_reduce"]
     lines = {line.split("|")[1].strip(): line for line in told[1].splitlines()}
     sizes = {f"{int(size) / 1e6:.3g}": size for size in of_ranks["2"]["us"]}
-    assert len(lines) >= 5 and lines.keys() <= sizes.keys()  # some of the sizes
+    # The notes have some of the measured sizes.
+    assert len(lines) >= 5 and lines.keys() <= sizes.keys()
     for megabytes, line in lines.items():
         told_times = []
         for ranks in "24":
             us = dict(of_ranks[ranks]["us"][sizes[megabytes]])
-            told_times += [us.pop("xla"), min(us.values())]  # of jax.lax's, and of the best of ours
+            # The notes have the times of jax.lax and of the best algorithm.
+            told_times += [us.pop("xla"), min(us.values())]
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         assert cells == [megabytes, *(f"{us:.1f}" for us in told_times)]
 
@@ -139,7 +145,7 @@ def test_the_variable_names_another_table(tmp_path, monkeypatch):
     ],
 )
 def test_a_variable_that_names_no_table_is_refused(tmp_path, monkeypatch, text, problem):
-    """On any machine, when the program is traced, with the variable's name and value."""
+    """The variable must be refused by name and value when a program is traced, on any machine."""
     path = tmp_path / "table.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""The contract of dispatch and combine, against `jax_ep.reference`, on every rank count."""
+"""Tests of dispatch and combine against `jax_ep.reference`, on every number of ranks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
 
-# ------------------------------------------------------------------------ values, on every shape
+# ----------------------------------------------------------------------- results for many shapes
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype, capacity, expert_alignment
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype,
+    # capacity, expert_alignment.
     Case(1, 5, 8, 2, 4, "float32"),
     Case(1, 7, 33, 3, 2, "bfloat16", 11, 8),
     Case(1, 1, 16, 1, 1, "float16", 1),
@@ -81,12 +82,12 @@ CASES = [
     "case", quick(CASES, CASES[1], CASES[5], CASES[12], CASES[14], CASES[16], CASES[19]), ids=str
 )
 def test_everything_equals_the_reference(case: Case, implementation: Implementation):
-    """`tokens` bit for bit, whatever the bits; sums exactly, since they are of small integers."""
+    """Tokens must be equal bit for bit, and sums exactly, since they are of small integers."""
     equals_the_reference(case, implementation, ROUTINGS, check_vma=CASES.index(case) % 3 != 0)
 
 
 def test_many_tokens_of_a_rank_alone(implementation: Implementation):
-    """Blocks of the kernels then take as many steps each, which the compiler unrolls."""
+    """512 tokens of one rank must be right, where all kernel blocks take equally many steps."""
     case = Case(1, 512, 4096, 2, 4, "float32")
     equals_the_reference(case, implementation, ["uniform"], check_vma=True)
 
@@ -162,7 +163,10 @@ def test_sums_of_any_floats_are_close_and_repeat_bit_for_bit(
 
 
 def test_no_routing_overflows_the_default_capacity(implementation: Implementation):
-    """Every pair on one rank, each expert with one row more than its alignment holds."""
+    """The default capacity must hold any routing: here all pairs go to one rank, with most padding.
+
+    Each expert has one row more than a multiple of its alignment.
+    """
     case = Case(most_ranks(4), 8, 8, 2, 4 * most_ranks(4), expert_alignment=8)
     pairs = case.num_ranks * case.num_tokens * case.top_k
     counts = [9, 9, 9, pairs - 27] if pairs > 36 else [9, 1, 1, pairs - 11]
@@ -219,7 +223,7 @@ def _check_round_trip(
 
 
 def test_float8_payloads_arrive_bit_for_bit():
-    """The portable exchange carries any float dtype."""
+    """A float8 payload must arrive bit for bit through "xla", which carries any float dtype."""
     case = Case(most_ranks(4), 5, 16, 3, 8, "float8_e4m3fn")
     rng = np.random.default_rng(4)
     x = random_bits(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
@@ -234,7 +238,7 @@ def test_float8_payloads_arrive_bit_for_bit():
 
 
 def test_combine_accumulates_in_float32(implementation: Implementation):
-    """bfloat16 has no 257: 256 + 1 - 256 is 1 only where the sum is kept in float32."""
+    """256 + 1 - 256 must be 1: it is summed in float32, since bfloat16 cannot represent 257."""
     case = Case(most_ranks(4), 2, 8, 3, 4, "bfloat16", 8)
     topk_idx = np.full((case.num_ranks, 2, 3), -1, np.int32)
     topk_idx[0] = [[3, 3, 3], [0, 0, 0]]
@@ -251,11 +255,15 @@ def test_combine_accumulates_in_float32(implementation: Implementation):
 
 
 def test_nothing_leaks_from_one_pair_to_another(implementation: Implementation):
-    """A masked choice is skipped whatever its weight; infinities stay where they belong."""
+    """NaN and infinity in a token's row or weight must not reach other tokens' results.
+
+    A masked choice is skipped whatever its weight is.
+    """
     case = Case(most_ranks(4), 3, 8, 2, 4, "float32", 4)
     topk_idx = np.full((case.num_ranks, 3, 2), -1, np.int32)
     topk_idx[0, :2] = [[0, -1], [-1, 3]]
-    weights = np.full(topk_idx.shape, np.nan, np.float32)  # as 0 / 0 of a masked token would be
+    # NaN is what 0 / 0 gives for the weights of a masked token.
+    weights = np.full(topk_idx.shape, np.nan, np.float32)
     weights[0, 0, 0], weights[0, 1, 1] = np.inf, 2
     y = np.ones((case.num_ranks, 4, 8), np.float32)
     grad_out = np.full((case.num_ranks, 3, 8), np.inf, np.float32)
@@ -295,7 +303,7 @@ def test_nothing_leaks_from_one_pair_to_another(implementation: Implementation):
 def test_combine_takes_another_width_and_other_dtypes(
     y_dtype: str, weights_dtype: str | None, implementation: Implementation
 ):
-    """y may differ from x in hidden size and dtype; weights have their own dtype and gradient."""
+    """y may differ from x in hidden size and dtype; weights have their own dtype."""
     case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16", 40)
     rng = np.random.default_rng(5)
     x = small_integers(rng, (case.num_ranks, 5, 16), case.dtype)
@@ -368,7 +376,7 @@ def test_no_implementation_named_serves_everywhere():
 
 
 def test_no_axes_are_one_rank():
-    """Outside any shard_map, `axis_name=()` is for a program that is not spread over ranks."""
+    """With `axis_name=()`, a program on one device must exchange outside of any shard_map."""
     case = Case(1, 5, 8, 2, 4, "bfloat16", 8)
     rng = np.random.default_rng(16)
     x = random_bits(rng, (5, 8), case.dtype)
@@ -382,11 +390,14 @@ def test_no_axes_are_one_rank():
     )
 
 
-# -------------------------------------------------------------------- inside other transformations
+# ------------------------------------------------------------------- inside transformations of JAX
 
 
 def _layers(case: Case, implementation: Implementation, style: str) -> Any:
-    """x -> x + combine(2 * dispatch(x)), once per layer, written in one of several styles."""
+    """Returns a function that adds combine(2 * dispatch(x)) to x, once per layer.
+
+    `style` says whether the layers are scanned and whether they are under jax.checkpoint.
+    """
 
     def layer(x: Any, routing_of_layer: Any) -> tuple[Any, None]:
         topk_idx, weights = routing_of_layer
@@ -408,7 +419,7 @@ def _layers(case: Case, implementation: Implementation, style: str) -> Any:
 
 
 def _layers_by_reference(case: Case, rows: int, x: Any, topk_idx: Any, weights: Any, grad: Any):
-    """The same, and the gradients of sum(grad * result)."""
+    """Computes `_layers` by the reference, and the gradients of sum(grad * result)."""
     kept = []
     for layer in range(topk_idx.shape[1]):
         sent = send_by_reference(case, x, topk_idx[:, layer], rows)
@@ -428,7 +439,7 @@ def _layers_by_reference(case: Case, rows: int, x: Any, topk_idx: Any, weights: 
     "style", quick(["plain", "checkpoint", "scan", "scan_checkpoint"], "scan_checkpoint")
 )
 def test_gradients_through_layers(style: str, check_vma: bool, implementation: Implementation):
-    """jax.grad from outside the shard_map, three layers of different routings, some dropping."""
+    """jax.grad outside of the shard_map must be right for three layers, some of which drop rows."""
     case = Case(most_ranks(4), 5, 8, 3, 8, "float32", 14)
     rng = np.random.default_rng(8)
     x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
@@ -451,7 +462,7 @@ def test_gradients_through_layers(style: str, check_vma: bool, implementation: I
 
 
 def test_a_handle_crosses_jit(implementation: Implementation):
-    """One program dispatches and returns the handle, another one takes it and combines."""
+    """A handle must be a valid result of one jitted program and argument of another."""
     case = Case(most_ranks(4), 5, 8, 2, 8, "bfloat16", 9)
     rng = np.random.default_rng(9)
     x = small_integers(rng, (case.num_ranks, 5, 8), case.dtype)
@@ -475,7 +486,7 @@ def test_a_handle_crosses_jit(implementation: Implementation):
 
 
 def test_a_handle_crosses_scan_and_checkpoint(implementation: Implementation):
-    """The handle as a scan's carry, then as an argument of a checkpointed function."""
+    """A handle must be a valid carry of a scan, and argument of a checkpointed function."""
     case = Case(most_ranks(4), 5, 8, 2, 8, "float32", 12)
     rng = np.random.default_rng(10)
     x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
@@ -508,7 +519,7 @@ def test_a_handle_crosses_scan_and_checkpoint(implementation: Implementation):
 
 
 def test_several_dispatches_in_one_program(implementation: Implementation):
-    """Two routings in flight at once, combined in the other order."""
+    """Two dispatches may be in flight at once and be combined in the reverse order."""
     case = Case(most_ranks(4), 5, 8, 2, 8)
     rng = np.random.default_rng(11)
     x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
@@ -598,7 +609,7 @@ def test_the_jaxpr_shows_the_primitives_and_has_no_effects(implementation: Imple
 
 
 def test_second_derivatives(implementation):
-    """Of a loss that is nonlinear in rows and weights, along one direction."""
+    """Second derivatives must be right for a loss that is nonlinear in rows and weights."""
     case = Case(most_ranks(2), 3, 64, 2, 4, "float32")
     rng = np.random.default_rng(21)
     topk_idx = routing("masked", case, rng)
@@ -655,7 +666,10 @@ def _sample(num_ranks: int, groups: int) -> tuple[Case, np.ndarray, np.ndarray, 
 def test_each_data_row_of_a_mesh_dispatches_alone(
     shape: tuple[int, int], names: tuple[str, str], check_vma: bool, implementation: Implementation
 ):
-    """Weights replicated over data: their gradient sums over it."""
+    """Ranks with other data indices must not exchange.
+
+    A replicated weight's gradient sums over data.
+    """
     sizes = dict(zip(names, shape, strict=True))
     groups = sizes["data"]
     case, x, topk_idx, weights = _sample(sizes["expert"], groups)
@@ -717,7 +731,7 @@ def test_a_tuple_of_axes_is_one_expert_axis(
     axis_name: tuple[str, ...],
     implementation: Implementation,
 ):
-    """Ranks count in the order of the tuple, as `jax.lax.axis_index` and PartitionSpec do."""
+    """Ranks along several axes must be numbered as by `jax.lax.axis_index(axis_name)`."""
     sizes = dict(zip(names, shape, strict=True))
     num_ranks, groups = int(np.prod([sizes[a] for a in axis_name])), sizes.get("data", 1)
     case, x, topk_idx, weights = _sample(num_ranks, groups)
@@ -759,9 +773,9 @@ def test_a_tuple_of_axes_is_one_expert_axis(
 def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
     style: str, implementation: Implementation
 ):
-    """Manual over the expert axis alone; the data axis is XLA's, or another shard_map's.
+    """Only the expert axis must be manual; the data axis may be automatic or of an outer shard_map.
 
-    JAX cannot lower the gradient of a nested shard_map under check_vma=True, whatever is inside.
+    JAX cannot lower the gradient of any nested shard_map under check_vma=True.
     """
     groups = most_ranks(2)
     num_ranks = most_ranks(8) // groups
@@ -833,7 +847,10 @@ def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
 def test_what_every_rank_shares_may_stay_replicated(
     replicated: tuple[str, ...], check_vma: bool, implementation: Implementation
 ):
-    """Its gradient is the sum over ranks, of the type that check_vma asks for."""
+    """Operands may be replicated over the ranks; their gradients must be sums over the ranks.
+
+    Under check_vma=True, such a gradient is replicated, too.
+    """
     case, x, topk_idx, weights = _sample(most_ranks(4), 1)
     values = {"x": x[0], "topk_idx": topk_idx[0], "weights": weights}
     for name in replicated:
@@ -884,7 +901,7 @@ ERRORS = (ValueError, TypeError, NameError, NotImplementedError, RuntimeError)
 
 
 def _trace(function: Any, num_ranks: int = 1) -> None:
-    """Trace only: nothing is compiled, so whatever is raised is raised at trace time."""
+    """Traces `function` on ranks without compiling it, so that any error is one of tracing."""
     jax.make_jaxpr(per_rank(function, num_ranks))(np.zeros((num_ranks, 1), np.float32))
 
 
@@ -1029,7 +1046,7 @@ def test_a_named_implementation_never_falls_back(function: str):
 
 
 def test_a_wide_integer_names_no_other_expert(implementation: Implementation):
-    """What a cast to 32 bits would make an expert of is none."""
+    """An int64 id that only a cast to 32 bits would make an expert must choose no expert."""
     with jax.enable_x64(True):
         topk_idx = np.array([[0, 2**32], [-(2**32) + 1, 3]])
 
@@ -1046,7 +1063,7 @@ def test_a_wide_integer_names_no_other_expert(implementation: Implementation):
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_one_rank_exchanges_outside_of_jit(layout: Any):
-    """Without a mesh, op by op or with `jax.disable_jit`, gradients too: the numbers of jit."""
+    """Without a mesh, an exchange must give the same values and gradients outside of jit."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((12, 16)), jnp.float32)
     topk_idx = jnp.asarray(rng.integers(0, 4, (12, 2)), jnp.int32)
@@ -1077,7 +1094,7 @@ def test_one_rank_exchanges_outside_of_jit(layout: Any):
         jax.tree.map(assert_close, both(x, weights), want)
 
 
-# ------------------------------------------------------------------------------------- one rank
+# ------------------------------------------------------------------------ exchanges of one rank
 
 
 def test_a_rank_alone_runs_no_collective():

@@ -1,4 +1,4 @@
-"""Properties that hold for every routing: what is conserved, what is adjoint to what."""
+"""Tests of properties that hold for any routing, such as conservation and adjoint gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from jax_ep import reference
 settings.register_profile(
     "contract",
     max_examples=100,
-    deadline=None,  # the first example of a shape compiles
+    # The first example of a shape takes the time of its compilation.
+    deadline=None,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -42,8 +43,8 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
 
-# Few shapes, each compiled once; the routings are what varies. Repeated ids and -1 are as likely
-# as anything else.
+# There are few shapes, each compiled once, and many routings, in which repeated ids and -1 are as
+# likely as other ids.
 DROPLESS = [
     case
     for case in (
@@ -72,7 +73,7 @@ Call = tuple[Case, np.ndarray, int]
 
 @st.composite
 def calls(draw: st.DrawFn, cases: list[Case]) -> Call:
-    """A case, its topk_idx [N, T, K], and a seed for the values, which matter less."""
+    """Draws a case, its topk_idx [N, T, K], and a seed for the values."""
     case = draw(st.sampled_from(cases))
     topk_idx = draw(
         st_np.arrays(
@@ -121,7 +122,7 @@ def test_everything_equals_the_reference(implementation: Implementation, call: C
 @CONTRACT
 @given(calls(DROPLESS))
 def test_dropless_round_trip_and_conservation(implementation: Implementation, call: Call):
-    """Nothing is lost on the way out, and a token comes back once for each of its choices."""
+    """Without a limit, every choice must become a row, and return once in its token's sum."""
     case, topk_idx, _ = call
     inputs = _inputs(call, implementation)
     run = program(case, implementation)
@@ -146,7 +147,10 @@ def test_dropless_round_trip_and_conservation(implementation: Implementation, ca
 @CONTRACT
 @given(calls(DROPLESS + OVERFLOWING))
 def test_gradients_are_adjoints(implementation: Implementation, call: Call):
-    """<dispatch(x), g> = <x, dispatch*(g)>; combine is linear in y and in the weights."""
+    """Gradients must be adjoint: <dispatch(x), g> = <x, dispatch_grad(g)>, and so for combine.
+
+    Combine is linear both in y and in the weights.
+    """
     inputs = _inputs(call, implementation)
     out = program(call[0], implementation)(inputs)
     assert _dot(out.tokens, inputs.grad_tokens) == _dot(inputs.x, out.grad_x)
@@ -187,7 +191,8 @@ def test_every_pair_is_a_row_or_counted_as_dropped(implementation: Implementatio
     assert np.all((starts % case.expert_alignment == 0) | (sizes == 0))
     assert np.all((np.asarray(sent.num_dropped) == 0) | (np.asarray(sent.rows_needed) > capacity))
 
-    row = np.arange(capacity)[None, None]  # a row that stands in no block's real part is zero
+    # A row that is outside every expert's filled rows must be zero.
+    row = np.arange(capacity)[None, None]
     real = (row >= starts[..., None]) & (row < (starts + counts)[..., None])
     assert not np.any(_f64(sent.tokens)[~real.any(axis=1)])
 
@@ -197,7 +202,7 @@ def test_every_pair_is_a_row_or_counted_as_dropped(implementation: Implementatio
 def test_the_order_of_tokens_and_choices_does_not_matter(
     implementation: Implementation, call: Call, random: Any
 ):
-    """Shuffled tokens give shuffled results; shuffled choices give the same."""
+    """Permuting tokens must permute the results, and permuting a token's choices change nothing."""
     case, topk_idx, _ = call
     inputs = _inputs(call, implementation)
     run = program(case, implementation)
@@ -216,7 +221,7 @@ def test_the_order_of_tokens_and_choices_does_not_matter(
     assert_equal(shuffled, layer(inputs.x, topk_idx, inputs.topk_weights)[:, tokens])
 
 
-# The reference costs no compilation, so here the shapes vary too.
+# The reference needs no compilation, so that the shapes may vary as well.
 
 
 @st.composite
@@ -236,7 +241,7 @@ def any_shape(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], dict
 @CONTRACT
 @given(any_shape(), st.integers(1, 40))
 def test_the_capacity_only_cuts_off_the_end(call: Any, capacity: int):
-    """A smaller buffer holds the first rows of a larger one, and `rows_needed` is enough."""
+    """A smaller buffer must hold the first rows of a larger one, and `rows_needed` be enough."""
     x, topk_idx, options = call
     whole = reference.dispatch(x, topk_idx, **options)
     cut = reference.dispatch(x, topk_idx, capacity=capacity, **options)
@@ -255,7 +260,7 @@ def test_the_capacity_only_cuts_off_the_end(call: Any, capacity: int):
 @CONTRACT
 @given(any_shape())
 def test_rows_are_in_the_order_of_the_contract(call: Any):
-    """By sorting, where the reference counts."""
+    """Rows must be in the order that sorting gives; the reference computes it by counting."""
     x, topk_idx, options = call
     num_local = options["num_experts"] // len(x)
     results = reference.dispatch(x, topk_idx, **options)

@@ -1,4 +1,4 @@
-"""Arguments, configurations and programs at the edge of what dispatch and combine take."""
+"""Tests of arguments, configurations and programs at the limits of dispatch and combine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_the_largest_alignment_counts_its_rows():
         return jax_ep.dispatch(x, topk_idx, **options).rows_needed[None]
 
     found = jax.jit(mapped(rows_needed))(X, TOPK_IDX)
-    assert found.tolist() == [num_local * most] * num_ranks  # each expert is chosen
+    # Every expert is chosen, so each needs a block.
+    assert found.tolist() == [num_local * most] * num_ranks
 
 
 @pytest.mark.parametrize("name", ["x", "y"])
@@ -103,7 +104,7 @@ def test_an_axis_of_vmap_is_no_axis_of_ranks(function):
 
 
 def test_forward_mode_is_refused():
-    """The limit that `dispatch` states."""
+    """Forward-mode differentiation must be refused, as the docstring of `dispatch` says."""
     assert "reverse mode" in (jax_ep.dispatch.__doc__ or "")
     call = jax.jit(mapped(lambda x: expert_major(x, TOPK_IDX[: x.shape[0]], None)))
     with pytest.raises(TypeError, match="forward-mode"):
@@ -191,7 +192,10 @@ def test_what_a_dispatch_returns_can_be_exported(layout):
     ids=str,
 )
 def test_the_number_of_tokens_may_be_symbolic(options):
-    """JAX cannot yet run a program of several devices with symbolic shapes, but of one."""
+    """The number of tokens may be symbolic, in a program of one device.
+
+    JAX cannot run programs of several devices with symbolic shapes.
+    """
     (num_tokens,) = export.symbolic_shape("t")
 
     def call(x: Any, topk_idx: Any) -> Any:
@@ -210,7 +214,7 @@ def test_the_number_of_tokens_may_be_symbolic(options):
         assert "t" in str(exported.out_avals[0].shape[0])
 
 
-# ------------------------------------------------------------------------------------ bits
+# -------------------------------------------------------------------------------- subnormal numbers
 
 
 def test_subnormal_float32_is_within_what_is_promised():

@@ -1,4 +1,4 @@
-"""The accounting of memory, against what XLA says and what the kernels' calls are lowered with."""
+"""Tests of the memory accounting, against XLA's memory analysis and the kernels' operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_ep.runtime import availability
 MIB = 2**20
 MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
 
-# N, T, H, K, E, R
+# Each shape is (N ranks, T tokens, H hidden, K choices, E experts, R rows).
 SHAPES = [(8, 128, 256, 8, 256, 1152), (8, 16, 1024, 4, 32, 96), (2, 64, 512, 8, 32, 600)]
 
 
@@ -37,7 +37,10 @@ def model_of(shape: tuple[int, ...]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """The operations of one rank as functions of arrays: routes are arguments, not a handle."""
+    """The operations of one rank, as functions of arrays.
+
+    Routes are arguments instead of a handle.
+    """
 
     implementation: str
     model: dict[str, int]
@@ -61,7 +64,10 @@ class Operations:
         return jax_ep.Handle(Routes(topk_idx, *routes), (AXIS,), capacity, num_experts, 1)
 
     def routes_and_weights(self, arrays):
-        """Splits the last operands of a combine; a rank-major one takes no weights."""
+        """Splits the last operands of a combine into routes and weights.
+
+        Rank-major has no weights.
+        """
         return (arrays, None) if self.layout == "rank" else (arrays[:-1], arrays[-1])
 
     def dispatch(self, x, topk_idx):
@@ -124,7 +130,7 @@ def operation(
     name: str, implementation: str, model: dict[str, int], dtype: str, mesh, *, layout, wire_dtype,
     output="dequantized",
 ):  # fmt: skip
-    """Returns a jitted operation alone, and its arguments' shapes."""
+    """Returns a single jitted operation, and the shapes and dtypes of its arguments."""
     ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
     hidden, top_k, num_experts = model["hidden"], model["top_k"], model["num_experts"]
     choices = ((ranks * tokens, top_k), "int32")
@@ -157,7 +163,7 @@ def operation(
 
 
 def held_by_xla(name: str, model: dict[str, int], dtype: str, **way) -> tuple[int, int]:
-    """Bytes of the temporaries, and of the results, of a compiled operation."""
+    """Returns the bytes of a compiled operation's temporaries, and those of its results."""
     mesh = expert_mesh(model["num_ranks"])
     run, arguments = operation(name, "xla", model, dtype, mesh, **way)
     analysis = run.lower(*arguments).compile().memory_analysis()
@@ -167,16 +173,20 @@ def held_by_xla(name: str, model: dict[str, int], dtype: str, **way) -> tuple[in
 on_cpus = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the bounds are of XLA for CPUs"
 )
-CASES = [  # and what XLA holds of what is counted: it names a few vectors more, and reuses some
+# Each case ends with the least and the most that XLA holds, relative to the counted bytes: it
+# allocates a few more vectors, and reuses some memory.
+CASES = [
     ("dispatch", "expert", "bfloat16", 0.7, 1.4),
     ("dispatch", "rank", "bfloat16", 0.85, 1.05),
     ("dispatch_like", "expert", "bfloat16", 0.95, 1.05),
     ("dispatch_like", "rank", "bfloat16", 0.85, 1.05),
     ("combine", "expert", "bfloat16", 0.95, 1.05),
-    ("combine", "rank", "float32", 0.7, 1.05),  # an all-to-all of bfloat16 goes as float32
+    # XLA for CPUs does an all-to-all of bfloat16 in float32.
+    ("combine", "rank", "float32", 0.7, 1.05),
     ("dispatch_grad", "expert", "bfloat16", 0.95, 1.05),
     ("dispatch_grad", "rank", "float32", 0.7, 1.05),
-    ("combine_grad", "expert", "bfloat16", 0.65, 1.05),  # products lie where tokens were gathered
+    # The products reuse the memory of the gathered tokens.
+    ("combine_grad", "expert", "bfloat16", 0.65, 1.05),
     ("combine_grad", "expert", "float32", 0.65, 1.05),
     ("combine_grad", "rank", "bfloat16", 0.85, 1.05),
 ]
@@ -195,7 +205,10 @@ def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, m
 @on_cpus
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_group_by_expert_holds_what_xla_says(shape):
-    """A running sum over many choices takes XLA for CPUs up to three arrays of them more."""
+    """The counted bytes must be close to XLA's temporaries.
+
+    For a running sum over many choices, XLA for CPUs allocates up to three more such arrays.
+    """
     model, way = model_of(shape), dict(layout="rank", wire_dtype=None)
     held, _ = held_by_xla("group_by_expert", model, "float32", **way)
     buffers = memory.workspace_bytes(
@@ -215,11 +228,10 @@ def test_a_sum_by_token_is_fused_into_its_result(shape):
 
 
 def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dict[str, int]) -> int:
-    """What XLA for CPUs holds at once of the buffers that are counted, of bfloat16 rows.
+    """Returns the bytes that XLA for CPUs holds at once, of the counted buffers for bfloat16 rows.
 
-    The gathered rows of the expert-major layout lie where the results will be. Around a
-    quantization nothing is fused, so the K terms of a sum are held next to it; those are not
-    counted.
+    In the expert-major layout, gathered rows lie in the memory of the results. XLA fuses nothing
+    with a quantization, so it also holds the K terms of a sum, which are not counted.
     """
     num_ranks, num_tokens, hidden = model["num_ranks"], model["num_tokens"], model["hidden"]
     sums = num_ranks * num_tokens * hidden
@@ -243,7 +255,10 @@ def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dic
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in memory.OPERATIONS if name not in memory.LOCAL])
 def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
-    """Within a twentieth; and all that is counted is an upper bound but for the terms of sums."""
+    """XLA must hold what `peak_with_float8` says within 5 %, and no more than the counted bytes.
+
+    The terms of sums are excepted from the second bound.
+    """
     model, way = model_of(shape), dict(layout=layout, wire_dtype="float8_e4m3fn")
     held, _ = held_by_xla(name, model, "bfloat16", **way)
     counted = memory.workspace_bytes(name, "xla", **way, **model)
@@ -254,7 +269,7 @@ def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
 
 @on_cpus
 def test_where_xla_does_not_fuse_a_sum_it_holds_its_terms():
-    """float32 on CPUs: no more than one [N, T, H] array for each choice is held besides."""
+    """XLA for CPUs must hold, beyond the counted bytes, at most the K terms [N, T, H] of a sum."""
     model = model_of((4, 64, 512, 8, 32, 600))
     held, _ = held_by_xla("combine", model, "float32", layout="expert", wire_dtype=None)
     counted = sum(memory.workspace_bytes("combine", "xla", dtype="float32", **model).values())
@@ -266,7 +281,7 @@ _KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?
 
 
 def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes of each tensor<...> type."""
+    """Returns (shape, bytes) of each tensor<...> type in a program's text."""
     found = []
     for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)\w*>", text):
         shape = tuple(int(size) for size in sizes.split("x")[:-1])
@@ -319,8 +334,10 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = _KERNEL.findall(text)
-    operands, results = map(tensors, kernels[-1])  # a gradient's comes last
-    place, *operands = operands  # of this rank in the mesh
+    # A gradient's kernel comes last.
+    operands, results = map(tensors, kernels[-1])
+    # The first operand is this rank's place in the mesh.
+    place, *operands = operands
     assert place == ((1,), 4)
 
     itemsize = jnp.dtype(dtype).itemsize
@@ -339,23 +356,27 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
     elif name == "combine_grad" and not by_rank:
         assert operands[2] == results[0] == y[0]
-        held = results[2:]  # after the two gradients
+        # The first two results are the gradients.
+        held = results[2:]
         if padded != hidden:
             held += [operands[0], operands[2], results[0]]
     else:
         assert results[: len(received)] == received
         held = results[len(received) :]
         if name == "dispatch_like" and not by_rank:
-            # The rows, and the routes that the handle has: for few tokens also this rank's choices.
+            # The inputs are the rows and the handle's routes; for few tokens also this rank's
+            # choices.
             own_choices = ((num_tokens * model["top_k"],), num_tokens * model["top_k"] * 4)
             num_inputs = 3 + (operands[1] == own_choices)
         else:
             senders = 8 * num_tokens if name in memory.LOCAL else num_tokens
-            assert operands[1][1] == senders * model["top_k"] * 4  # the choices
+            # The second operand is the choices.
+            assert operands[1][1] == senders * model["top_k"] * 4
             num_inputs = 2
         if name in ("dispatch", "group_by_expert") and not by_rank:
             per_rank = model["num_experts"] // 8
-            of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2  # the caller's
+            # These results describe the layout and belong to the caller.
+            of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2
             assert held[2:6] == of_layout
             held = [*held[:2], *held[6:]]
         held += operands[num_inputs:]
@@ -386,7 +407,10 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     ],
 )
 def test_on_gpus_xla_allocates_what_is_counted(name, layout, wire_dtype, output, num_tokens):
-    """XLA aligns each buffer to 256 bytes, and keeps some small ones of its own."""
+    """XLA's temporaries on GPUs must be the counted bytes, within 5 % and 64 KiB.
+
+    XLA aligns buffers to 256 bytes and has some small ones of its own.
+    """
     num_ranks = max(count for count in RANK_COUNTS if count <= len(jax.devices()))
     model = MODEL | {"num_tokens": num_tokens, "num_ranks": num_ranks, "capacity": num_tokens * 9}
     way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
@@ -397,7 +421,7 @@ def test_on_gpus_xla_allocates_what_is_counted(name, layout, wire_dtype, output,
 
 
 def test_the_kernels_need_little():
-    """The target: 16 MiB for dispatch and combine together, and dispatch has no staging at all."""
+    """Dispatch must need almost no workspace, and dispatch and combine together at most 16 MiB."""
     dispatch = memory.workspace_bytes("dispatch", "pallas", **MODEL)
     combine = memory.workspace_bytes("combine", "pallas", **MODEL)
     assert sum(dispatch.values()) < 0.2 * MIB
@@ -413,10 +437,11 @@ def test_the_kernels_need_little():
 def test_the_exchange_between_hosts_holds_what_xla_says(
     name, layout, dtype, num_hosts, monkeypatch
 ):
-    """Roughly: with two hosts XLA holds some arrays of both at a time.
+    """The counted bytes must be those that XLA holds, within a factor of 0.6 to 1.5.
 
-    On GPUs the sums for the other hosts are still sent while the own host's are made; XLA for
-    CPUs sends one array at a time, and in the rank-major layout reuses their memory.
+    With two hosts, XLA holds some arrays of both at a time. On GPUs, sums for other hosts are still
+    being sent while the local sums are computed; XLA for CPUs sends one array at a time and, in the
+    rank-major layout, reuses its memory.
     """
     if dtype == "bfloat16" and jax.__version_info__ < (0, 11) and name != "dispatch":
         pytest.skip("XLA of JAX 0.10 also holds sums of bfloat16 in float32")
@@ -435,7 +460,7 @@ def test_the_exchange_between_hosts_holds_what_xla_says(
 @on_cpus
 @pytest.mark.parametrize("name", quick(["dispatch", "dispatch_like"], "dispatch"))
 def test_float8_rows_between_hosts_are_counted(name, monkeypatch):
-    """Of which the exchange inside a host knows nothing."""
+    """The accounting must count float8 rows between hosts."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
     model, way = model_of(SHAPES[1]), dict(layout="expert", wire_dtype="float8_e4m3fn")
     run, arguments = operation(name, "two_level", model, "bfloat16", expert_mesh(8), **way)
@@ -448,7 +473,11 @@ def test_float8_rows_between_hosts_are_counted(name, monkeypatch):
 
 
 def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
-    """On 8 hosts of 8 ranks: tokens of 23 ranks instead of 64; kernels: few at once, or 2."""
+    """On 8 hosts of 8 ranks, a rank must hold tokens of 23 ranks, instead of all 64.
+
+    With kernels and few tokens it holds those of the 8 ranks of its place on each host, otherwise
+    those of 2 at a time.
+    """
     model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)
     one = memory.workspace_bytes("dispatch_like", "xla", **model)
     two = memory.workspace_bytes("dispatch_like", "xla", num_hosts=8, **model)
@@ -470,7 +499,11 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
 @on_cpus
 @pytest.mark.parametrize("name", ["dispatch_like", "combine_grad"])
 def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkeypatch):
-    """On 4 hosts of 2 ranks, of which one level gathers 8: 3 of the rail and 2 of a host or two."""
+    """On 4 hosts of 2 ranks, XLA must not hold the rows of all 8 ranks at once.
+
+    It holds rows of 3 ranks in the same place on other hosts, and of the 2 ranks of one or two
+    hosts.
+    """
     if jax.__version_info__ < (0, 11):
         pytest.skip("XLA of JAX 0.10 for CPUs makes one kernel of the turns, over their barriers")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
@@ -537,7 +570,7 @@ def test_alignment_makes_a_dropless_buffer_larger():
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 @pytest.mark.parametrize("name", memory.OPERATIONS)
 def test_results_are_as_large_as_xla_says(name, layout):
-    """Besides rows, results hold counts and routes, which are small."""
+    """The counted bytes of results must be XLA's, but for counts and routes, which are small."""
     if name in memory.LOCAL and layout != "rank":
         pytest.skip("of the rank-major layout")
     model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)

@@ -1,4 +1,4 @@
-"""Every kernel of the exchange lowers for CUDA on a machine without a GPU, or says why not."""
+"""Tests that every exchange kernel lowers for CUDA without a GPU, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import memory_map
 
-pytestmark = needs_kernels  # what older versions of JAX refuse is in tests/runtime
+# tests/runtime has the tests of errors with older versions of JAX.
+pytestmark = needs_kernels
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
@@ -57,9 +58,9 @@ def ranks(num_ranks: int) -> dict[str, Any]:
 
 
 def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any = None) -> str:
-    """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA.
+    """Lowers `function(shapes, implementation, x, topk_idx, weights)` for CUDA; returns the text.
 
-    `mesh`: None for one of `shapes.mesh`.
+    The program runs on `mesh`; if that is None, on a mesh of the sizes in `shapes`.
     """
     names, sizes = zip(*shapes.mesh, strict=True)
     mesh = cuda_mesh(sizes, names) if mesh is None else mesh
@@ -78,7 +79,7 @@ def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any
 
 
 def kernels(text: str) -> list[str]:
-    """The names of the exchange's kernels in a lowered program, sorted."""
+    """Returns the sorted names of the exchange's kernels in a lowered program."""
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     names = [
         re.search(r"ep_dispatch_like|ep_dispatch|ep_combine_grad|ep_combine", call)
@@ -112,7 +113,7 @@ def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights:
 
 
 def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Gradients of dispatch, dispatch_like, and both kinds of combine, from a forward pass."""
+    """Computes the gradients of dispatch, dispatch_like and both kinds of combine."""
 
     def outputs(x: jax.Array, weights: jax.Array) -> Any:
         return forward(shapes, implementation, x, topk_idx, weights)
@@ -149,8 +150,8 @@ BACKWARD = [COMBINE] * 4 + [GRADIENT, DISPATCH, LIKE, LIKE]
 def test_lowers_to_the_kernels(shapes):
     best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
     assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
-    # Backward: two more plain combines, a dispatch of the cotangent of the plain combine, and
-    # the gradient of the weighted one.
+    # The backward pass has two more plain combines, a dispatch of the plain combine's cotangent,
+    # and the gradient of the weighted combine.
     assert kernels(named) == BACKWARD
     for symbol in ("multimem", "nvshmem", "multicast"):
         assert symbol not in best and symbol not in named
@@ -205,7 +206,7 @@ def test_a_payload_that_cannot_be_served(shapes, reason):
     ],
 )
 def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
-    """There is no kernel for that yet: None is XLA's."""
+    """implementation=None must choose "xla" if the shard_map leaves out a mesh axis."""
 
     def on_one_rank(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
         options = dict(num_experts=8, axis_name="expert", implementation=implementation)
@@ -227,7 +228,7 @@ def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
 @pytest.mark.parametrize("top_k", [3, 4])
 @pytest.mark.parametrize("exchange", [xla_exchange, pallas_exchange], ids=["xla", "pallas"])
 def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
-    """What an exchange returns has the types that the primitives promise."""
+    """Routes and counts must be int32, and tokens float32, also with jax_enable_x64."""
 
     def types(x, topk_idx, weights):
         config = Config(axis_name=("expert",), num_experts=4, capacity=20, expert_alignment=2)
@@ -254,8 +255,9 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 
 
 def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
-    """Each rank of two hosts of two reads the counts of its own experts on its host."""
-    counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)  # by source rank and expert
+    """Each rank must read the kernel's counts of its own experts, on two hosts of two ranks."""
+    # The counts are indexed by source rank and by expert of the host.
+    counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)
 
     def kernel(x, topk_idx, *_, **__):
         zeros = [jnp.zeros(shape, jnp.int32) for shape in ((2,), (2,), (1,), (1,))]
@@ -290,7 +292,10 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
     ids=str,
 )
 def test_none_always_lowers(shapes, supported):
-    """Many experts or choices fill the shared memory that rows leave."""
+    """implementation=None must choose the kernels if they fit, and else "xla".
+
+    Many experts or choices need shared memory next to that of the rows.
+    """
     by_default = lowered(shapes, None, backward)
     assert bool(kernels(by_default)) == supported
     if supported:
@@ -339,10 +344,12 @@ def test_quantized_sums_lower_where_they_are_supported(shapes):
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
-    for num_tokens in (4096, 16):  # a block receives sums of up to 64 tokens at a time
+    # A block receives the sums of up to 64 tokens at a time.
+    for num_tokens in (4096, 16):
         held = jax_ep.workspace_bytes("combine", "pallas", num_tokens=num_tokens, **model)
         blocks = min(num_blocks, num_tokens)
-        of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2  # of 8 ranks, in bfloat16
+        # The sums come from 8 ranks, in bfloat16.
+        of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2
         assert held["receive buffer"] == blocks * of_block
     kernel, asked = fb.kernel, []
 
@@ -387,7 +394,10 @@ def test_any_devices_are_served_in_any_order(order):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Has the first devices taken for GPUs that share memory, numbered from the last one on."""
+    """Returns a function that makes JAX's first devices pass for GPUs that share memory.
+
+    In the memory's numbering, the last device is number 0.
+    """
 
     def pretend(num_gpus: int) -> list[jax.Device]:
         devices = jax.devices()[:num_gpus]
@@ -407,7 +417,7 @@ def gpus(monkeypatch):
 
 @pytest.fixture
 def fabrics(monkeypatch):
-    """Those of the kernels that are traced."""
+    """Collects the fabrics of the kernels that are traced during a test."""
     noted, kernel = [], fb.kernel
 
     def note(fabric: Any, *args: Any, **options: Any) -> Any:
@@ -430,7 +440,7 @@ def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, fabric
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, fabrics):
-    """Without a `shard_map`, too; each of the machine's GPUs may run such a program."""
+    """A program on one GPU, outside of shard_map, must use the memory of that GPU."""
     for i, device in enumerate(gpus(4)):
         x, topk_idx = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
@@ -454,7 +464,10 @@ SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False), (8, False)])
 def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
-    """A mesh that is larger than the machine is for another one."""
+    """On an abstract mesh, kernels must be refused if its devices may be among this machine's GPUs.
+
+    A mesh that is larger than the machine is for another machine.
+    """
     if num_gpus:
         gpus(num_gpus)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
@@ -491,7 +504,7 @@ def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeyp
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 def test_every_group_of_a_mesh_is_asked_whether_it_shares_memory(gpus, monkeypatch):
-    """Each along the axis of the experts, for itself."""
+    """Each group of devices along the expert axis must be asked whether it shares memory."""
     mesh = jax.sharding.Mesh(np.asarray(gpus(4)).reshape(2, 2), ("expert", "data"))
     asked = []
 

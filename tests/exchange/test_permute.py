@@ -1,4 +1,4 @@
-"""Rows of the rank-major layout, permuted by expert and back, against the expert-major layout."""
+"""Tests of permuting rank-major rows by expert and back, against the expert-major layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.contract import (
 import jax_ep
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype.
     Case(1, 1, 33, 3, 2, "bfloat16"),
     Case(2, 5, 16, 2, 8, "bfloat16"),
     Case(4, 11, 8, 3, 12, "bfloat16"),
@@ -37,7 +37,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def layouts(case: Case, implementation: str, alignment: int) -> Any:
-    """A program: dispatch, a stand-in for experts, combine; in both layouts, with gradients."""
+    """Jits dispatch, a stand-in for experts, and combine, in both layouts, with gradients."""
 
     def experts(tokens: Any) -> Any:
         return (tokens * tokens + 1).astype(tokens.dtype)
@@ -95,7 +95,7 @@ def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
     assert_bitwise_equal(by_rank[0], by_expert[0], "out")
     assert_bitwise_equal(by_rank[1], by_expert[1], "tokens")
     assert_bitwise_equal(by_rank[2][0], by_expert[2][0], "dx")
-    # A float32 sum over H, which XLA may take in another order in another program.
+    # The weights' gradient is a float32 sum over H, whose order XLA may choose differently.
     np.testing.assert_allclose(by_rank[2][1], by_expert[2][1], rtol=1e-5, atol=1e-5)
     again = run(x, weights, topk_idx, g)
     jax.tree.map(assert_bitwise_equal, again, [by_expert, by_rank])

@@ -1,4 +1,4 @@
-"""float8 on the wire: the format alone, then dispatch and combine through it."""
+"""Tests of float8 in the exchange: first the format, then dispatch and combine with it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @jax.jit
 def round_trip(x: Any) -> Any:
-    rows, scales = lax.optimization_barrier(FLOAT8_ROWS.encode(x))  # or XLA drops the rounding
+    # Without the barrier, XLA would remove the rounding.
+    rows, scales = lax.optimization_barrier(FLOAT8_ROWS.encode(x))
     return FLOAT8_ROWS.decode((rows, scales), x.dtype)
 
 
 def bound(x: np.ndarray) -> np.ndarray:
-    """Of |arrived - x|, as the module of the wire's format states it, and x's rounding."""
+    """Returns the bound of |arrived - x|, [..., H]: float8's error, and rounding to x's dtype."""
     magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, 128)
     scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / 448, 2.0**-117)
     sent = np.maximum(2.0**-4 * magnitude, 2.0**-10 * scale)
@@ -64,7 +65,7 @@ def bound(x: np.ndarray) -> np.ndarray:
     return (sent * (1 + 2.0**-20) + rounding).reshape(x.shape)
 
 
-# -------------------------------------------------------------------------------------- the format
+# ------------------------------------------------------------------------------- the float8 format
 
 
 @given(
@@ -74,14 +75,14 @@ def bound(x: np.ndarray) -> np.ndarray:
 )
 @settings(max_examples=60, deadline=None)
 def test_a_round_trip_is_within_the_bound_of_its_block(seed, dtype, exponents):
-    """Blocks of any magnitude, with values of any spread in them, to the ends of the dtype."""
+    """A round trip's error must be within the bound, for blocks of any magnitude and spread."""
     rng = np.random.default_rng(seed)
     level, spread = exponents
     power = level + spread * rng.random((3, 256))
     values = rng.normal(size=(3, 256)) * np.exp2(np.clip(power, -126, 127))
     largest = float(jnp.finfo(dtype).max)
     x = np.clip(values, -largest, largest).astype(dtype)
-    # CPUs and GPUs may take subnormal float32 for zero; float16's are ordinary float32.
+    # XLA may flush subnormal float32 to zero; subnormal float16 are normal in float32.
     x = np.where(np.abs(x.astype(np.float32)) < np.finfo(np.float32).tiny, 0, x).astype(dtype)
     arrived = np.asarray(round_trip(x)).astype(np.float64)
     assert np.all(np.abs(arrived - x.astype(np.float64)) <= bound(x))
@@ -89,7 +90,7 @@ def test_a_round_trip_is_within_the_bound_of_its_block(seed, dtype, exponents):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bound_is_reached(dtype):
-    """Each block has its own scale; half way between two numbers of e4m3 the error is 2^-4."""
+    """Halfway between two e4m3 numbers the error must be 2^-4; each block has its own scale."""
     x = np.zeros((1, 256), dtype)
     x[0, 0], x[0, 1], x[0, 128], x[0, 129] = 448, 1.0625, 448 * 64, 68
     arrived = np.asarray(round_trip(x)).astype(np.float64)
@@ -127,11 +128,15 @@ def test_strange_blocks(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_format_is_that_of_the_reference(dtype):
-    """Bit for bit where division rounds as IEEE 754 says, which XLA leaves open on GPUs."""
+    """Encoding must equal the reference bit for bit, where division rounds as in IEEE 754.
+
+    XLA for GPUs does not guarantee such a division.
+    """
     rng = np.random.default_rng(0)
     x = random_bits(rng, (64, 512), dtype)
     magnitude = np.abs(x.astype(np.float32))
-    x = np.where(magnitude < 1e-30, np.asarray(1, dtype), x)  # no subnormal quotients
+    # Small numbers would have subnormal quotients, which XLA may flush to zero.
+    x = np.where(magnitude < 1e-30, np.asarray(1, dtype), x)
     rows, scales = (np.asarray(a) for a in jax.jit(FLOAT8_ROWS.encode)(x))
     expected_rows, expected_scales = FLOAT8_ROWS.encode(x)
     if jax.default_backend() != "cpu":
@@ -157,7 +162,7 @@ def test_one_array_holds_every_bit(dtype, wire):
         assert_bitwise_equal(np.asarray(part), np.asarray(wanted))
 
 
-# ------------------------------------------------------------------------------------- through it
+# ----------------------------------------------------------------- dispatch and combine in float8
 
 CASES = [
     Case(1, 5, 128, 2, 4, "bfloat16"),
@@ -255,7 +260,7 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
     )
     jax.tree.map(assert_bitwise_equal, grads, plain_grads)
 
-    # Each rank's sum in float32, what its rounding may cost, and the sum over ranks of both.
+    # Add up each rank's float32 sum, and the error that its rounding to float8 may have.
     scalars = None if weights is None else list(weights)
     exact = np.zeros(x.shape, np.float64)
     allowed = np.zeros(x.shape, np.float64)
@@ -270,7 +275,10 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
-    """Those of a dispatch as a combine's sums do, those of a combine as a dispatch's rows do."""
+    """With grad_wire_dtype, cotangents must be sent in float8.
+
+    A dispatch's cotangents are rounded like a combine's sums, a combine's like dispatched rows.
+    """
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
     rng = np.random.default_rng(5)
     x, g_out = (rng.normal(size=(case.num_ranks, 5, 256)).astype(case.dtype) for _ in range(2))
@@ -307,8 +315,10 @@ def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
             ),
             y,
         )
-        # A weighted combine's gradient, of a cotangent that has been through the wire already.
-        quantized = lax.optimization_barrier(FLOAT8_ROWS.encode(g_out))  # or XLA drops it
+        # Compare with the gradient of a weighted combine whose cotangent was rounded to float8
+        # first.
+        # Without the barrier, XLA would remove the rounding.
+        quantized = lax.optimization_barrier(FLOAT8_ROWS.encode(g_out))
         rounded = FLOAT8_ROWS.decode(quantized, g_out.dtype)
         _, pull_plain = jax.vjp(
             lambda y: jax_ep.combine(y, handle, weights, implementation=implementation), y
@@ -374,11 +384,11 @@ def test_quantized_rows_refuse_a_gradient():
         _trace(jax.grad(lambda a: call(a[0])))
 
 
-# ---------------------------------------------------------------------- which exchange is taken
+# -------------------------------------------------------------------- which implementation runs
 
 
 def lower_for_gpus(function: Any, *shapes: Any) -> str:
-    """The program as GPUs would run it; no GPU is needed."""
+    """Lowers `function` on a mesh of 8 ranks for GPUs, without needing one; returns the text."""
     mesh = cuda_mesh((8,), (AXIS,))
     run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -409,7 +419,7 @@ def test_the_kernels_quantize_and_write_both_parts(output):
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.slow
 def test_the_kernels_quantize_sums(layout):
-    """Those of a combine, and those of a dispatch's cotangents."""
+    """Kernels must quantize the sums of a combine, and those of a dispatch's cotangents."""
 
     def back(x: Any, topk_idx: Any) -> Any:
         def there_and_back(x: Any) -> Any:
@@ -423,7 +433,8 @@ def test_the_kernels_quantize_sums(layout):
 
     text = lower_for_gpus(back, TOKENS, CHOICES)
     calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    assert len(calls) == 4  # two dispatches, two combines
+    # There are two dispatches and two combines.
+    assert len(calls) == 4
     assert sum("x1024xf8E4M3FN>, tensor<" in call for call in calls) == 2
     assert "all_to_all" not in text and "all_gather" not in text
 
@@ -431,7 +442,10 @@ def test_the_kernels_quantize_sums(layout):
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 def test_rows_too_long_to_quantize_their_sums_are_refused():
-    """Where the kernels cannot run, None takes "xla", and "pallas" is an error."""
+    """Kernels must refuse rows that are too long for them to quantize sums.
+
+    implementation=None then chooses "xla", and "pallas" is an error.
+    """
     case = Case(8, 16, 16384, 4, 32, "float32", capacity=64)
     arrays = ((8 * 16, 16384), "float32"), CHOICES
 

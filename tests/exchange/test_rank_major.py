@@ -1,4 +1,4 @@
-"""The rank-major layout: against the reference and the expert-major layout, and its errors."""
+"""Tests of the rank-major layout against the reference and the expert-major layout; its errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 CASES = [
-    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype.
     Case(1, 5, 8, 2, 4, "float32"),
     Case(1, 1, 33, 3, 2, "bfloat16"),
     Case(2, 5, 16, 2, 8, "bfloat16"),
@@ -52,20 +52,20 @@ CASES = [
 
 
 def sizes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes with a leading axis of ranks."""
+    """Returns the shapes of a case's arrays, stacked by rank on axis 0."""
     n, t, h, k = case.num_ranks, case.num_tokens, case.hidden, case.top_k
     return {"x": (n, t, h), "choices": (n, t, k), "rows": (n, n, t, h), "lists": (n, n, t, k)}
 
 
 def nan_elsewhere(rows: np.ndarray, received: list[reference.RankDispatched]) -> np.ndarray:
-    """[N, N, T, H] with NaN where a token has no expert: none of these rows may be read."""
+    """Returns rows [N, N, T, H] with NaN where a token has no expert, to show that none is read."""
     sent = np.stack([(r.local_topk_idx >= 0).any(axis=-1) for r in received])
     return np.where(sent[..., None], rows, np.asarray(np.nan, rows.dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everything_equals_the_reference(case, implementation):
-    """`tokens` bit for bit, whatever the bits; sums exactly, since they are of small integers."""
+    """Tokens must be equal bit for bit, and sums exactly, since they are of small integers."""
     rng = np.random.default_rng(0)
     shapes = sizes(case)
 
@@ -193,7 +193,8 @@ def test_float8_on_the_wire(implementation):
         tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=WIRE).tokens, x)
         _, pull_plain = jax.vjp(lambda x: send(x).tokens, x)
         raw = send(x, wire_dtype=WIRE, output="quantized")
-        sums = tokens * jnp.asarray(1.3, tokens.dtype)  # not float8 as yet
+        # The product's values are not float8 numbers, so that the wire rounds them.
+        sums = tokens * jnp.asarray(1.3, tokens.dtype)
         back = jax_ep.combine(sums, raw.handle)
         rounded = jax_ep.combine(sums, raw.handle, wire_dtype=WIRE)
         grouped = jax_ep.group_by_expert(raw)

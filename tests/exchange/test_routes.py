@@ -1,4 +1,4 @@
-"""The quota of a fair overflow, against the plain reference; routes as such are in test_api.py."""
+"""Tests of the fair quota of overflow against the reference; test_api.py tests routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_fair_quota_is_that_of_the_reference(alignment):
         got = jax.jit(jax.vmap(quota))(jnp.asarray(counts, jnp.int32))
         wanted = [reference.fair_quota(c.tolist(), capacity, alignment) for c in counts]
         blocks = np.minimum(counts, np.asarray(got)[:, None])
-        # Any number up to the padded block's end keeps the same rows of what is longer.
+        # Quotas may differ within a padded block; compare the rows that they keep.
         np.testing.assert_array_equal(blocks, np.minimum(counts, np.asarray(wanted)[:, None]))
         assert got.dtype == jnp.int32
 

@@ -1,6 +1,6 @@
-"""The exchange between hosts: on devices of one process that are taken for hosts, and on processes.
+"""Tests of the two-level exchange, on devices that pass for hosts, and on several processes.
 
-What one level does too is compared with `jax_ep.reference`, or with "xla" bit for bit.
+Its results are compared with `jax_ep.reference`, or bit for bit with "xla".
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ CHECK = Path(__file__).with_name("two_level_check.py")
 
 
 def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Eight ranks along two axes or one, whose devices are taken for so many hosts."""
+    """Makes a mesh of eight ranks along one axis or two; groups of devices pass for hosts."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
     if num_axes == 1:
         return meshes.mesh((8,), ("expert",))
     return meshes.mesh((num_hosts, 8 // num_hosts), ("host", "expert"))
 
 
-# -------------------------------------------------------------------------------------- contract
+# ----------------------------------------------------------------- results against the reference
 
 SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
 CASES = {
@@ -80,7 +80,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow  # by default the processes at the end, and a host_capacity, check the same
+# By default, the tests of processes and of host_capacity check the same contract.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, num_hosts, num_axes, check_vma", [pytest.param(*c, id=i) for i, c in CASES.items()]
 )
@@ -108,7 +109,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("num_hosts, host_capacity, few", quick(SOURCES, "two", "four"))
 def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
-    """XLA's exchange, called as kernels are: host by host, its own first, or for all at once."""
+    """XLA's exchange must work in the kernels' order: this host first, or all hosts at once."""
 
     def as_kernels(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
         return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
@@ -116,7 +117,7 @@ def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monk
     monkeypatch.setattr(TwoLevel, "_of_call", as_kernels)
     monkeypatch.setattr(rail, "FEW_TOKENS", few)
     mesh, rng = mesh_of(num_hosts, 1, monkeypatch), np.random.default_rng(6)
-    # Not the one that is kept, whose key does not say what is changed here.
+    # Bypass the cache of `program`, whose key does not include the patched functions.
     run = program.__wrapped__(SMALL, "two_level", False, mesh, host_capacity=host_capacity)
     limit = {} if host_capacity is None else dict(num_hosts=num_hosts, host_capacity=host_capacity)
     for kind in ("uniform", "masked"):
@@ -133,7 +134,7 @@ def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monk
 def test_what_is_past_the_host_capacity_is_dropped_and_counted(
     num_hosts, num_axes, host_capacity, monkeypatch
 ):
-    """As if it were of no expert; in every function and gradient."""
+    """Choices past the host capacity must count as dropped, and as no expert's in all gradients."""
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(5)
     run = program(SMALL, "two_level", num_axes == 2, mesh, host_capacity=host_capacity)
@@ -186,7 +187,7 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
 
 @pytest.mark.parametrize("num_hosts", quick([2, 8], 2))
 def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
-    """Bit for bit: the values add up exactly in float32, and are rounded in bfloat16."""
+    """A combine must round once per (token, host): sums are exact in float32, then bfloat16."""
     mesh = mesh_of(num_hosts, 2, monkeypatch)
     case, rng = Case(8, 16, 32, 6, 16, "bfloat16", 400), np.random.default_rng(1)
     topk_idx = routing("uniform", case, rng)
@@ -204,12 +205,13 @@ def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
     expected = reference.combine(list(y), routes, list(weights), num_hosts=num_hosts)
     assert_equal(actual, np.stack(expected))
     one_level = np.stack(reference.combine(list(y), routes, list(weights)))
-    assert np.any(np.asarray(actual) != one_level)  # these values tell the roundings apart
+    # Rounding once for all hosts gives other values, so the test can tell the two apart.
+    assert np.any(np.asarray(actual) != one_level)
 
 
 @pytest.mark.slow
 def test_float8_on_the_wire(monkeypatch):
-    """Rows are quantized once, at their source; sums once for each token and host."""
+    """Rows must be quantized once, at their source, and sums once per (token, host)."""
     mesh = mesh_of(2, 2, monkeypatch)
     case, rng = Case(8, 6, 256, 3, 16, "bfloat16", 40), np.random.default_rng(2)
     topk_idx = routing("uniform", case, rng)
@@ -239,7 +241,7 @@ def test_float8_on_the_wire(monkeypatch):
         ]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
         total += after_the_wire(sums, "xla")
-    # XLA may multiply by a scale and add in one rounding: see `jax_ep.formats`.
+    # XLA may fuse the scale's multiplication and the addition, as `jax_ep.formats` says.
     np.testing.assert_allclose(
         np.asarray(out, np.float32), total, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5
     )
@@ -252,7 +254,10 @@ def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
 
 
 def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit where sums are exact: rows, lists, weights, sums and every gradient."""
+    """Asserts that the rank-major layout of two levels equals that of one, bit for bit.
+
+    Rows, lists, weights, sums and gradients are compared; float8 sums are compared roughly.
+    """
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
     topk_idx = routing("masked", case, rng)
@@ -286,7 +291,8 @@ def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPa
     *one, one_float8 = one
     for actual, expected in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
         assert_equal(actual, expected)
-    np.testing.assert_allclose(  # one quantizes the sums of each rank, the other of each host
+    # "xla" quantizes the sums of each rank, "two_level" those of each host.
+    np.testing.assert_allclose(
         np.asarray(two_float8, np.float32), np.asarray(one_float8, np.float32), atol=2
     )
 
@@ -321,12 +327,13 @@ def test_in_scan_and_checkpoint(monkeypatch):
 
     one, other = jax.jit(per_rank(grads, 8, mesh=mesh))(x, topk_idx, weights)
     for actual, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert_equal(actual, expected)  # of integers
+        # Sums of integers are exact.
+        assert_equal(actual, expected)
 
 
 @pytest.mark.slow
 def test_a_layer_over_hosts(monkeypatch):
-    """None takes two levels; outputs and gradients are those of no mesh, within rounding."""
+    """A layer on two hosts must use two levels by default, and agree with one without a mesh."""
     mesh = mesh_of(2, 2, monkeypatch)
     params, x = make_params(), make_x()
 
@@ -339,13 +346,14 @@ def test_a_layer_over_hosts(monkeypatch):
 
     options = dict(num_experts=E, num_experts_per_token=K)
     text, actual = run(MoEConfig(**options, mesh=mesh, expert_axis=("host", "expert")))
-    assert "[[0, 4], [1, 5], [2, 6], [3, 7]]" in text  # the rails
+    # These groups are the ranks in the same place on each host (rails).
+    assert "[[0, 4], [1, 5], [2, 6], [3, 7]]" in text
     _, expected = run(MoEConfig(**options))
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------ bytes, and which it is
+# --------------------------------------------------------- bytes sent between hosts, and kernels
 
 
 BYTES = {
@@ -357,7 +365,7 @@ BYTES = {
 
 @pytest.mark.parametrize("case", quick([*BYTES], "two", "four"))
 def test_tokens_cross_to_each_host_once(case, monkeypatch):
-    """By the text of the compiled programs, with implementation=None; and what they hold."""
+    """The compiled programs must send a token to each host once, and hold no array of all ranks."""
     num_hosts, host_capacity, least, most = BYTES[case]
     mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
     case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
@@ -379,14 +387,18 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
     for compiled in send.lower(*shapes[:2]).compile(), back.lower(*operands).compile():
         text, unit = compiled.as_text(), 64 * 1024 * 2
         assert least <= received_from_other_hosts(text, hosts) / unit <= most
-        assert "[8,64,1024]" not in text and "[512,1024]" not in text  # of all ranks
+        # Arrays of these shapes would have the tokens of all ranks.
+        assert "[8,64,1024]" not in text and "[512,1024]" not in text
         turns = re.findall(r" = .* collective-permute(?:-start)?\(", text)
         assert len(turns) == num_hosts - 1
 
 
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_axes_in_another_order_than_the_mesh_has_them(num_hosts, monkeypatch):
-    """Ranks are numbered along `axis_name`, by which those of a host are neighbours."""
+    """Ranks must be numbered along `axis_name`, whatever the order of the mesh's axes is.
+
+    By these numbers, the ranks of a host are neighbours.
+    """
     in_order = mesh_of(num_hosts, 2, monkeypatch)
     mesh = Mesh(in_order.devices.T, ("expert", "host"))
     rng = np.random.default_rng(7)
@@ -447,7 +459,7 @@ def test_no_mesh_is_one_rank():
     [(64, 2, 1, None), (300, 2, 2, 20), (300, 4, 1, None)],
 )
 def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity, monkeypatch):
-    """Lowered for GPUs: one kernel for few tokens of all hosts, else one for each host in turn."""
+    """For GPUs, few tokens of all hosts must be one kernel call, more tokens one call per host."""
     per_host = 8 // num_hosts
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(per_host))
     shape, names = ((8,), ("expert",))
@@ -494,9 +506,10 @@ def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity
 @pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
-    """The ranks of one of two hosts, given all that has come to it, leave its part of the whole.
+    """Kernels inside one of two hosts must give that host's part of the whole exchange.
 
-    In parts: first of this host's own tokens, then of the other host's.
+    They get the tokens that have come from both hosts: all at once, or `in_parts` first this host's
+    own tokens, then the other host's.
     """
     host = 1
     problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
@@ -505,7 +518,10 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     sources = [[host], [1 - host]] if in_parts else [[0, 1]]
 
     def on_rails(array: np.ndarray, source: Sequence[int]) -> np.ndarray:
-        """[N, T, ...] of all ranks -> [G, tokens of some hosts, ...] at the ranks of a host."""
+        """Rearranges [N, T, ...] of all ranks to [G, S * T, ...] for the G ranks of a host.
+
+        Each rank gets the tokens from its place on the S hosts in `source`.
+        """
         by_host = array.reshape(2, 2, *array.shape[1:])[np.asarray(source)].swapaxes(0, 1)
         return by_host.reshape(2, -1, *array.shape[2:])
 
@@ -546,7 +562,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     assert_equal(dy, problem.combine_grads[0][ranks], "dy")
 
 
-# ------------------------------------------------------------------------------------- processes
+# ----------------------------------------------------------------------------- several processes
 
 LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": (4, 2, [])}
 
@@ -554,7 +570,7 @@ LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processes would share the GPUs")
 @pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
 def test_between_processes(processes, devices, flags):
-    """A process is a host: contract and bytes are checked in each of them."""
+    """With one process per host, each process must pass the checks of results and bytes."""
     address = free_address()
     environment = environment_of_program(
         fast=bool(flags),

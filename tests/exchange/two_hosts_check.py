@@ -1,13 +1,13 @@
-"""Checks the exchange between two GPUs that are set to be two hosts, and times it and NCCL.
+"""Checks the exchange between two GPUs that pass for two hosts; times it and NCCL.
 
     python tests/exchange/two_hosts_check.py
 
-Starts two processes that see a GPU each and are set to be a host each. They check the exchange and
-its gradients against `jax_ep.reference` under every routing of the contract's tests, for few
-tokens, for many and with a host_capacity. Then they time dispatch, combine and the gradient of a
-weighted combine in compiled loops, next to the collectives that move the same rows. NCCL takes
-NVLink between the two, which hosts do not have: NCCL_P2P_DISABLE=1 keeps it from that. pytest does
-not collect this file.
+Starts two processes, each with one GPU, which pass for two hosts. They check the exchange and its
+gradients against `jax_ep.reference` under every routing of `support.contract`, for few tokens, for
+many, and with a host_capacity. They then time dispatch, combine and the gradient of a weighted
+combine in compiled loops, next to collectives that move the same rows. NCCL would use NVLink
+between the two GPUs, which hosts do not have; NCCL_P2P_DISABLE=1 prevents it. pytest does not
+collect this file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def start(cpu: bool) -> int:
-    """Runs both processes; returns the first exit status that is not 0."""
+    """Starts both processes; returns the first exit status that is not 0, else 0."""
     from support.processes import free_address
 
     coordinator, running = free_address(), []
@@ -59,7 +59,7 @@ def start(cpu: bool) -> int:
 
 
 def run(arguments: Any) -> None:
-    """One process's part; the first one prints the times."""
+    """Runs the checks and timings of one process; process 0 prints the times."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -73,7 +73,8 @@ def run(arguments: Any) -> None:
         contract.check_ranks_here(case, mesh, contract.ROUTINGS, "two_level", **limit)
     if arguments.process == 0:
         print("the contract holds", flush=True)
-    if arguments.cpu:  # XLA for CPUs drops what a loop does not read
+    # XLA for CPUs removes results that a loop does not read, so there is nothing to time.
+    if arguments.cpu:
         return
     for name, microseconds in times(mesh, arguments):
         if arguments.process == 0:
@@ -82,7 +83,7 @@ def run(arguments: Any) -> None:
 
 
 def times(mesh: Any, arguments: Any) -> Any:
-    """Yields what is timed, and the least, the median and the most microseconds of a call."""
+    """Yields (name, least, median and most microseconds of a call) of each operation."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -103,7 +104,8 @@ def times(mesh: Any, arguments: Any) -> Any:
     def timed(step: Callable[..., Any], *operands: Any) -> tuple[float, float, float]:
         def loop(*operands: Any) -> Any:
             def call(_: Any, before: Any) -> Any:
-                # A call begins when the one before it has ended, and nothing else ties them.
+                # A call begins when the call before it has ended; the barrier is their only
+                # dependence.
                 now, _ = lax.optimization_barrier((operands, before))
                 first = jax.tree.leaves(lax.optimization_barrier(step(*now)))[0]
                 return first.reshape(-1)[:1].astype(jnp.float32)

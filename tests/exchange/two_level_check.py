@@ -1,8 +1,9 @@
-"""One of several processes that check the exchange between them: see `--help`.
+"""Checks the exchange between processes, as one of them; see `--help`.
 
-Each process has as many CPU devices as XLA_FLAGS say, and is a host. It checks dispatch, combine
-and every gradient against `jax_ep.reference`, with the ranks along two mesh axes and along one, and
-counts what the compiled program sends between hosts. tests/exchange/test_two_level.py starts them.
+Each process passes for a host, with as many CPU devices as XLA_FLAGS says. It checks dispatch,
+combine and their gradients against `jax_ep.reference`, with ranks along two mesh axes and along
+one. It also counts the bytes that the compiled program sends between hosts.
+tests/exchange/test_two_level.py starts the processes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import jax_ep
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import moe_layer
 
-MOST_BYTES = {2: 1.15, 4: 3.2}  # by hosts, in units of a rank's T·H
+# Number of hosts -> the most bytes that a rank may receive, in units of its T * H values.
+MOST_BYTES = {2: 1.15, 4: 3.2}
 
 
 def main() -> None:
@@ -57,7 +59,7 @@ def check_contract(mesh: Mesh, routings: Sequence[str]) -> None:
 
 
 def check_layer(mesh: Mesh) -> None:
-    """A layer under `jax.checkpoint` in a scan: loss and gradients are those of no mesh."""
+    """Checks a layer under jax.checkpoint in a scan against the loss and gradients of no mesh."""
     params, x = dense_moe.make_params(), dense_moe.make_x()
 
     def loss(params: Any, x: Any, config: MoEConfig) -> Any:
@@ -84,7 +86,7 @@ def check_layer(mesh: Mesh) -> None:
 
 
 def check_bytes(mesh: Mesh, num_hosts: int) -> None:
-    """Dispatch and combine receive little more than (M - 1)·T·H from other hosts, per rank."""
+    """Checks that a rank receives at most about (M - 1) * T * H values from M - 1 other hosts."""
     num_tokens, hidden, top_k, num_experts = 64, 1024, 8, 64
     capacity = 2 * num_tokens * top_k
 

@@ -1,4 +1,4 @@
-"""MXFP4 by NumPy and by JAX, against numbers computed by hand and the checkpoints' earlier code."""
+"""Tests of MXFP4 in NumPy and JAX, against numbers by hand and another implementation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_jax(function: Any, *arrays: np.ndarray) -> Any:
 
 
 def earlier_encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A copy of what checkpoints had: pairs of codes, and exponents."""
+    """Encodes MXFP4 in another way: returns codes, two in a byte, and exponents."""
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
     largest = np.abs(blocks).max(axis=-1)
     exponent = np.frexp(largest)[1] - 1 - 2
@@ -46,7 +46,8 @@ def test_blocks_are_what_checkpoints_had(factor, dtype):
     want_values, want_scales = earlier_encode(x)
     assert_bitwise_equal(values, want_values, "values")
     assert_bitwise_equal(scales.view(np.uint8), want_scales, "scales")
-    if factor not in (2.0**-149, 2.0**-125):  # XLA on CPUs flushes subnormal float32
+    # XLA on CPUs flushes subnormal float32 to zero.
+    if factor not in (2.0**-149, 2.0**-125):
         for got, want in zip(by_jax(MXFP4.encode, x), (values, scales), strict=True):
             assert_bitwise_equal(got, want, "by JAX")
 
@@ -57,13 +58,15 @@ def test_every_code_at_every_scale():
     scales = np.arange(256, dtype=np.uint8)[:, None]
     with np.errstate(over="ignore"):
         want = np.ldexp(FLOAT4[codes], scales.astype(np.int32) - 127)
-    want[255] = np.nan  # says the specification of MX
+    # The MX specification defines the scale 255 as NaN.
+    want[255] = np.nan
     parts = values, scales.view(E8M0)
     got = MXFP4.decode(parts, np.float32)
     assert_bitwise_equal(got[:255], want[:255])
     assert np.isnan(got[255]).all()
     of_jax = by_jax(lambda *parts: MXFP4.decode(parts, jnp.float32), *parts)
-    assert_bitwise_equal(of_jax[2:255], want[2:255])  # the first have subnormal numbers
+    # The first two scales give subnormal numbers, which XLA may flush to zero.
+    assert_bitwise_equal(of_jax[2:255], want[2:255])
     assert np.isnan(of_jax[255]).all()
     again = MXFP4.encode(got[2:250])
     decoded = MXFP4.decode(again, np.float32)
@@ -106,7 +109,8 @@ def test_any_bits_decode_and_encode():
     finite = np.isfinite(x).reshape(64, 2, 32).all(axis=-1).repeat(32, axis=-1)
     largest = np.abs(x.reshape(64, 2, 32)).max(axis=-1).repeat(32, axis=-1)
     assert np.isnan(decoded[~finite]).all()
-    # Half of a step of 2 of a scale that is at most a quarter of the largest, or what is past 6.
+    # A block's largest number is at least 4 times its scale. Rounding errs by at most one scale, a
+    # quarter of it; clipping above 6 scales errs by at most a quarter, too.
     error = np.abs(decoded[finite] - x[finite])
     assert np.all(error <= largest[finite] / 4 + 2.0**-128)
 

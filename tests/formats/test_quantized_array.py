@@ -1,4 +1,4 @@
-"""QuantizedArray: a pytree that goes wherever an array of its shape goes."""
+"""Tests of QuantizedArray: it can take an array's place in JAX's transformations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def x():
 
 @functools.cache
 def quantized(format):
-    """By JAX, on the default device."""
+    """Quantizes x with JAX, on the default device."""
     return jax_ep.quantize(jnp.asarray(x()), format)
 
 

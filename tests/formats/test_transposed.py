@@ -1,4 +1,4 @@
-"""Matrices that are stored as their transposes."""
+"""Tests of the format for matrices that are stored transposed."""
 
 from __future__ import annotations
 

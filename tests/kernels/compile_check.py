@@ -1,17 +1,19 @@
-"""Compiles the kernels for H200s, on any machine, with JAX's CUDA plugin.
+"""Compiles the kernels for H200 GPUs with JAX's CUDA plugin, on any machine.
 
     python tests/kernels/compile_check.py [--plugin DIR]
 
-Without a plugin the kernels are lowered for CUDA, and not compiled. DIR is where JAX's CUDA plugin
-is, of the version of JAX, but not on Python's path:
+Without --plugin the kernels are only lowered for CUDA. DIR is a folder with JAX's CUDA plugin in
+the version of JAX, which must not be on Python's path:
 
     pip install --no-deps --target=DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 
-Prints each kernel's registers, and bytes of registers that it spills. Fails where a program does
-not lower or compile, where ptxas makes the tensor cores' instructions wait for each other, or where
-threads of a warp may wait at different barriers; and where XLA schedules rows that are sent between
-hosts so that no kernel runs meanwhile. It needs `ptxas`, on the PATH or in DIR (pip install
---no-deps --target=DIR nvidia-cuda-nvcc).
+The check needs `ptxas`, on the PATH or in DIR (pip install --no-deps --target=DIR
+nvidia-cuda-nvcc). It prints each kernel's registers and the bytes of spilled registers. It fails if
+
+  a program does not lower or compile,
+  ptxas serializes the tensor cores' instructions,
+  threads of one warp may wait at different barriers, or
+  XLA schedules the sending of rows between hosts such that no kernel runs meanwhile.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ device_description_str: "NVIDIA H200"
 
 
 def gpus(plugin: Path) -> list[jax.Device]:
-    """Returns eight H200s to compile for."""
+    """Returns eight H200 devices of JAX to compile for."""
     runtime = plugin / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
     os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
     library = plugin / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
@@ -71,14 +73,14 @@ def gpus(plugin: Path) -> list[jax.Device]:
 
 
 def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> str:
-    """Compiles a function of each rank's arrays; returns its PTX, and what ptxas says."""
+    """Compiles a function of each rank's arrays; returns its PTX and the messages of ptxas."""
     with written() as text:
         lowered(function, num_ranks, devices, *shapes).compile()
     return text[0]
 
 
 def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> Any:
-    """Lowers a function of each rank's arrays for CUDA; without devices, for GPUs in general."""
+    """Lowers a function of each rank's arrays for `devices`, or for CUDA if there are none."""
     mesh: Any = cuda_mesh((num_ranks,), (AXIS,))
     if devices:
         mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
@@ -95,7 +97,7 @@ def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes:
 
 @contextlib.contextmanager
 def written() -> Iterator[list[str]]:
-    """Yields a list that gets what this process writes meanwhile, to any stream."""
+    """Yields a list to which, at the end, all that this process wrote meanwhile is appended."""
     text: list[str] = []
     streams = sys.stdout.fileno(), sys.stderr.fileno()
     sys.stdout.flush()
@@ -114,7 +116,7 @@ def written() -> Iterator[list[str]]:
 
 
 def exchange(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Dispatch and combine, and their gradients."""
+    """Computes dispatch, combine and their gradients."""
 
     def there_and_back(x, weights):
         sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
@@ -125,7 +127,7 @@ def exchange(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> An
 
 
 def between_hosts(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Dispatch and combine, and the gradients of the combine."""
+    """Computes dispatch, combine and the combine's gradients."""
     sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
     combine = functools.partial(jax_ep.combine, handle=sent.handle)
     out, pull = jax.vjp(lambda y, weights: combine(y, topk_weights=weights), sent.tokens, weights)
@@ -133,7 +135,7 @@ def between_hosts(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) 
 
 
 def by_rank(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Dispatch and combine in the rank-major layout."""
+    """Computes dispatch and combine in the rank-major layout."""
     sent = jax_ep.dispatch(
         x, topk_idx, axis_name=AXIS, topk_weights=weights, layout="rank", **options
     )
@@ -141,7 +143,7 @@ def by_rank(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any
 
 
 def experts(x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any) -> Any:
-    """The experts of a rank, and their gradients."""
+    """Computes the experts' MLPs of one rank, and their gradients."""
     mlp = functools.partial(jax_ep.expert_mlp, group_sizes=sizes, implementation="pallas")
     out, pull = jax.vjp(mlp, x, wi_0, wi_1, wo)
     return mlp(x, wi_0, wi_1, wo), *pull(out)
@@ -152,7 +154,7 @@ def collective(name: str, algorithm: str | None, x: Any) -> Any:
 
 
 def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
-    """Yields the programs: a name, the number of ranks, the function, and each rank's operands."""
+    """Yields each program's name, number of ranks, function, and operands of one rank."""
     alone = [((512, 4096), jnp.float32), ((512, 2), jnp.int32), ((512, 2), jnp.float32)]
     one: dict[str, Any] = dict(num_experts=4, implementation="pallas")
     yield "T=512 H=4096 E=4", 1, functools.partial(exchange, one), alone
@@ -192,7 +194,7 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
 
 
 def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:
-    """Yields what is sent between hosts of eight ranks in all while the schedule runs no kernel."""
+    """Yields the sends between hosts during which no kernel is scheduled, for eight ranks."""
     os.environ["JAX_EP_DEVICES_PER_HOST"] = str(8 // num_hosts)
     options = dict(num_experts=256, capacity=4608, implementation="two_level")
     operands = [((512, 7168), jnp.bfloat16), ((512, 8), jnp.int32), ((512, 8), jnp.float32)]
@@ -227,7 +229,7 @@ SERIALIZED = re.compile(r"wgmma.mma_async instructions are serialized.*?function
 
 
 def faults_of(said: str) -> list[str]:
-    """Returns what is wrong with the kernels of which `compiled` returned `said`."""
+    """Returns the faults in `said`, the PTX and messages that `compiled` has returned."""
     found, texts = KERNEL.findall(said), list(PTX.finditer(said))
     faults = [f"{kernel} is serialized" for kernel in SERIALIZED.findall(said)]
     if not found or len(found) != len(texts):
@@ -244,7 +246,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of programs whose name has this in it")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)  # whose numbers are those of the GPUs
+    # The CPU devices have the numbers of the GPUs.
+    jax.config.update("jax_num_cpu_devices", 8)
     devices: Any = []
     if arguments.plugin:
         os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -264,7 +267,8 @@ def main() -> int:
                 kernels = len(set(HASH.findall(text)))
                 wrong = [] if kernels else ["no kernel in the lowered program"]
                 print(f"{name:<36}{num_ranks:>6}  kernels: {kernels}", flush=True)
-        except Exception as error:  # a program that fails must not hide how the others do
+        # Go on after a program that fails, to see the other programs' results.
+        except Exception as error:
             wrong = [f"{type(error).__name__}: {error}".splitlines()[0]]
         faults += [f"{name}, {num_ranks} ranks: {fault}" for fault in wrong]
         for kernel, properties, registers in KERNEL.findall(said):
@@ -276,7 +280,7 @@ def main() -> int:
     for num_hosts in hosts:
         faults += waits_for_the_network(num_hosts, devices)
     built = "compiled" if arguments.plugin else "lowered"
-    # The last line says it all: it is a line of the results of CI.
+    # The last line sums up the check: CI prints it among its results.
     print("\n".join([*faults, f"{count} kernels {built}, {len(faults)} faults"]))
     return 1 if faults or not (chosen or hosts) else 0
 

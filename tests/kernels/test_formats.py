@@ -1,7 +1,7 @@
-"""Number formats: float8 by NumPy and by JAX, against the code that each user of them had before.
+"""Tests of the number formats: float8 by NumPy and JAX, against copies of other implementations.
 
-The functions `wire_*` and `published_*` are copies of that code. What was written with it, on the
-wire and in files, must stay what it was, bit for bit.
+The functions `wire_*` and `published_*` fix the bits of rows on the wire and of values in files,
+which must never change.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def test_rows_are_what_the_wire_had(kind, dtype):
     assert isinstance(parts[0], np.ndarray)
     assert_same_parts(parts, wire_quantize(x, E4M3, np))
     assert_same_parts(of_jax, by_jax(lambda x: wire_quantize(x, E4M3, jnp), x))
-    if kind not in ("subnormal", "bits"):  # XLA on CPUs flushes subnormal float32
+    # XLA on CPUs flushes subnormal float32 to zero.
+    if kind not in ("subnormal", "bits"):
         assert_same_parts(of_jax, parts)
     with np.errstate(all="ignore"):
         decoded = FLOAT8_ROWS.decode(parts, x.dtype), wire_dequantize(*parts, x.dtype)
@@ -86,7 +87,7 @@ def test_rows_are_what_the_wire_had(kind, dtype):
 
 
 def test_the_jax_program_is_that_of_before():
-    """The same operations in the same order: XLA compiles to what it did."""
+    """Encoding must trace to a fixed list of operations, so that XLA compiles the same program."""
 
     def operations(function: Any) -> list[str]:
         jaxpr = jax.make_jaxpr(function)(jnp.ones((2, 256), jnp.bfloat16)).jaxpr
@@ -104,7 +105,7 @@ def test_the_jax_program_is_that_of_before():
 
 
 def test_a_single_row_is_rows_of_none():
-    """Kernels in the simulator quantize one row, [H]."""
+    """Encoding must accept a single row [H], as the kernels in the simulator have."""
     x = numbers("random", (3, 256))
     values, scales = FLOAT8_ROWS.encode(x)
     row = FLOAT8_ROWS.encode(x[1])
@@ -112,7 +113,7 @@ def test_a_single_row_is_rows_of_none():
     assert_bitwise_equal(FLOAT8_ROWS.decode(row, np.float32), wire_dequantize(*row, np.float32))
 
 
-# --------------------------------------------------------------------------- published matrices
+# ------------------------------------------------------------ matrices in published checkpoints
 
 
 def published_scales(largest: np.ndarray, dtype: Any, power_of_two: bool) -> np.ndarray:
@@ -152,7 +153,7 @@ def test_matrices_are_what_checkpoints_had(kind, block, scale_dtype, power_of_tw
     assert_bitwise_equal(format.decode(parts, np.float32), numbers_of_parts)
 
 
-# ------------------------------------------------------------------------- what any format must
+# ------------------------------------------------------------------- properties of every format
 
 
 FORMATS = {
@@ -173,7 +174,8 @@ def test_numbers_are_within_half_a_step(name, divide):
     power = np.repeat(rng.uniform(-100, 110, (2, 256, 2)), 128, axis=-1)
     x = (rng.standard_normal((2, 256, 256)) * np.exp2(power)).astype(np.float32)
     parts = format.encode(x, divide=divide)
-    if not divide:  # by XLA, which divides by a constant approximately
+    # XLA divides by a constant approximately, so compare only without division.
+    if not divide:
         assert_same_parts(by_jax(format.encode, x), parts)
     decoded = format.decode(parts, np.float32)
     assert_bitwise_equal(by_jax(lambda *p: format.decode(p, np.float32), *parts), decoded)
@@ -182,7 +184,8 @@ def test_numbers_are_within_half_a_step(name, divide):
     rows, columns = format.block
     scales = np.repeat(np.repeat(scales.astype(np.float32), rows, -2), columns, -1)
     half = np.maximum(float(info.eps) / 2 * np.abs(x), float(info.smallest_subnormal) / 2 * scales)
-    slack = 2.0**-8 if name == "bfloat16" else 2.0**-20  # scales that are rounded down
+    # The slack is for scales that are rounded down.
+    slack = 2.0**-8 if name == "bfloat16" else 2.0**-20
     assert np.all(np.abs(decoded - x) <= half + slack * np.abs(x))
 
 
@@ -190,7 +193,8 @@ def test_numbers_are_within_half_a_step(name, divide):
 def test_scales_are_the_least_powers_that_do_not_overflow(name):
     format = FORMATS[name]
     x = numbers("random", (128, 1280)) * np.float32(1000)
-    x[0, :128] = 448  # the scale is 1 exactly
+    # This block's scale is exactly 1.
+    x[0, :128] = 448
     scales = format.encode(x)[1].astype(np.float32)
     fraction, _ = np.frexp(scales)
     assert np.all(fraction == 0.5)
@@ -205,7 +209,8 @@ def test_what_is_not_finite_stays_in_its_block(name, divide):
     format = FORMATS[name]
     rows, columns = format.block
     x = numbers("random", (2 * rows, 3 * columns))
-    x[:rows, :columns] = 0  # no block of zeros is NaN
+    # A block of zeros must not become NaN.
+    x[:rows, :columns] = 0
     bad = x.copy()
     places = (rows, slice(0, 3))
     bad[places] = [np.nan, np.inf, -np.inf]
@@ -220,7 +225,7 @@ def test_what_is_not_finite_stays_in_its_block(name, divide):
 
 
 def test_small_scales_are_not_flushed():
-    """2^-127, which is subnormal, is a scale that float8_e8m0fnu has."""
+    """The scale 2^-127 of float8_e8m0fnu, subnormal in float32, must not be flushed to zero."""
     format = Float8.of(E4M3, (1, 2), E8M0)
     parts = np.array([[448.0, 4.0]]).astype(E4M3), np.array([[0]], np.uint8).view(E8M0)
     want = np.array([[448, 4]], np.float32) * np.float32(2.0**-127)

@@ -1,4 +1,4 @@
-"""Grouped matmul against float64 NumPy, by every implementation that runs on this machine."""
+"""Tests of the grouped matmul against float64 NumPy, with every implementation that runs here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jax_ep.runtime import jax_compat
 
 H, F = 64, 128
 DTYPES = ("float32", "bfloat16", "float16")
-# Of the largest value; a GPU multiplies float32 in TF32 unless told otherwise.
+# Tolerances relative to the largest value; GPUs multiply float32 in TF32 by default.
 TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 2e-3}
 TOLERANCE |= {"bfloat16": 1e-2, "float16": 2e-3}
 
@@ -40,7 +40,8 @@ AVAILABLE = [
     for name in available_implementations((H, F), dtype)
 ]
 NUM_ROWS = 700
-GROUP_SIZES = {  # all of one length, so that one compiled program takes them all
+# All lists have one length, so that one compiled program runs them all.
+GROUP_SIZES = {
     "even": [116, 116, 116, 116, 116, 116],
     "full": [100, 100, 100, 100, 100, 200],
     "one group": [0, 0, 700, 0, 0, 0],
@@ -55,7 +56,10 @@ GROUP_SIZES = {  # all of one length, so that one compiled program takes them al
 
 
 def operands(num_rows, sizes, dtype, seed=0):
-    """lhs, rhs, group_sizes and a cotangent; NaN in the rows past the last group."""
+    """Returns lhs [R, H], rhs [L, H, F], group_sizes [L] and a cotangent [R, F].
+
+    Rows past the last group are NaN.
+    """
     rng = np.random.default_rng(seed)
     lhs = rng.standard_normal((num_rows, H)).astype(dtype)
     rhs = (rng.standard_normal((len(sizes), H, F)) / np.sqrt(H)).astype(dtype)
@@ -66,7 +70,7 @@ def operands(num_rows, sizes, dtype, seed=0):
 
 
 def expected(lhs, rhs, sizes, grad):
-    """The product and the gradients of both operands, in float64."""
+    """Returns the product and the gradients of lhs and rhs, in float64."""
     lhs, rhs, grad = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, grad))
     out, dlhs, drhs = np.zeros(grad.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
     start = 0
@@ -152,7 +156,10 @@ def swiglu(gate, up):
 @pytest.mark.parametrize("keep", quick([False, True], True))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_gated_product(implementation, dtype, keep):
-    """The bits of products and a gate apart; gradients of all results; and under vmap."""
+    """The gated product must equal, bit for bit, two products and a gate, also under vmap.
+
+    Its gradients are equal within rounding.
+    """
     sizes = GROUP_SIZES["empty groups"]
     args = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
     lhs, rhs, group_sizes = args[0][0], (args[0][1], args[1][1]), args[0][2]
@@ -181,7 +188,10 @@ def test_gated_product(implementation, dtype, keep):
 
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_several_gradients_of_matrices(implementation, dtype):
-    """They are those of each on its own; so are their gradients."""
+    """Several gradients of matrices at once must equal those computed one by one.
+
+    Their own gradients must be equal, too.
+    """
     sizes = GROUP_SIZES["empty groups"]
     lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
     live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
@@ -229,7 +239,7 @@ def test_a_gradient_that_nothing_uses_is_not_computed():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_rows(dtype):
-    """Fewer rows than any tile, and a number of them that no tile likes."""
+    """Products with fewer rows than a tile, and an odd number of rows, must be right."""
     for num_rows, sizes in ((1, [0, 1]), (13, [4, 7])):
         args = operands(num_rows, sizes, dtype)
         got = product_and_gradients(*args, None)
@@ -293,14 +303,15 @@ def test_second_order_gradient():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_who_looks_for_nan_is_told_where_one_is_made(jit):
-    """JAX runs a jitted function that gives NaN again, op by op, outside of any trace."""
+    """jax_debug_nans must name grouped_matmul, which JAX then runs again, op by op."""
     lhs = jnp.ones((8, H)).at[0, 0].set(jnp.inf)
     rhs, sizes = jnp.zeros((2, H, F)), jnp.array([4, 4], jnp.int32)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.* grouped_matmul"):
         (jax.jit(grouped_matmul) if jit else grouped_matmul)(lhs, rhs, sizes)
 
 
-@jax.default_matmul_precision("highest")  # TF32 would tell one program from another
+# In TF32, two programs may round differently.
+@jax.default_matmul_precision("highest")
 def test_checkpoint_scan_and_vmap():
     lhs, rhs, sizes, grad = operands(64, [20, 0, 30], "float32")
     rhs = rhs[:, :, :H]
@@ -340,7 +351,7 @@ def test_checkpoint_scan_and_vmap():
     ids=str,
 )
 def test_inside_shard_map(implementation, mesh_shape, check_vma):
-    """Matrices replicated over `data`: their gradient is the sum over it."""
+    """Inside shard_map, matrices replicated over `data` must get gradients summed over `data`."""
     mesh = meshes.mesh(mesh_shape, ("data", "expert"))
     data, experts = mesh_shape
     rng = np.random.default_rng(2)
@@ -375,11 +386,13 @@ def test_inside_shard_map(implementation, mesh_shape, check_vma):
 
 # ---- lowering for CUDA, on any machine -------------------------------------------------------
 
-CUDA_SHAPES = [  # R, H, F, L
+# Shapes (R, H, F, L): R rows, L matrices [H, F].
+CUDA_SHAPES = [
     (4096, 7168, 2048, 32),
     (4096, 2048, 7168, 32),
     (1024, 2048, 768, 16),
-    (1024, 2048, 7168, 64),  # few rows a group, in tiles of 256 columns
+    # Few rows in each group need tiles of 256 columns.
+    (1024, 2048, 7168, 64),
     (1000, 4096, 14336, 8),
     (333, 64, 192, 3),
     (8, 128, 64, 1),
@@ -420,7 +433,7 @@ def test_a_sum_of_products_is_one_kernel_for_cuda():
         return sum_of_products(((lhs, rhs), (2 * lhs, rhs)), sizes, None)
 
     shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
-    # The other kernel cuts the rows into tiles.
+    # The second kernel divides the groups' rows into tiles.
     assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 2
 
 

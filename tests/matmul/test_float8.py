@@ -1,4 +1,4 @@
-"""Grouped matmuls of float8: every implementation against the reference in float64."""
+"""Tests of float8 grouped matmuls: every implementation against the reference in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax_ep.matmul.backend import Problem
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 SIZES = [3, 0, 150, 21]
-ROWS, LIVE = 200, sum(SIZES)  # the last 26 rows are of no group
+# The last 26 of the 200 rows are in no group.
+ROWS, LIVE = 200, sum(SIZES)
 K, N = 256, 384
 HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, jax.default_backend(), ROWS))
 implementations = pytest.mark.parametrize("implementation", [None, *HERE])
@@ -28,7 +29,7 @@ GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 
 
 def rows_of(kind, width=K, seed=0):
-    """Rows [200, width] of a kind, NaN past the last group."""
+    """Returns rows [200, width] of a kind of `KINDS`, with NaN past the last group."""
     x = operands.numbers(kind, (LIVE, width), seed)
     return np.concatenate([x, np.full((ROWS - LIVE, width), np.nan, np.float32)])
 
@@ -38,7 +39,7 @@ def matrices_of(kind, seed=1):
 
 
 def of_either_kind(kind):
-    """Pairs of kinds of numbers: one operand of a kind, the other normal numbers."""
+    """Returns pairs of kinds of numbers in which one operand is of `kind`, the other normal."""
     return {(kind, "random"), ("random", kind)}
 
 
@@ -62,7 +63,7 @@ def test_product(implementation, kind):
 
 @implementations
 def test_sum_of_products(implementation):
-    """The gradient of rows, in bfloat16: two pairs, with matrices in the order [L, K, N]."""
+    """The gradient of gated rows must be right: a sum of two products with matrices [L, K, N]."""
     grads = [rows_of("skewed", N, seed) for seed in (2, 3)]
     rhs = [matrices_of("random", seed) for seed in (4, 5)]
     pairs = [
@@ -129,7 +130,7 @@ def test_rows_are_quantized_along_the_rows_of_groups(implementation, by_column, 
     np.testing.assert_allclose(got.scales, want.scales, rtol=2**-21)
     values, expected = (np.asarray(each.values).astype(np.float32) for each in (got, want))
     np.testing.assert_allclose(values, expected, rtol=2**-3, atol=2**-9)
-    # XLA on GPUs divides approximately, so a value halfway between two may become the other one.
+    # XLA on GPUs divides approximately, so that values near the middle of two may round either way.
     equal = (values == expected) | np.isnan(expected)
     assert equal.all() if jax.default_backend() == "cpu" else equal.mean() > 0.999
 
@@ -159,7 +160,7 @@ def test_rows_are_quantized_as_they_lie_too(implementation):
 
 
 def test_rounding_survives_in_one_program():
-    """XLA may compute with more precision than asked for, and take a rounding away."""
+    """XLA must not remove the rounding to float8 within one program as excess precision."""
     x = jax.random.normal(jax.random.key(0), (8, K), jnp.float32)
     rounded = jax.jit(lambda x: quantize(x, FLOAT8_ROWS).dequantize(jnp.float32))(x)
     np.testing.assert_array_equal(rounded, quantize(x, FLOAT8_ROWS).dequantize(jnp.float32))

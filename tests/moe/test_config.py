@@ -1,4 +1,4 @@
-"""The fields of a layer: which are refused, and functions among them under pickle and jit."""
+"""Tests of a layer's fields: which are refused, and functions among them under pickle and jit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
 def output(**changes):
-    """Returns the output of a layer with these fields."""
+    """Computes a layer's output with its configuration changed by `changes`."""
     config = MoEConfig(**vars(CONFIG) | changes)
     return moe_layer(make_params(), make_x(), config)[0]
 
@@ -53,7 +53,7 @@ def times(h):
 
 
 class Scale:
-    """An object that may change."""
+    """An object with an attribute that a test may change, and a method that reads it."""
 
     factor = 1.0
 
@@ -73,7 +73,10 @@ settings.inner.factor = 1.0  # type: ignore[attr-defined]
 
 
 def reading(scale):
-    """Functions that read a value that changes; the activations are new ones at each call."""
+    """Returns options whose functions read a value that may change, by where the value is.
+
+    The functions are new objects at each call.
+    """
     note = FACTORS.copy
     named = lambda h: h * named.factor  # noqa: E731
     named.factor = scale.factor
@@ -99,7 +102,8 @@ def reading(scale):
 def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
     scale = Scale()
     first = output(**reading(scale)[what])
-    scale.factor = 4.0  # rounds nothing
+    # A factor of 4 rounds nothing.
+    scale.factor = 4.0
     monkeypatch.setitem(FACTORS, "h", 4.0)
     monkeypatch.setitem(globals(), "FACTOR", 4.0)
     monkeypatch.setattr(OfClass, "factor", 4.0)
@@ -109,7 +113,7 @@ def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
 
 
 def test_a_program_that_is_traced_again_reads_its_values_again():
-    """A bound method of one object is the same function, and its caller is traced once more."""
+    """A program that is traced again must read values again, even through one bound method."""
     scale = Scale()
     config = dataclasses.replace(CONFIG, activation=scale.act)
     params, x = make_params(), make_x()
@@ -132,7 +136,7 @@ def test_what_may_change_is_read_again_outside_of_jit():
 
 @pytest.mark.parametrize("name", ["activation", "gating"])
 def test_functions_read_no_traced_array(name):
-    """Its gradient would be zero."""
+    """A function that reads a traced array must be refused; the array's gradient would be 0."""
     functions = {
         "activation": lambda b: lambda h: h * b,
         "gating": lambda b: lambda g, u: g * u * b,
@@ -162,7 +166,10 @@ def test_a_router_that_reads_another_value_is_another(monkeypatch):
 
 
 def test_what_reads_constants_is_compiled_once():
-    """Also by functions of other modules, and under a caller that is traced again."""
+    """Functions that read only constants must not compile again, although they are new objects.
+
+    The constants may be in other modules.
+    """
     new = [
         lambda: dict(activation=lambda h: h * settings.factor),
         lambda: dict(activation=jax.nn.silu),
@@ -253,7 +260,7 @@ def test_impossible_fields_are_named(changes, error, message):
 
 
 def test_float64_tokens_keep_their_dtype():
-    """Their logits are float32, also where the router's dtype is that of the tokens."""
+    """float64 tokens must give a float64 output, although the logits are float32."""
     with jax.enable_x64(True):
         params, x = (
             jax.tree.map(lambda a: a.astype(jnp.float64), t) for t in (make_params(), make_x())

@@ -1,4 +1,4 @@
-"""Experts that multiply float8: alone against the reference, and in layers on every mesh."""
+"""Tests of experts with float8 matmuls: alone against the reference, and in layers on meshes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, jax.default_backe
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def numbers(kind="random", dtype=jnp.bfloat16):
-    """Tokens of a kind, and the matrices of 4 experts."""
+    """Returns tokens of a kind of `support.float8.KINDS`, and the matrices of 4 experts."""
     tokens = operands.numbers(kind, (ROWS, H))
     shapes = (len(SIZES), H, F), (len(SIZES), H, F), (len(SIZES), F, H)
     matrices = [operands.numbers("random", s, i) / s[1] ** 0.5 for i, s in enumerate(shapes)]
@@ -52,7 +52,8 @@ GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 @pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
 def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
     tokens, *matrices = numbers(kind, jnp.float32)
-    if kind == "huge":  # the gate's gradient multiplies three of these numbers in float32
+    # The gate's gradient multiplies three of these numbers, which must not overflow in float32.
+    if kind == "huge":
         tokens = tokens.at[5].multiply(1e-21)
     grad = operands.numbers("random", (ROWS, H), 9)
 
@@ -68,13 +69,15 @@ def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
         reference.float8_expert_mlp(tokens, sizes, *matrices),
         *reference.float8_expert_mlp_grad(grad, tokens, sizes, *matrices),
     )
-    # Sums of float32 or of tensor cores move few hidden values to the next number of float8. One
+    # Other orders of summation round a few hidden values to another float8 number. One such value
+    # may change a row by 2^-8 of its norm, so the bound is on the mean square.
     # such value may change a row by some 2^-8 of its norm, so the bound is of the mean square.
     bound = 2.0**-6 if implementation == "pallas" else 2.0**-9
     for mine, theirs in zip((out, *vjp(jnp.asarray(grad))), want, strict=True):
         mine = np.asarray(mine).astype(np.float64)
         np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
-        off, norms = (  # of each row, or of each matrix
+        # The norms are those of each row, or of each matrix.
+        off, norms = (
             np.linalg.norm(np.nan_to_num(each, nan=0.0).reshape(len(each), -1), axis=1)
             for each in (mine - theirs, theirs)
         )
@@ -116,13 +119,13 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
         results.append(jax.tree.leaves((out, vjp(grad))))
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
-        # Three products, of two operands that are rounded by 2^-5 on average each.
+        # Three products have two operands each, with rounding errors of 2^-5 on average.
         assert error_of_norm(got, want) < 0.12
         assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
 
 def kept(function, *args):
-    """What a function keeps for its backward pass: shapes and dtypes."""
+    """Returns shapes and dtypes of the residuals that a function saves for its backward pass."""
     return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
 
 
@@ -140,12 +143,14 @@ def test_what_is_kept_is_float8():
         )
 
     assert kept_rows(None) == ROWS * (H + 2 * F) * 2
-    assert kept_rows(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)  # and float32 scales
+    # Float8 rows come with float32 scales, one per 128 values.
+    assert kept_rows(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)
 
 
-# ------------------------------------------------------------------------------------ layers
+# ---------------------------------------------------------------- layers with float8 experts
 
-EXPERTS, K, WIDE = 8, 2, 256  # F is 2 x 128, for two ranks along a tensor axis
+# F is 2 * 128, so that two ranks along a tensor axis have a block of 128 each.
+EXPERTS, K, WIDE = 8, 2, 256
 CONFIG = MoEConfig(
     num_experts=EXPERTS, num_experts_per_token=K, matmul_dtype=FLOAT8, dtype=jnp.float32
 )
@@ -198,15 +203,23 @@ def assert_near(got, want, bound):
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-    """A layer on a mesh, and what it has in common with one without a mesh.
+    """A layer on a mesh, to be compared with the same layer without a mesh.
 
-    Tokens of an expert that are on several ranks are quantized in other blocks for the gradients of
-    matrices. Both are then off by the rounding of two operands, by 2^-5 of a number on average.
+    If an expert's tokens are on several ranks, they are quantized in other blocks for the matrices'
+    gradients. Both gradients then have the rounding error of two operands, 2^-5 on average.
+
+    Attributes:
+        shape: the mesh's shape.
+        axes: the mesh's axis names.
+        options: fields of the configuration, with and without the mesh.
+        on_mesh: fields of the configuration on the mesh only.
+        biased: whether the experts have biases.
+        of_matrices: the allowed relative error of the matrices' gradients.
     """
 
     shape: tuple[int, ...] = (4,)
     axes: tuple[str, ...] = ("expert",)
-    options: tuple[tuple[str, object], ...] = ()  # of both
+    options: tuple[tuple[str, object], ...] = ()
     on_mesh: tuple[tuple[str, object], ...] = (("wire_dtype", FLOAT8),)
     biased: bool = False
     of_matrices: float = 2.0**-10
@@ -227,7 +240,7 @@ LAYERS = {
     "plain": OnMesh(),
     "clamp": OnMesh(options=(("clamp", 0.5),)),
     "gating": OnMesh(options=(("gating", lambda gate, up: jnp.tanh(gate) * (up + 1)),)),
-    # The wire's rounding is one more if rows are multiplied by weights, or gradients are summed.
+    # With weights on the input or with summed gradients, the wire would round once more.
     "weights on input": OnMesh(options=(("weights_on", "input"),), on_mesh=()),
     "biases": OnMesh((2, 2), SPLIT, on_mesh=(TENSOR,), biased=True),
     "tensor axis": OnMesh((2, 2), SPLIT, on_mesh=(WIRE, TENSOR)),
@@ -242,7 +255,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("case", quick(LAYERS, "tensor axis"))
 def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
-    """With experts that are quantized once and are sharded."""
+    """A layer on a mesh must agree with one without, with sharded experts quantized once."""
     if "host" in case.axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     want_out, (want, want_dx) = case.alone()
@@ -259,7 +272,7 @@ def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
 
 @pytest.mark.slow
 def test_the_wire_costs_nothing_more():
-    """Rows have the same numbers, quantized before they are sent or on arrival."""
+    """Float8 on the wire must not change the output: experts quantize rows in the same way."""
     with jax.set_mesh(expert_mesh(4)):
         without, with_wire = (
             jax.jit(functools.partial(loss, config=config))(params_of(), x_of())[1][0]
@@ -280,7 +293,7 @@ def test_experts_quantized_once_give_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
 def test_a_layer_is_near_that_of_bfloat16(wire_dtype):
-    """With all that rounds: the wire, weights on the input, biases, bfloat16."""
+    """A float8 layer must be near a bfloat16 one, with all roundings: wire, weights, biases."""
     config = dataclasses.replace(
         CONFIG, dtype=jnp.bfloat16, weights_on="input", wire_dtype=wire_dtype
     )
@@ -366,7 +379,10 @@ def test_experts_are_quantized_in_the_shard_map_of_the_caller(check_vma):
 
 @pytest.mark.slow
 def test_slots_with_copies():
-    """Copies of an expert share its rows, so blocks of rows, and with them its gradient, differ."""
+    """Slots with copies must give the layer's output, and gradients within float8's rounding.
+
+    Copies share an expert's rows, which are therefore quantized in other blocks.
+    """
     placement = Placement.in_order(num_experts=EXPERTS, num_slots=12, num_ranks=4)[0]
     out, (grads, dx) = run(params_of(), x_of(), CONFIG)
     config = dataclasses.replace(CONFIG, wire_dtype=FLOAT8, num_slots=12)
@@ -377,14 +393,14 @@ def test_slots_with_copies():
     for name in ("wi_0", "wi_1", "wo"):
         of_slot = getattr(of_slots, name)
         assert of_slot[EXPERTS:].tobytes() == of_slot[: 12 - EXPERTS].tobytes()
-    # Both are off by two operands' rounding, 2^-5 of a number on average each.
+    # Both gradients have two operands with rounding errors of 2^-5 on average.
     assert_near(to_experts(of_slots, placement), grads, 2 * 2**0.5 * 2.0**-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
 def test_a_training_step(wire_dtype):
-    """Layers in a scan under jax.checkpoint, microbatches in a scan, donated parameters."""
+    """A training step must run with scanned layers, remat, microbatches and donation."""
     config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
     policy = jax.checkpoint_policies.save_only_these_names(
         "dispatched_tokens", "expert_pre_activations"
@@ -432,7 +448,7 @@ def test_a_training_step(wire_dtype):
 
 
 def shardings_of(params):
-    """Shardings of stacked parameters over the ambient mesh, experts over their axis."""
+    """Returns shardings of stacked parameters over the ambient mesh, with experts over "expert"."""
     mesh = jax.sharding.get_mesh()
     return MoEParams.of(**{
         name: jax.sharding.NamedSharding(mesh, P() if name == "gate" else P(None, "expert"))
@@ -447,7 +463,7 @@ KEPT = {"dispatched_tokens": H, "expert_pre_activations": 2 * WIDE}
 @pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
 @pytest.mark.parametrize("names", [(), ("dispatched_tokens",), tuple(KEPT)], ids=len)
 def test_what_a_policy_keeps_is_float8(names, wire_dtype):
-    """Of a layer with experts that are quantized once; and it keeps no matrix again."""
+    """Rows that a checkpoint policy keeps must be float8, and no matrix be kept again."""
     config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype, dtype=jnp.bfloat16)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     params, x = params_of(), x_of().astype(jnp.bfloat16)
@@ -468,7 +484,7 @@ def test_what_a_policy_keeps_is_float8(names, wire_dtype):
 
 
 def test_a_gradient_keeps_the_matrices_in_one_order():
-    """Without a policy: the parameters are not kept in the compute dtype."""
+    """Without a policy, the matrices must be kept in float8, in one order, not in bfloat16."""
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
     residuals = kept(
         lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, config)[0]),

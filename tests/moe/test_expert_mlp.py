@@ -1,4 +1,4 @@
-"""The gated expert MLP against float64 NumPy, and what it keeps for its gradient."""
+"""Tests of the gated expert MLP against float64 NumPy, and of its residuals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ AVAILABLE = [
     for name in available_implementations((H, F), dtype)
 ]
 NUM_ROWS = 400
-CASES = {  # all of one length, so that one compiled program takes them all
+# All lists have one length, so that one compiled program runs them all.
+CASES = {
     "even": [80, 80, 80, 80, 80],
     "empty and huge": [0, 300, 1, 0, 40],
     "far short of R": [2, 0, 9, 0, 0],
@@ -48,7 +49,7 @@ def operands(num_rows, sizes, dtype, seed=0):
 
 
 def expected(weights, sizes, grad):
-    """The output and the gradients of tokens, wi_0, wi_1 and wo, in float64."""
+    """Returns the output and the gradients of tokens, wi_0, wi_1 and wo, in float64."""
     tokens, wi_0, wi_1, wo, grad = (np.asarray(x).astype(np.float64) for x in (*weights, grad))
     out, dtokens = np.zeros(tokens.shape), np.zeros(tokens.shape)
     dwi_0, dwi_1, dwo = np.zeros(wi_0.shape), np.zeros(wi_1.shape), np.zeros(wo.shape)
@@ -123,7 +124,10 @@ def test_an_activation_without_a_hash():
 
 
 def unusual(weights, seed=0, gated=True):
-    """Biases, a clamp and a gating of one's own, as arguments of `expert_mlp`."""
+    """Returns biases, and a custom gating with a clamp, as arguments of `expert_mlp`.
+
+    Without `gated`, it is a custom activation.
+    """
     rng = np.random.default_rng(seed)
     groups, _, mlp = weights[0].shape
     shapes = dict(wi_0_bias=mlp, wi_1_bias=mlp, wo_bias=H)
@@ -135,7 +139,10 @@ def unusual(weights, seed=0, gated=True):
 
 
 def clamp_of(weights):
-    """Not where a rounding of bfloat16 decides whether a gradient passes."""
+    """Returns a clamp.
+
+    For bfloat16 it is out of reach, as rounding could decide what is clamped.
+    """
     return 1.0 if weights[0].dtype == jnp.float32 else 30.0
 
 
@@ -152,7 +159,10 @@ def unusual_results(tokens, weights, biases, sizes, grad, gated=True):
 
 
 def unusual_reference(tokens, weights, biases, sizes, clamp, gated=True):
-    """The same, differentiable: each row with its own group's matrices, and zeros past them."""
+    """Computes `unusual_results` differentiably, each row with the matrices of its group.
+
+    Rows past the last group are zeros.
+    """
     groups = np.repeat(np.arange(len(sizes)), sizes)
     x, pre = tokens[: len(groups)], []
     for i in range(2 if gated else 1):
@@ -172,7 +182,7 @@ def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
     (tokens, *weights), sizes, grad = operands(NUM_ROWS, CASES[case], dtype)
     weights = weights if gated else [weights[0], weights[2]]
     biases, _ = unusual(weights, gated=gated)
-    # A gradient jumps where a value is clamped: TensorFloat-32 would put values on the other side.
+    # The gradient jumps at the clamp, and TF32 could round values to its other side.
     with jax.default_matmul_precision("highest"):
         out, dtokens, dweights, dbiases = unusual_results(
             tokens, weights, biases, sizes, grad, gated=gated
@@ -197,7 +207,7 @@ def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
 
 
 def test_float64_experts_have_float64_biases():
-    """No bias, and no gradient of one, is rounded to float32 on its way."""
+    """Biases of float64 experts, and their gradients, must not be rounded to float32."""
     sizes = CASES["empty and huge"]
     with jax.enable_x64(True):
         (tokens, *weights), group_sizes, grad = operands(NUM_ROWS, sizes, "float64")
@@ -232,7 +242,7 @@ def test_strict_promotion(dtype):
 
 
 def saved_shapes(function, *args):
-    """Shapes of what the forward pass hands to the backward pass, beside the arguments."""
+    """Returns the shapes of a function's residuals, without its arguments."""
     _, vjp = jax.vjp(function, *args)
     mine = {id(x) for x in jax.tree.leaves(args)}
     leaves = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape") and id(x) not in mine]
@@ -240,12 +250,12 @@ def saved_shapes(function, *args):
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """Tokens and the two pre-activations; less under a policy that names what to keep."""
+    """The residuals must be the tokens and two pre-activations; a policy may keep fewer."""
     rows = 80
     (tokens, *weights), sizes, _ = operands(rows, [50, 30], "float32")
 
     def layer(x, *weights):
-        # A new array, as dispatch makes one: what is kept of it counts.
+        # Like dispatch, this makes a new array, so that it counts as a residual.
         return jnp.sum(expert_mlp(checkpoint_name(jnp.sin(x), "made"), *weights, sizes))
 
     kept = saved_shapes(jax.jit(layer), tokens, *weights)
@@ -258,7 +268,8 @@ def test_what_is_kept_for_the_backward_pass():
         )(tokens, *weights)
         return [str(eqns).count(f"keep={keep}") for keep in (False, True)]
 
-    # Keeping nothing, the forward pass makes the hidden values alone, and the backward one computes
+    # If nothing is kept, the forward pass makes the hidden values only, and the backward pass
+    # computes the pre-activations again.
     # the pre-activations again.
     assert kept_under() == [1, 1]
     assert kept_under("expert_pre_activations") == [0, 1]
@@ -268,7 +279,10 @@ def test_what_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 4)], ids=str)
 @pytest.mark.slow
 def test_inside_shard_map(mesh_shape, check_vma):
-    """Experts spread over one axis, tokens over both: under checkpoint, and in a scan."""
+    """In a shard_map, experts split over one axis and tokens over two must give right gradients.
+
+    The layer is under jax.checkpoint, in a scan.
+    """
     mesh = meshes.mesh(mesh_shape, ("data", "expert"))
     data, experts = mesh_shape
     ranks = data * experts

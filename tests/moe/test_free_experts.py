@@ -1,4 +1,4 @@
-"""Experts that cost nothing, against the layer computed densely, and MoE++'s loss for them."""
+"""Tests of free experts (zero, identity, constant) against a dense layer and MoE++'s loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def params_with_free():
 
 
 def dense(params, x):
-    """Every expert's output of every token, weighed: [T, H], and the loss of MoE++."""
+    """Computes every expert's output of every token; returns the weighted sum [T, H] and more.
+
+    The other results are MoE++'s load-balance loss, and the tokens of each expert.
+    """
     x = x.reshape(-1, H)
     probs = jax.nn.softmax(x @ params.gate)
     weights, ids = jax.lax.top_k(probs, K)
@@ -63,7 +66,8 @@ def test_the_layer_is_the_dense_one(num_ranks):
         out, balance, counts = dense(params, x)
         return jnp.sum(out**2) + balance, (out, balance, counts)
 
-    with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TensorFloat-32
+    # GPUs multiply float32 in TF32 by default.
+    with jax.default_matmul_precision("highest"):
         with jax.set_mesh(expert_mesh(num_ranks)):
             (_, (out, metrics)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x)
         want_grads, (want, balance, counts) = jax.jit(jax.grad(wanted, has_aux=True))(params, x)
@@ -77,10 +81,11 @@ def test_the_layer_is_the_dense_one(num_ranks):
 
 
 def test_free_choices_take_no_row():
-    """In a receive buffer with room for 8 rows a rank nothing is dropped."""
+    """Choices of free experts must take no rows: with 8 rows per rank nothing is dropped."""
     x = make_x()
     rows = x.shape[0] * x.shape[1]
-    ids = np.tile(np.arange(E, E + K), (*x.shape[:2], 1)).astype(np.int32)  # zero and identities
+    # These are the zero expert and the identities.
+    ids = np.tile(np.arange(E, E + K), (*x.shape[:2], 1)).astype(np.int32)
     ids[0, 0, 0] = 3
     config = MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=1 / rows, **FREE)
     weights = jnp.ones(ids.shape)

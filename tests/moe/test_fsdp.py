@@ -1,4 +1,4 @@
-"""Parameters split over further mesh axes: gathered in the layer, their gradients scattered."""
+"""Tests of parameters split over further axes (FSDP): gathered, with gradients scattered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AXES = ("fsdp", "expert")
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
@@ -116,14 +116,17 @@ def test_results_are_those_without_a_mesh(case):
 
 
 def collectives(text: str, kind: str) -> list[str]:
-    """The types of the results of a kind of collective in StableHLO."""
+    """Returns the sorted result types of all collectives of a kind in a StableHLO text."""
     found = re.findall(rf'"stablehlo\.{kind}"\(.*? : \(tensor[^)]*\) -> (\S+)', text, re.DOTALL)
     return sorted(found)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "remat"])
 def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
-    """XLA for CPUs moves bfloat16 as float32, so dtypes are those of the lowered program."""
+    """Parameters must be gathered in bfloat16, and their gradients be scattered in float32.
+
+    The lowered program shows the dtypes, since XLA for CPUs moves bfloat16 as float32.
+    """
     devices = mesh((2, 4), AXES)
     params = make_params(shared_dim=8)
     where = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
@@ -143,10 +146,11 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
     half = H // 2
     scattered = [f"tensor<{own}x{half}x{F}xf32>"] * 2 + [f"tensor<{own}x{F}x{half}xf32>"]
     scattered += [f"tensor<{half}x8xf32>"] * 2 + [f"tensor<8x{half}xf32>"]
-    scattered += [f"tensor<{half}x{E}xf32>"]  # the gate
+    # The gate's gradient is scattered, too.
+    scattered += [f"tensor<{half}x{E}xf32>"]
     assert collectives(text, "reduce_scatter") == sorted(scattered)
 
-    # Outside of the layer's shard_map, XLA adds no collective of a parameter or a token.
+    # Outside the layer's shard_map, XLA must add no collective of parameters or tokens.
     hlo = lowered.compile().as_text() or ""
     moved = re.findall(r"= (\S+|\(.*?\)) (all-\S+|reduce-scatter|collective-permute)\(", hlo)
     assert not [kind for _, kind in moved if kind == "collective-permute"]
@@ -154,11 +158,12 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
     reduced = [result for result, kind in moved if kind == "all-reduce"]
     assert not [result for result in reduced if any(shape in result for shape in whole)]
     of_experts = [r for r, kind in moved if kind == "all-gather" and any(s in r for s in whole)]
-    assert 3 <= len(of_experts) <= 3 * passes  # for CPUs, XLA may merge what remat repeats
+    # XLA for CPUs may merge gathers that remat repeats.
+    assert 3 <= len(of_experts) <= 3 * passes
 
 
 def test_copies_of_parts_are_summed_after_they_are_scattered():
-    """Along "data" ranks hold equal parts: only parts are all-reduced, in the parameters' dtype."""
+    """Gradients must be scattered before they are all-reduced over the axis "data"."""
     devices = mesh((2, 2, 2), ("data", *AXES))
     params = make_params()
     with jax.set_mesh(devices):
@@ -184,7 +189,8 @@ def test_a_scan_gathers_one_layer_at_a_time():
         step = jax.jit(jax.grad(total), in_shardings=(where, None), out_shardings=where)
         lowered = step.lower(stack, make_x())
     whole = f"tensor<{E // 4}x{H}x{F}xbf16>"
-    assert collectives(lowered.as_text(), "all_gather").count(whole) == 4  # wi_0 and wi_1, twice
+    # wi_0 and wi_1 are gathered twice, in the forward and the backward pass.
+    assert collectives(lowered.as_text(), "all_gather").count(whole) == 4
     results = re.findall(r"= (\S+) all-gather\(", lowered.compile().as_text() or "")
     assert results and not [r for r in results if re.search(rf"\[{layers},.*{F}", r)]
 
@@ -209,7 +215,8 @@ def test_slots_with_copies():
         assert_close((out, dparams, dx), (want[0][1][0], *want[1]), rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(metrics.expert_counts, want[0][1][1].expert_counts)
         again = to_slots(dparams, placement)
-        np.testing.assert_array_equal(again.wi_0, dslots.wi_0)  # copies have equal gradients
+        # Copies of an expert must have equal gradients.
+        np.testing.assert_array_equal(again.wi_0, dslots.wi_0)
 
 
 @pytest.mark.slow
@@ -225,7 +232,8 @@ def test_float8_values_are_gathered_and_the_bits_are_the_same():
         got = step_of(gathering)(params, x)
         text = step_of(gathering).lower(params, x).as_text()
     assert_close(got[0], want[0], rtol=0, atol=0)
-    assert_close(got[1], want[1], rtol=2e-2, atol=2e-2)  # sums of ranks in bfloat16, in float32
+    # The two programs sum the ranks' gradients in different dtypes, bfloat16 and float32.
+    assert_close(got[1], want[1], rtol=2e-2, atol=2e-2)
     own, values = E // 2, "f8E4M3FN"
     gathered = [kind for kind in collectives(text, "all_gather") if kind.count("x") == 3]
     assert [kind for kind in gathered if "128" in kind] == [
@@ -238,7 +246,12 @@ def test_float8_values_are_gathered_and_the_bits_are_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden, split", [(256, True), (128, False)])
 def test_experts_quantized_beforehand(hidden, split):
-    """Parts without whole blocks are gathered first, and are then not split over further axes."""
+    """Quantizing beforehand must give the same output.
+
+    Parts of less than a block are gathered first.
+
+    The quantized experts are split over the further axes only if their parts are whole blocks.
+    """
     devices = mesh((2, 2), AXES)
     params, x = make_params(hidden, 128), make_x(hidden)
     config = dataclasses.replace(BF16, matmul_dtype=jnp.float8_e4m3fn)

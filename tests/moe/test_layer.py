@@ -1,4 +1,4 @@
-"""The core of the layers: against dense NumPy in float64, and over every kind of mesh."""
+"""Tests of `moe_layer` against dense NumPy in float64, and over every kind of mesh."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ compiled = jax.jit(moe.moe_layer, static_argnums=2)
 
 
 def loss(params, x, mask=None, *, config=CONFIG):
-    """A scalar that every part of the output reaches, and the outputs."""
+    """Returns a scalar that depends on all outputs, and (output, metrics)."""
     out, metrics = moe.moe_layer(params, x, config, mask)
     scalar = jnp.mean(out**2) + metrics.load_balance_loss + 0.1 * metrics.router_z_loss
     return scalar, (out, metrics)
 
 
 def run(params, x, mask=None, *, config=CONFIG):
-    """Loss, outputs and gradients, compiled."""
+    """Returns ((loss, (output, metrics)), gradients of parameters and x), compiled."""
     step = jax.value_and_grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
     return jax.jit(step)(params, x, mask)
 
@@ -63,7 +63,7 @@ def unsharded():
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
@@ -244,7 +244,7 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
     ("factor", "alignment", "rows"), [(1.1, 1, 36048), (1.1, 24, 36792), (1.0, 128, 36864)]
 )
 def test_a_receive_buffer_is_of_whole_tiles(factor, alignment, rows):
-    """A matmul kernel copies an operand of other numbers of rows."""
+    """A receive buffer must have whole row tiles, or else a matmul kernel would copy it."""
     config = MoEConfig(
         num_experts=256,
         num_experts_per_token=8,
@@ -260,7 +260,8 @@ def test_small_capacity_drops_and_says_so(num_ranks):
     with jax.set_mesh(expert_mesh(num_ranks)):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     counts = np.asarray(metrics.expert_counts)
-    rows = {1: 48, 4: 16}[num_ranks]  # half of a rank's 96 or 24, rounded up to a multiple of 8
+    # Half of a rank's 96 or 24 rows, rounded up to a multiple of 8.
+    rows = {1: 48, 4: 16}[num_ranks]
     per_rank = counts.reshape(num_ranks, -1)
     dropped = [c - np.minimum(c, reference.fair_quota([*c], rows, 1)) for c in per_rank]
     np.testing.assert_array_equal(metrics.dropped_counts, np.concatenate(dropped))
@@ -271,7 +272,10 @@ def test_small_capacity_drops_and_says_so(num_ranks):
 
 
 def test_what_is_past_a_host_capacity_is_dropped_and_counted(monkeypatch):
-    """A rank of 4 tokens sends 2 of them to the other host; the rest is as if never chosen."""
+    """Choices past a host's capacity must count as dropped and add nothing to the output.
+
+    A rank of 4 tokens may send 2 of them to the other host.
+    """
     params, x = make_params(shared=False), make_x()
     gate, wi_0, wi_1, wo = (
         np.asarray(a) for a in (params.gate, params.wi_0, params.wi_1, params.wo)
@@ -307,7 +311,7 @@ def test_ample_capacity_factor_drops_nothing():
 
 @pytest.mark.parametrize("k, alignment", quick([(1, 1), (3, 8), (E, 1)], (3, 8)))
 def test_dropless_holds_the_worst_routing(k, alignment):
-    """All tokens choose the experts of one rank, as far as they fit there."""
+    """Without a limit, nothing may be dropped even if all tokens choose the experts of one rank."""
     params = make_params()._replace(gate=jnp.zeros((H, E)))
     config = MoEConfig(num_experts=E, num_experts_per_token=k, expert_alignment=alignment)
     with jax.set_mesh(expert_mesh(4)):
@@ -323,7 +327,7 @@ def test_bfloat16_compute_with_float32_parameters():
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     assert out.dtype == jnp.bfloat16
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
-    # The router sees float32 tokens, so the choices are those of the float32 layer.
+    # The router gets float32 tokens, so the choices equal those of the float32 layer.
     (_, (want, want_metrics)), want_grads = unsharded()
     assert_close(metrics, want_metrics)
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
@@ -333,7 +337,7 @@ def test_bfloat16_compute_with_float32_parameters():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_tokens_in_float8_on_the_wire(num_ranks):
-    """As if the experts had got the tokens that arrive; gradients pass the rounding."""
+    """With float8 on the wire, output and gradient must be near those without, but not equal."""
     hidden, mlp_dim = 256, 32
     keys = jax.random.split(jax.random.key(0), 6)
     x, g = (jax.random.normal(key, (16, hidden)) for key in keys[:2])
@@ -352,7 +356,7 @@ def test_tokens_in_float8_on_the_wire(num_ranks):
 
         (out, pull), (plain, plain_pull) = results(jnp.float8_e4m3fn), results(None)
         grad, plain_grad = pull(g)[0], plain_pull(g)[0]
-    # The router sees the tokens as they are, so the choices are the same.
+    # The router gets the unrounded tokens, so the choices are equal.
     for got, want in ((out, plain), (grad, plain_grad)):
         error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
         assert 0 < error < 0.1
@@ -368,7 +372,7 @@ def test_dtype_none_promotes():
 
 @pytest.mark.slow
 def test_checkpoint_and_scan():
-    """Two layers of equal shape under scan, rematerialized, against the plain loop."""
+    """Two layers in a scan with remat must agree with a plain loop over them."""
     layers = [make_params(seed) for seed in (0, 7)]
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
     policy = jax.checkpoint_policies.save_only_these_names("dispatched_tokens")
@@ -422,7 +426,7 @@ def test_gradients_against_differences_of_dense_numpy():
 
 @pytest.mark.parametrize("shared", quick([False, True], True))
 def test_masked_tokens_may_hold_anything(shared):
-    """Neither the output of other tokens nor any gradient sees it."""
+    """NaN or infinity in masked tokens must reach no gradient and no other token's output."""
     params, x = make_params(shared=shared), make_x()
     mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 3 > 0
 
@@ -446,7 +450,7 @@ STRICT = [
 
 @pytest.mark.parametrize("changes", quick(STRICT, STRICT[-1]), ids=str)
 def test_strict_promotion(changes):
-    """The same program, with every optional part of the layer, gradients, and bfloat16 tokens."""
+    """Strict promotion must give the same program, with every optional part and bfloat16 tokens."""
     config = MoEConfig(**vars(CONFIG) | changes)
     params, x = make_params(bias=True), make_x().astype(jnp.bfloat16)
     mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) > 4
@@ -467,7 +471,7 @@ WITH_INDICES = [dict(), dict(num_slots=12), dict(constant_experts=2)]
 
 @pytest.mark.parametrize("changes", quick(WITH_INDICES, WITH_INDICES[1]), ids=str)
 def test_strict_promotion_with_64_bits(changes):
-    """JAX's default integers are of 64 bits then, and ours of 32."""
+    """Strict promotion must work with jax_enable_x64, although the layer's indices stay int32."""
     config, x = MoEConfig(**vars(CONFIG) | changes), make_x().astype(jnp.bfloat16)
     placement = None
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params(shared=False))
@@ -500,7 +504,7 @@ def test_strict_promotion_with_64_bits(changes):
     "kind", [jax_ep.MoEMetrics, jax_ep.MoEParams, jax_ep.Routing], ids=lambda kind: kind.__name__
 )
 def test_results_and_parameters_are_registered_for_export(kind):
-    """A program with them can be serialized, which needs the package flatbuffers."""
+    """Programs must be serializable with these types; the export needs the package flatbuffers."""
     with pytest.raises(ValueError, match="[Dd]uplicate serialization registration"):
         jax.export.register_namedtuple_serialization(kind, serialized_name="jax_ep.another")
 
@@ -621,7 +625,10 @@ def test_a_layer_runs_where_jit_is_disabled(num_ranks):
 
 @pytest.mark.parametrize("lead, num_ranks", quick([((8, 4), 4), ((3, 5), 8)], ((3, 5), 8)))
 def test_recorded_choices_are_replayed(lead, num_ranks):
-    """By parameters whose gate would choose others; also where x is padded for the ranks."""
+    """Recorded choices must be replayed, even with a gate that would choose other experts.
+
+    The tokens may need padding to a multiple of the ranks.
+    """
     params, x = make_params(), make_x(shape=lead)
     mask = np.arange(x.shape[0] * x.shape[1]).reshape(lead) % 4 > 0
     config = config_with(record_choices=True)

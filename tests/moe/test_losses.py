@@ -1,4 +1,4 @@
-"""Balance losses by each convention against plain NumPy, their gradients against differences."""
+"""Tests of balance losses in each convention against NumPy, with their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_ep.moe import losses, routing
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
 def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
-    """Also those that cannot hold E; an id that is no expert's counts nowhere."""
+    """Ids may have any integer dtype, even one that cannot hold E; other ids count nowhere."""
     experts = 300
     rng = np.random.default_rng(9)
     probs = rng.uniform(size=(40, experts)).astype(np.float32)
@@ -81,7 +81,10 @@ def test_load_balance_loss_and_its_gradient(score):
 
 @pytest.mark.parametrize("shift", [0, -32, -40, -60, -80])
 def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
-    """However small they are; so is its gradient, by convention and by what computes it."""
+    """The loss of sigmoids must be that of their ratios, however small they are.
+
+    Also its gradient.
+    """
     logits = random_logits(3, tokens=8)
     topk_idx = routing.top_k_routing(jnp.asarray(logits), 2).topk_idx
     far = np.asarray(logits + np.float32(shift), np.float64)
@@ -105,7 +108,10 @@ def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_loss_of_the_smallest_and_largest_scores(dtype):
-    """From a dtype's smallest normal number to near its largest; zeros have no share."""
+    """The loss must be right for scores from the smallest normal number to near the largest.
+
+    Scores of zero have no share.
+    """
     with jax.enable_x64(dtype == "float64"):
         bits = jnp.finfo(dtype)
         rows = jnp.array([[1, 2, 3, 2], [3, 1, 1, 3], [1, 1, 2, 2], [2, 2, 2, 1]], dtype)
@@ -162,7 +168,7 @@ def test_router_z_loss_and_its_gradient():
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
 def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
-    # Each rank's tokens lean to other experts: the mean of the ranks' losses is another number.
+    # Tokens of each rank prefer other experts, so that the mean of the ranks' losses is wrong.
     lean = np.repeat(np.eye(E)[:8] * 4, T // 8, axis=0)
     logits = jnp.asarray(random_logits(5) + lean, jnp.float32)
 
@@ -191,7 +197,10 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_gradients_taken_inside_shard_map(check_vma):
-    """Exact under check_vma; without it lax.psum's rule: of the sum over ranks."""
+    """Gradients in a shard_map must be exact under check_vma, else those of the sum over ranks.
+
+    The second rule is that of lax.psum.
+    """
     num_ranks = 4
     logits = jnp.asarray(random_logits(6))
 
@@ -233,7 +242,7 @@ def test_losses_over_several_axes():
 
 
 def sums_in_numpy(probs, topk_idx):
-    """Choices of each expert, sums of the normalized scores, and tokens, token by token."""
+    """Returns each expert's choices, the sums of normalized scores, and the number of tokens."""
     choices, sums, tokens = np.zeros(E), np.zeros(E), 0
     for row, chosen in zip(np.asarray(probs, np.float64), np.asarray(topk_idx), strict=True):
         if np.any(chosen >= 0):
@@ -245,7 +254,7 @@ def sums_in_numpy(probs, topk_idx):
 
 
 def hugging_face(*layers):
-    """`load_balancing_loss_func` of several layers' softmax rows and choices."""
+    """Computes transformers' `load_balancing_loss_func` from layers' (probs, topk_idx)."""
     choices, sums, tokens = (
         sum(part) for part in zip(*map(sums_in_numpy, *zip(*layers, strict=True)), strict=True)
     )
@@ -253,7 +262,7 @@ def hugging_face(*layers):
 
 
 def sequence_wise(probs, topk_idx, lengths):
-    """DeepSeek-V3's eq. 17 to 20: f_i of E / (K T) a choice, the mean over sequences."""
+    """Computes the mean sequence-wise loss of DeepSeek-V3 (eq. 17 to 20)."""
     total, number, start = 0.0, 0, 0
     for length in lengths:
         rows = slice(start, start + length)
@@ -280,7 +289,10 @@ def test_the_convention_of_transformers_pools_layers():
 
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_the_sequence_wise_loss_and_its_gradient(num_ranks):
-    """Whole sequences on a rank, by their number; or cut anywhere, by ids; one of them is empty."""
+    """The loss must be right for whole sequences on each rank, and for sequences given by ids.
+
+    Ids allow sequences to be cut anywhere; one sequence is empty.
+    """
     logits = random_logits(3)
     idx = np.array(routing.top_k_routing(jnp.asarray(logits), 2, score="sigmoid").topk_idx)
     idx[3:6], idx[7] = -1, -1

@@ -1,4 +1,4 @@
-"""The layer on meshes of every axis type, and in a caller's shard_map."""
+"""Tests of the layer on meshes of every axis type, and in a caller's shard_map."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def typed_mesh(shape, axes, types):
-    mesh(shape, axes)  # skips where there are fewer devices
+    # This skips the test if there are fewer devices.
+    mesh(shape, axes)
     return jax.make_mesh(shape, axes, axis_types=types)
 
 
@@ -118,7 +119,10 @@ def test_shard_map_over_some_axes_of_a_mesh_whose_others_are_explicit(spec, chec
 
 
 def in_callers_shard_map(spec, check_vma, **changes):
-    """The metrics of the layer in a shard_map over ("data", "expert"), its tokens split by spec."""
+    """Returns the output and metrics of the layer in a shard_map over ("data", "expert").
+
+    The tokens are split by `spec`.
+    """
     layer = jax.shard_map(
         functools.partial(moe_layer, config=MoEConfig(**vars(CONFIG) | changes)),
         mesh=mesh((2, 4), ("data", "expert")),
@@ -152,7 +156,7 @@ def test_callers_tokens_replicated_over_the_experts_are_refused_by_name(changes)
 
 
 def test_a_mesh_beside_another_one_that_is_set_is_refused():
-    """JAX refused it later, and Flax's layers made their weights for the other one."""
+    """A config's mesh other than the mesh that is set must be refused."""
     config = dataclasses.replace(CONFIG, mesh=mesh((8,), ("expert",)))
     with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
         with pytest.raises(ValueError, match=r"mesh must be .*'data': 2.* but is \{'expert': 8\}"):
@@ -160,7 +164,10 @@ def test_a_mesh_beside_another_one_that_is_set_is_refused():
 
 
 def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
-    """They were gathered on each call, silently."""
+    """Experts on a mesh that is not set must cause an error or a warning.
+
+    They would be gathered in each call.
+    """
     devices = mesh((8,), ("expert",))
     params, x = make_params(), make_x()
 
@@ -180,7 +187,8 @@ def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
         jax.eval_shape(lambda params, x: moe_layer(params, x, CONFIG), on(P("expert"), explicit), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        layer(on(P()))  # every device has all of them
+        # Replicated experts need no gathering.
+        layer(on(P()))
         layer(on(P("expert")), dataclasses.replace(CONFIG, mesh=devices))
         with jax.set_mesh(devices):
             layer(on(P("expert")))
@@ -189,7 +197,10 @@ def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
 def misspelled(
     name, part, devices, config, wrap=lambda f: f, match="is sharded over", set_mesh=True
 ):
-    """Calls a layer whose wi_0 is sharded as `part` over a mesh that lacks the axis of `name`."""
+    """Calls a layer whose wi_0 is sharded as `part`, and asserts one warning about field `name`.
+
+    The mesh lacks the axis that the configuration's field gives.
+    """
     params = make_params()
     put = NamedSharding(devices, P(*part))
     params = params._replace(wi_0=jax.device_put(params.wi_0, put))
@@ -204,7 +215,10 @@ def misspelled(
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_experts_sharded_over_another_axis_than_expert_axis_warn(kind):
-    """Every rank gathered every expert on each call, silently."""
+    """Experts sharded over another axis than expert_axis must cause a warning.
+
+    Every rank would gather every expert in each call.
+    """
     devices = mesh((2, 4), ("data", "expert"), kind)
     config = dataclasses.replace(CONFIG, expert_axis="ep")
     misspelled("expert_axis", ["expert"], devices, config)
@@ -231,7 +245,10 @@ def test_experts_sharded_as_named_or_not_at_all_warn_not():
 
 
 def test_axis_rules_over_another_axis_than_expert_axis_warn():
-    """Where jit does not show how the experts are sharded, the rules of the Flax layers do."""
+    """Under jit, axis rules of the Flax layers that shard experts over another axis must warn.
+
+    The arrays' shardings are unknown there.
+    """
     sizes = dict(num_experts=E, num_experts_per_token=K, expert_axis="ep")
     x, rules = make_x(), (("exp", "experts_here"),)
     module = jax_ep.linen.MoE(mlp_dim=F, **sizes)
@@ -246,7 +263,7 @@ def test_axis_rules_over_another_axis_than_expert_axis_warn():
 
 
 def resharded(text: str) -> list[str]:
-    """The collectives that move tokens, of those that are of no part of the layer."""
+    """Returns the collectives that move tokens outside of dispatch and combine."""
     kinds = r" (all-to-all|collective-permute|all-gather|reduce-scatter)\("
     lines = [line for line in text.splitlines() if re.search(kinds, line)]
     return [line for line in lines if not re.search(r"/(dispatch|combine)/", line)]
@@ -288,7 +305,8 @@ def test_tokens_split_along_the_sequence_stay_where_they_are(axes, shape, types)
         step = step_with(sequence_axes=axes)
         compiled = step.lower(params, x).compile()
         got = step(params, x)
-        if types[0] == AUTO:  # what the test looks for is there without the option
+        # Without the option, the compiled program has such collectives.
+        if types[0] == AUTO:
             assert resharded(step_with().lower(params, x).compile().as_text() or "")
     assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert not resharded(compiled.as_text() or "")

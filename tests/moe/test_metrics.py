@@ -1,4 +1,4 @@
-"""The layer's losses by each convention, on meshes that keep sequences whole or cut them."""
+"""Tests of the layer's losses in each convention, on meshes that keep or cut sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K, score="sigmoid", impl
 
 
 def expected(gate, x, mask, convention):
-    """Loss and sums from the logits of all tokens; choices are the layer's, or the softmax's."""
+    """Returns the loss and its sums for all tokens, by the convention's scores and choices."""
     logits = x.reshape(-1, H) @ gate
     routed = routing.top_k_routing(logits, K, score="sigmoid", bias=PARAMS.bias)
     probs, idx = routed.probs, routed.topk_idx
@@ -32,14 +32,15 @@ def expected(gate, x, mask, convention):
     return losses.load_balance_loss(probs, idx, **given), losses.balance_sums(probs, idx)
 
 
-TOKENS = [((8, 4), 8), ((3, 5), 8), ((24,), 4), ((2, 2, 3), 1)]  # and ranks
+# Each entry is (leading axes of x, number of ranks).
+TOKENS = [((8, 4), 8), ((3, 5), 8), ((24,), 4), ((2, 2, 3), 1)]
 
 
 @pytest.mark.parametrize("convention", ["switch", "transformers", "deepseek_v3"])
 @pytest.mark.parametrize("lead, num_ranks", TOKENS)
 @pytest.mark.slow
 def test_conventions(convention, lead, num_ranks):
-    """With their gradients, masked tokens, and the sums that pool over layers."""
+    """Each convention's loss, gradient and sums must be right, with masked tokens."""
     x = make_x(shape=lead)
     mask = jnp.asarray(np.random.default_rng(1).integers(0, 3, lead) > 0)
     config = dataclasses.replace(CONFIG, balance_convention=convention)
@@ -60,7 +61,10 @@ def test_conventions(convention, lead, num_ranks):
 
 @pytest.mark.slow
 def test_layers_pool():
-    """As `load_balancing_loss_func` of their logits does, stacked by a scan or in a list."""
+    """The pooled loss of layers must be that of `load_balancing_loss_func` of transformers.
+
+    The layers' sums may be stacked by a scan or in a list.
+    """
     config = dataclasses.replace(CONFIG, score="softmax", balance_convention="transformers")
     layers = [make_params(seed, shared=False) for seed in (0, 1)]
     x = make_x()
@@ -83,7 +87,7 @@ def test_a_sequence_wise_loss_needs_sequences():
 
 
 def metrics_with(counts, dropped):
-    """Metrics of these counts by expert, [..., E and free experts] and [..., E]."""
+    """Makes metrics with counts [..., E and free experts] and dropped counts [..., E]."""
     zero = jnp.zeros(())
     counts, dropped = jnp.asarray(counts, jnp.int32), jnp.asarray(dropped, jnp.int32)
     return jax_ep.MoEMetrics(zero, zero, counts, dropped.sum(-1), dropped, balance=None)

@@ -1,4 +1,4 @@
-"""How options are declared, and that what is made from a declaration has all of it."""
+"""Tests of declared options: every function and class made from a declaration has all of them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_options_are_taken_from_a_layer():
 
 
 def explained(thing) -> set[str]:
-    """The names of the items of a docstring's sections."""
+    """Returns the names that the sections of a docstring explain."""
     items = re.findall(r"^ +(\w+(?:, \w+)*):", inspect.getdoc(thing) or "", re.MULTILINE)
     return {name for item in items for name in item.split(", ")}
 
@@ -124,7 +124,7 @@ def test_no_place_of_a_docstring_is_left(thing):
 
 @pytest.mark.parametrize("cls", [ExpertOptions, RoutingOptions])
 def test_options_of_a_part_are_those_of_a_layer(cls):
-    """The same defaults and checks, so that neither has an option that the other lacks."""
+    """A part's options must have the defaults and checks of the layer's, and none of its own."""
     of_layer = {field.name: field for field in dataclasses.fields(jax_ep.MoEConfig)}
     for field in dataclasses.fields(cls):
         assert of_layer[field.name].default is field.default

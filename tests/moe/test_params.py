@@ -1,4 +1,4 @@
-"""Shapes and initializers of a layer's parameters; their checks are tested with the layer."""
+"""Tests of the shapes and initializers of a layer's parameters."""
 
 from __future__ import annotations
 

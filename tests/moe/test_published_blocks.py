@@ -1,4 +1,4 @@
-"""Published models' MoE blocks by the layer's options alone, against their own statements."""
+"""Tests that the layer's options give published models' MoE blocks, as NumPy computes them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MIX = np.random.default_rng(2).normal(size=X.shape)
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def results(block, params, x, num_ranks):
-    """Output, metrics, and the gradients of a sum over the output, on so many ranks."""
+    """Returns the output, the metrics, and the gradients of a weighted sum of the output."""
 
     def total(params, x):
         out, metrics = moe_layer(params, x, block.layer_config())
@@ -45,7 +45,7 @@ def results(block, params, x, num_ranks):
 @pytest.mark.parametrize("name", ["GPT-OSS", "Nemotron-H", "Qwen2-MoE"])
 @pytest.mark.slow
 def test_both_flax_layers_have_the_parts(name):
-    """Their parameters have the names of `MoEParams`, and their calls are those of `moe_layer`."""
+    """Both Flax layers must have the parameters of `MoEParams` and the output of `moe_layer`."""
     block = BLOCKS[name]
     params = make_params(block)
     options = vars(block.layer_config()) | block.parts | dict(selection_bias=block.biased)
@@ -73,13 +73,13 @@ def test_both_flax_layers_have_the_parts(name):
     assert_close(module(X), want)
 
 
-# On one rank too, a block of each kind of router and expert.
+# All blocks run on 8 ranks; one block of each kind of router and expert also on one rank.
 CASES = [(name, 8) for name in BLOCKS] + [(name, 1) for name in ("GPT-OSS", "Llama 4")]
 
 
 @pytest.mark.parametrize("name, num_ranks", quick(CASES, ("DeepSeek-V4", 8)))
 def test_block(name, num_ranks):
-    """Gradients against differences of the NumPy statement."""
+    """Output and counts must be those of NumPy, and gradients those of finite differences."""
     block = BLOCKS[name]
     params = make_params(block)
     arrays = params._asdict() | {"x": np.asarray(X)}

@@ -1,4 +1,4 @@
-"""Experts and combine as one function: against the two apart, and gradients against float64."""
+"""Tests of `routed_experts` against experts and combine apart, and gradients in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloa
 
 
 def make_operands(case, kind="uniform", seed=0):
-    """x, topk_idx, weights, wi_0, wi_1, wo and the output's cotangent, stacked by rank."""
+    """Draws x, topk_idx, weights, wi_0, wi_1, wo and the output's cotangent, stacked by rank."""
     rng = np.random.default_rng(seed)
     ranks, local = case.num_ranks, case.num_experts // case.num_ranks
     topk_idx = routing(kind, case, rng)
@@ -44,7 +44,7 @@ def make_operands(case, kind="uniform", seed=0):
 
 
 def layer(case, exchange=None, matmul=None, apart=False):
-    """(x, topk_idx, weights, wi_0, wi_1, wo) -> out, of one rank."""
+    """Returns a function of one rank: (x, topk_idx, weights, wi_0, wi_1, wo) -> out."""
 
     def run(x, topk_idx, weights, *experts):
         sent = case.dispatch(x, topk_idx, exchange)
@@ -60,7 +60,7 @@ def layer(case, exchange=None, matmul=None, apart=False):
 
 @functools.cache
 def output_and_gradients(case, exchange, matmul, apart=False):
-    """(*operands, grad) -> out and the gradients of x, weights, wi_0, wi_1 and wo."""
+    """Jits (*operands, grad) -> out and the gradients of x, weights, wi_0, wi_1 and wo."""
 
     def on_rank(x, topk_idx, weights, wi_0, wi_1, wo, grad):
         def run(x, weights, *experts):
@@ -73,7 +73,7 @@ def output_and_gradients(case, exchange, matmul, apart=False):
 
 
 def expected(case, x, topk_idx, weights, wi_0, wi_1, wo, grad):
-    """The same in float64, choice by choice; what the reference drops counts nowhere."""
+    """Computes `output_and_gradients` in float64, choice by choice, without dropped choices."""
     sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
     x, weights, wi_0, wi_1, wo, grad = (
         np.asarray(a).astype(np.float64) for a in (x, weights, wi_0, wi_1, wo, grad)
@@ -108,7 +108,8 @@ def assert_close(got, want, dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=name)
 
 
-CASES = {  # routing, capacity, alignment
+# Each case is (routing, capacity, alignment).
+CASES = {
     "uniform": ("uniform", None, 1),
     "overflowing": ("uniform", 20, 1),
     "aligned and overflowing": ("skewed", 44, 8),
@@ -134,7 +135,10 @@ def test_output_and_gradients(exchange, dtype, num_ranks, name):
 
 @pytest.fixture
 def unused_rows_are_nan(monkeypatch):
-    """Has the portable functions leave NaN in rows that may hold anything, as kernels may."""
+    """Makes the portable functions leave NaN in unused rows, which kernels may leave unwritten.
+
+    Returns the names of the functions that have done so.
+    """
 
     def poison(rows, group_sizes):
         unused = jnp.arange(rows.shape[0]) >= jnp.sum(group_sizes)
@@ -188,7 +192,7 @@ def unused_rows_are_nan(monkeypatch):
 @pytest.mark.parametrize("weights_on", quick(["output", "input"], "output"))
 @pytest.mark.parametrize("name", quick([*CASES], "aligned and overflowing"))
 def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_are_nan):
-    """Not by products, activations, biases, combine, or any gradient."""
+    """No product, activation, bias, combine or gradient may read rows to which no token is sent."""
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", 80 if capacity else None, alignment)
     x, topk_idx, weights, *experts, grad = make_operands(case, kind)
@@ -227,7 +231,10 @@ def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_ar
 
 @pytest.mark.parametrize("matmul", ["xla"])
 def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_rows_are_nan):
-    """What a user computes on all rows of a buffer sums that gradient."""
+    """The gradient of received rows must be zero in unused rows.
+
+    A user's function on all rows of a buffer sums over this gradient.
+    """
     case = Case(most_ranks(4), T, H, K, E, "float32")
     x, topk_idx, weights, *experts, grad = make_operands(case)
 
@@ -247,7 +254,8 @@ def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_row
         both = (jax.vjp(functools.partial(run, together=t), jnp.ones(H)) for t in (True, False))
         return [vjp(grad)[0] for _, vjp in both]
 
-    with jax.default_matmul_precision("highest"):  # a GPU multiplies float32 as TF32 by default
+    # GPUs multiply float32 in TF32 by default.
+    with jax.default_matmul_precision("highest"):
         program = jax.jit(per_rank(on_rank, case.num_ranks))
         got, want = program(x, topk_idx, weights, *experts, grad)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -255,7 +263,7 @@ def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_row
 
 
 def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
-    """JAX then checks what leaves every jitted function, such as what gradients keep."""
+    """jax_debug_nans, which checks all results under jit, must find no NaN in unused rows."""
     config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
     rng = np.random.default_rng(0)
     shapes = {"gate": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
@@ -267,7 +275,8 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
     with jax.set_mesh(mesh), jax.debug_nans(True):
         grads = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
     assert not unused_rows_are_nan
-    jax.clear_caches()  # of what was traced for that
+    # Forget what was traced under jax_debug_nans.
+    jax.clear_caches()
     with jax.set_mesh(mesh):
         again = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
     assert unused_rows_are_nan
@@ -278,7 +287,7 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_weights_on_the_input(check_vma, num_ranks):
-    """Against every choice on its own, a bias of the output included; some choices are dropped."""
+    """Weights on the input must give each choice's output computed alone, with biases and drops."""
     case = Case(most_ranks(num_ranks), T, H, K, E, "float32", 20, 1)
     x, topk_idx, weights, *experts, grad = make_operands(case)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(case.num_ranks, E // num_ranks, H)))
@@ -298,7 +307,8 @@ def test_weights_on_the_input(check_vma, num_ranks):
 
     def dense(x, weights, bias, *experts):
         flat = (w.reshape(-1, *w.shape[2:])[topk_idx] for w in experts)
-        wi_0, wi_1, wo = flat  # [ranks, T, K, ...]
+        # The three arrays have shape [ranks, T, K, ...]: the matrices of each choice's expert.
+        wi_0, wi_1, wo = flat
         seen = x[:, :, None] * weights[..., None]
         hidden = jax.nn.silu(jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_0))
         hidden *= jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_1)
@@ -325,7 +335,7 @@ def test_an_unknown_place_of_the_weights_is_named():
 
 
 def test_scaled_rows_are_refused():
-    """Rows that arrive as float8 mean something only together with their scales."""
+    """Float8 rows must be refused unless they come with their scales."""
     wire, hidden = jnp.float8_e4m3fn, 128
 
     def run(x, topk_idx, weights, wi, wo):
@@ -356,7 +366,7 @@ def test_matmul_implementations(matmul, dtype):
 
 @pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
 def test_weights_of_choices_without_a_row_count_nowhere(name):
-    """NaN there reaches no output and no gradient, and their own gradients are zero."""
+    """NaN weights of choices without a row must reach no output, and their gradients be zero."""
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
     x, topk_idx, weights, *others = make_operands(case, kind)
@@ -374,7 +384,7 @@ def test_weights_of_choices_without_a_row_count_nowhere(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scan_and_checkpoint(check_vma):
-    """jax.grad around the shard_map, of layers in a loop that keeps nothing but their inputs."""
+    """jax.grad around the shard_map must be right for a scan of rematerialized layers."""
     case = Case(most_ranks(4), T, H, K, E, "float32", 40, 1)
     x, _, _, *experts, grad = make_operands(case)
     rng = np.random.default_rng(2)
@@ -406,7 +416,7 @@ def test_scan_and_checkpoint(check_vma):
 
 
 def test_matrices_replicated_over_another_axis():
-    """Their gradient is the sum over it, as for any function under shard_map."""
+    """Matrices replicated over another axis must get gradients summed over it."""
     shape = (2, most_ranks(4) // 2) if most_ranks(4) > 1 else (1, 1)
     mesh = jax.make_mesh(shape, ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
     case = Case(shape[1], T, H, K, E)
@@ -433,7 +443,7 @@ def test_matrices_replicated_over_another_axis():
 
 @pytest.mark.slow
 def test_second_order_gradient():
-    """Through the gradient's own matmuls, exchanges and numbers sent to rows."""
+    """Second derivatives must be right; they pass through the gradient's matmuls and exchanges."""
     case = Case(most_ranks(2), T, H, K, E)
     x, topk_idx, weights, *experts, grad = make_operands(case)
 
@@ -460,7 +470,7 @@ def test_second_order_gradient():
 
 
 def dense(case, x, topk_idx, weights, *experts):
-    """The layer by every expert's matrices on every rank."""
+    """Computes the layer on every rank with the matrices of all experts."""
     wi_0, wi_1, wo = (jax.lax.all_gather(w, AXIS, tiled=True) for w in experts)
     hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, wi_0)) * jnp.einsum("th,ehf->tef", x, wi_1)
     y = jnp.einsum("tef,efh->teh", hidden, wo)
@@ -471,7 +481,8 @@ def products(jaxpr):
     return str(jaxpr).count(" grouped_matmul[")
 
 
-@needs_kernels  # where there are none, all are XLA's collectives
+# Where the kernels cannot run, all collectives are XLA's.
+@needs_kernels
 def test_weights_travel_by_the_collectives_that_the_implementation_allows():
     case = Case(most_ranks(4), T, H, K, E, "float32", 40, 1)
     operands = make_operands(case)
@@ -513,7 +524,7 @@ def test_what_is_kept_and_what_is_computed_again():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_lowers_for_cuda_without_float32_rows(check_vma):
-    """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""
+    """No array of the receive buffer's size may be float32, except within one fused gate."""
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152
     mesh = cuda_mesh((ranks,), (AXIS,))
     case = Case(ranks, tokens, hidden, 4, 32, "bfloat16", capacity, 1)

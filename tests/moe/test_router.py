@@ -1,4 +1,4 @@
-"""What a call may give the router, and a router of one's own."""
+"""Tests of what a call may give the router, and of custom routers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ X = make_x()
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def choices(seed: int = 5) -> tuple[jax.Array, jax.Array]:
-    """Choices that no top-k would make: an expert twice, and none at all."""
+    """Draws choices that no top-k would make: one expert twice, or no expert."""
     rng = np.random.default_rng(seed)
     topk_idx = rng.integers(-1, E, (*X.shape[:-1], K)).astype(np.int32)
     topk_idx[0, 0] = 2
@@ -49,10 +49,11 @@ def weighted_experts(topk_idx, topk_weights) -> np.ndarray:
                           ((8,), ("expert",)))
 )  # fmt: skip
 def test_given_choices_and_weights(shape, names):
-    """On a mesh whose size divides the tokens and on one that pads them; with no gate."""
+    """Given choices and weights must be used, without a gate, on meshes that pad tokens or not."""
     topk_idx, topk_weights = choices()
     params, config = PARAMS._replace(gate=None), CONFIG
-    if shape == (2, 3):  # nine experts
+    # Three ranks along "expert" need nine experts.
+    if shape == (2, 3):
         params = jax.tree.map(lambda a: jnp.concatenate([a, a[:1]]), params)
         config = dataclasses.replace(CONFIG, num_experts=E + 1)
 
@@ -90,7 +91,10 @@ def test_given_choices_are_weighed_by_the_gate(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 8])
 @pytest.mark.slow
 def test_the_router_may_see_what_the_experts_do_not(num_ranks):
-    """And masked tokens of either may hold anything; the mask may be of integers."""
+    """`router_x` must replace x in the router; masked tokens may hold NaN in both.
+
+    The mask may have integers.
+    """
     rng = np.random.default_rng(6)
     router_x = jnp.asarray(rng.normal(size=(*X.shape[:-1], 5)), jnp.float32)
     params = PARAMS._replace(gate=jnp.asarray(rng.normal(size=(5, E)), jnp.float32))
@@ -122,7 +126,7 @@ def test_the_router_may_see_what_the_experts_do_not(num_ranks):
 
 
 def own_router(x, logits):
-    """Takes the K experts after the best one, all alike."""
+    """A custom router that chooses the K experts after the best one, with equal weights."""
     first = jnp.argmax(logits, axis=-1, keepdims=True)
     return Routing((first + jnp.arange(K)[None]) % E, jnp.full((len(x), K), 0.5))
 
@@ -155,7 +159,7 @@ def test_a_router_without_a_gate_sees_no_logits():
 @pytest.mark.parametrize("router_dtype", [jnp.bfloat16, None])
 @pytest.mark.slow
 def test_logits_in_the_dtype_of_the_model(router_dtype):
-    """Rounded as a product of bfloat16 is, in the choice, the weights and the losses."""
+    """With a bfloat16 router, logits must be rounded to bfloat16 in choices, weights and losses."""
     params = PARAMS._replace(gate_bias=jnp.linspace(-1.0, 1.0, E))
     config = dataclasses.replace(CONFIG, router_dtype=router_dtype, dtype=jnp.bfloat16)
     _, metrics = jax.jit(moe_layer, static_argnums=2)(params, X, config)
@@ -267,7 +271,7 @@ def test_layers_without_a_gate_have_nothing_of_it(layer):
 
 @pytest.mark.slow
 def test_both_flax_layers_take_them():
-    """What a call may give the router; and a layer without a gate has none."""
+    """Both Flax layers must take given choices and weights, and have no gate if asked."""
     given = dict(zip(("topk_idx", "topk_weights"), choices(), strict=True))
     options: dict = dict(num_experts=E, num_experts_per_token=K, gate_init=None)
     want = moe_layer(PARAMS, X, CONFIG, **given)
@@ -291,7 +295,10 @@ def test_both_flax_layers_take_them():
 
 
 def test_a_bias_among_the_gates_parameters_is_named():
-    """Linen would ignore it: the selection bias is state, a bias of the logits is gate_bias."""
+    """A gate.bias among Linen's parameters must be refused, since Linen would ignore it.
+
+    The selection bias is state, and a bias of the logits is gate_bias.
+    """
     linen = jax_ep.linen.MoE(mlp_dim=F, num_experts=E, num_experts_per_token=K)
     gate = {"kernel": PARAMS.gate, "bias": jnp.zeros(E)}
     weights = dict(wi_0=PARAMS.wi_0, wi_1=PARAMS.wi_1, wo=PARAMS.wo)

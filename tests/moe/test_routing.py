@@ -1,4 +1,4 @@
-"""Routers and balance losses against plain NumPy, their gradients against differences of it."""
+"""Tests of routers and balance losses against NumPy, and gradients by finite differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def norm_error(got, want):
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_those_of_float32(dtype, gate_dtype):
-    """And so are the gradients, to sixteen bits, on every platform; compiled, as XLA sees fit."""
+    """Logits must be exact to float32, and gradients to their operands' dtypes, when compiled."""
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(60, 500)), dtype)
     gate = jnp.asarray(rng.normal(size=(500, E)), gate_dtype)
@@ -66,7 +66,7 @@ def test_logits_are_those_of_float32(dtype, gate_dtype):
 
 
 def test_logits_in_a_narrow_dtype():
-    """Rounded once, after the bias; gradients pass the rounding, each in its operand's dtype."""
+    """bfloat16 logits must be rounded once, after the bias; gradients pass through the rounding."""
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(60, 50)), jnp.float32)
     gate = jnp.asarray(rng.normal(size=(50, E)), jnp.float32)
@@ -109,7 +109,7 @@ def test_logits_of_bfloat16_are_bfloat16_products():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_logits_with_a_gate_that_all_ranks_share(check_vma):
-    """Its gradient is the sum over the ranks."""
+    """A gate replicated over ranks must get a gradient summed over the ranks."""
     devices = mesh((2,), ("data",))
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.normal(size=(8, 32)), jnp.bfloat16)
@@ -145,7 +145,7 @@ def test_matches_the_reference(options):
 
 
 def test_group_score_is_the_sum_of_the_two_best():
-    # Group 0 has the single best expert, group 1 the best pair.
+    # Group 0 has the best expert, group 1 the best pair of experts.
     logits = jnp.log(jnp.asarray([[0.5, 0.02, 0.01, 0.3, 0.29, 0.01]], jnp.float32) / 0.5)
     routed = routing.top_k_routing(logits, 2, num_groups=2, groups_kept=1)
     np.testing.assert_array_equal(routed.topk_idx, [[3, 4]])
@@ -190,14 +190,14 @@ def test_gradient_of_the_weights(score, normalize):
 
 
 def test_a_group_may_be_worth_its_best_expert():
-    # Group 0 has the single best expert, group 1 the best pair.
+    # Group 0 has the best expert, group 1 the best pair of experts.
     logits = jnp.log(jnp.asarray([[0.5, 0.02, 0.01, 0.3, 0.29, 0.01]], jnp.float32) / 0.5)
     routed = routing.top_k_routing(logits, 2, num_groups=2, groups_kept=1, group_score="max")
     np.testing.assert_array_equal(routed.topk_idx, [[0, 1]])
 
 
 def test_a_bias_on_the_logits_or_on_the_scores():
-    # Scores differ by 0.1, logits by 2; a bias of 1 steers the first alone.
+    # Scores differ by 0.1 and logits by 2, so a bias of 1 changes only the choice by scores.
     logits, bias = jnp.asarray([[4.0, 2.0]]), jnp.asarray([0.0, 1.0])
     for choose_by, expert in (("score", 1), ("logit", 0)):
         routed = routing.top_k_routing(logits, 1, score="sigmoid", bias=bias, choose_by=choose_by)
@@ -271,7 +271,10 @@ def test_routing_is_a_pytree():
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_choices_are_by_logits_where_scores_round_to_the_same(k):
-    """sigmoid(25) and sigmoid(30) are 1 in float32; softmax scores far below the best are 0."""
+    """If scores round to the same float32 number, choices must be by logits.
+
+    sigmoid(25) and sigmoid(30) are 1, and softmax scores far below the best are 0.
+    """
     logits = jnp.asarray([[18.0, 25.0, 30.0, -1.0]])
     routed = routing.top_k_routing(logits, k, score="sigmoid")
     np.testing.assert_array_equal(routed.topk_idx, [[2, 1, 0][:k]])
@@ -302,10 +305,11 @@ SHIFTS = [0.0, -32.0, -40.0, -88.0, -120.0, -1000.0]
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
-    """With their gradients; of choices that are far below the best, too; and those made before."""
+    """Weights and their gradients must be right for scores of any size, given choices too."""
     logits = np.round(random_logits(1, tokens=4) * 4, 3)
     if score == "softmax":
-        logits[:, 0] -= shift  # far above the others; a bias keeps it from being chosen
+        # Expert 0 is far above the others, but a bias keeps it from being chosen.
+        logits[:, 0] -= shift
         biased = True
     else:
         logits += np.float32(shift)
@@ -332,7 +336,7 @@ def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-12, 1e-20])
 def test_the_constant_of_the_normalization_where_scores_are_below_it(score, epsilon):
-    """Weights are score / (sum + epsilon); gradients are finite, also where both underflow."""
+    """Weights must be score / (sum + epsilon), with finite gradients even if all underflow."""
     bias = jnp.where(jnp.arange(E) < 3, 100.0, 0.0)
     for shift in SHIFTS:
         logits = np.array(random_logits(1, tokens=4))
@@ -374,7 +378,7 @@ CHOOSING: list[dict] = [
 @pytest.mark.parametrize("options", CHOOSING, ids=str)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 def test_equal_biases_change_no_choice(score, options):
-    """Whatever float32 rounds scores and sums to: to 1, to 0, or to the bias."""
+    """A bias that is equal for all experts must change no choice, however float32 rounds sums."""
     for shift in (-300.0, -120.0, -40.0, -16.0, 0.0, 16.0, 40.0, 300.0):
         logits = np.round(random_logits(5) * 3, 3) + np.float32(shift)
         for factor in (1, 0.25):
@@ -408,7 +412,10 @@ def test_biases_that_a_sum_rounds_off_count():
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
-    """And so is its gradient; below -40 both scores are exponentials."""
+    """The loss and its gradient must not depend on how low the logits are.
+
+    Below -40 both scores are exponentials.
+    """
     logits = np.round(random_logits(3, tokens=8), 3)
 
     def loss(logits):
@@ -418,7 +425,8 @@ def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
     def want(logits):
         logits = np.asarray(logits, np.float64)
         idx = reference.top_k_routing(logits, 2, score=score).topk_idx
-        top = max(shift, -100.0) - shift  # float64 holds the scores of -100
+        # Below a shift of -100, use the scores at -100, which float64 can hold.
+        top = max(shift, -100.0) - shift
         return reference.load_balance_loss(
             reference.top_k_routing(logits + top, 2, score=score).probs, idx
         )
@@ -431,7 +439,7 @@ def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
 
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 def test_strict_promotion(dtype):
-    """The program of routers, losses and the bias's step is the one without "strict", "raise"."""
+    """Strict promotion must give the same program of routers, losses and bias updates."""
     logits = jnp.asarray(random_logits()).astype(dtype)
 
     def everything(logits, bias):
@@ -453,7 +461,7 @@ def test_strict_promotion(dtype):
     def program(bias):
         traced = jax.jit(everything).trace(logits, bias)
         lines = traced.lower().as_text().splitlines()
-        # A kernel's line says where it was traced, too.
+        # Leave out a kernel's line, which has the place where it was traced.
         return str(traced.jaxpr), [line for line in lines if "@mosaic_gpu" not in line]
 
     bias = jnp.asarray(random_bias())
@@ -510,7 +518,8 @@ def test_update_expert_bias_balances_a_skewed_router():
         return routing.update_expert_bias(bias, counts, 0.01), jnp.max(counts)
 
     _, largest = jax.lax.scan(step, jnp.zeros(E), length=200)
-    assert largest[0] > 70 and largest[-1] < 45  # 32 would be even
+    # An even load would be 32.
+    assert largest[0] > 70 and largest[-1] < 45
 
 
 LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)

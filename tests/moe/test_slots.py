@@ -1,4 +1,4 @@
-"""Layers with slots: as without, and copies of an expert stay equal while they are trained."""
+"""Tests that layers with slots compute what they do without, and that copies stay equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def placed(num_ranks, seed=0):
 
 @functools.cache
 def step(num_ranks, config):
-    """A program: (params, x, placement) -> params after a step of SGD, loss, output, metrics."""
+    """Returns an SGD step: (params, x, placement) -> (new params, loss, output, metrics)."""
 
     def loss(params, x, placement):
         out, metrics = jax_ep.moe_layer(params, x, config, placement=placement)
@@ -64,7 +64,10 @@ def assert_copies_are_equal(params, placement):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow
 def test_training_with_copies_is_training_without(num_ranks):
-    """Loss, output, metrics and parameters over steps, between which experts move once."""
+    """Training with copies must give the losses, outputs and parameters of training without.
+
+    Between the steps, the experts move to another placement once.
+    """
     placement, other = placed(num_ranks), placed(num_ranks, seed=1)
     assert placement.num_copies.max() > 1
     x = make_x()

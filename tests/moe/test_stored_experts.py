@@ -1,4 +1,4 @@
-"""Experts that are stored quantized: the layer of their numbers, and operands as they are."""
+"""Tests of experts that are stored quantized: results, and operands that are used as they are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def format(request):
 
 @functools.cache
 def stored(format):
-    """Parameters of a layer, its matrices quantized on the host."""
+    """Makes parameters of a layer with matrices quantized in NumPy."""
     rng = np.random.default_rng(0)
 
     def numbers(*shape):
@@ -59,12 +59,12 @@ def stored(format):
 
 
 def numbers_of(params):
-    """The parameters that the quantized ones stand for."""
+    """Returns the parameters with their matrices dequantized."""
     return params._replace(**{name: getattr(params, name).dequantize() for name in MATRICES})
 
 
 def sharded(params, mesh):
-    """On the devices of a mesh with the axes "expert" and "tensor", a part on each."""
+    """Shards parameters over a mesh with the axes "expert" and "tensor"."""
     for name in MATRICES:
         array = getattr(params, name)
         spec = P(*(axis if axis in mesh.axis_names else None for axis in SPECS[name]))
@@ -74,7 +74,7 @@ def sharded(params, mesh):
 
 
 def output(config, **options):
-    """A program: (params, x) -> the output and the gradient of x."""
+    """Returns a program (params, x) -> the output and the gradient of x."""
 
     def loss(x, params):
         y, _ = jax_ep.moe_layer(params, x, config, **options)
@@ -97,7 +97,7 @@ def test_the_layer_is_that_of_the_numbers(format):
 
 
 def operands_of(params):
-    """The stored values and scales, in both orders."""
+    """Returns the stored values and scales as `QuantizedExperts`, in both orders of axes."""
 
     def operands(array):
         values, scales = array.values, array.scales.astype(np.float32)
@@ -127,7 +127,7 @@ def test_float8_matrices_are_the_operands_as_they_are(name, shape):
 
 @pytest.mark.parametrize("name, again", [("float8", False), ("mxfp4", True)])
 def test_no_program_quantizes_float8_matrices_again(name, again):
-    """Unlike those of other formats."""
+    """No program may quantize float8 matrices again; matrices of other formats must be."""
     config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
     assert ("quantize_float8_matrices" in str(program)) == again
@@ -159,7 +159,7 @@ def test_ranks_hold_their_own_experts_and_columns(format, shape):
 
 
 def test_experts_move_between_slots(format):
-    """Into slots, to another placement, and back, without a changed bit."""
+    """Experts must keep every bit when they move into slots, to another placement, and back."""
     on = expert_mesh(4)
     sizes = dict(num_experts=E, num_slots=12)
     placement = Placement.in_order(**sizes, num_ranks=4)[0]
@@ -213,7 +213,7 @@ def test_shared_experts_may_be_stored_quantized():
 
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 def test_there_is_no_gradient(matmul_dtype):
-    """Of what is quantized; the gate has one, as of the layer of the numbers."""
+    """Quantized matrices must have no gradient; the gate's must be the dequantized layer's."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
     params = stored(FORMATS["float8"])
 

@@ -1,4 +1,4 @@
-"""Experts whose F is split over a mesh axis: the same output and gradients as without a mesh."""
+"""Tests of experts whose F is split over a mesh axis, against the layer without a mesh."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ MASK = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 5 > 0
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def make_params() -> MoEParams:
-    """With every parameter that the axis splits, and biases, which it must not add twice."""
+    """Makes parameters with everything that the axis splits, and biases, to be added only once."""
     rng = np.random.default_rng(0)
     shapes = {"gate": (H, E)} | weight_shapes(E, H, F, **PARTS)
     return MoEParams.of(**{
@@ -100,7 +100,8 @@ def test_on_a_mesh(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
 def test_on_an_explicit_mesh(config):
-    mesh((4, 2), AXES)  # skips where there are fewer devices
+    # This skips the test if there are fewer devices.
+    mesh((4, 2), AXES)
     devices = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(devices):
         assert_close(run(config), unsharded())
@@ -115,7 +116,7 @@ def spec_of(name: str) -> P:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_a_shard_map(split, check_vma):
-    """Each rank is given its own columns of its own experts."""
+    """In a caller's shard_map, each rank must be given its columns of its own experts."""
     tokens = P(AXES) if split else P("expert")
     config = split_by(*AXES) if split else split_by("expert")
     params = make_params()
@@ -133,7 +134,7 @@ def test_inside_a_shard_map(split, check_vma):
 
 @pytest.mark.slow
 def test_linen_inside_a_shard_map():
-    """Its parameters are there of the shapes that the rank is given."""
+    """In a shard_map, Linen's parameters must have the shapes of one rank's parts."""
     params = make_params()
     fields = vars(CONFIG) | dict(batch_axes="expert") | PARTS
     layer = jax_ep.linen.MoE(mlp_dim=F, **fields)
@@ -182,7 +183,10 @@ def test_columns_and_their_gradients_stay_where_they_are():
 
 
 def test_nnx_parameters_are_born_split():
-    """Without a rule for "mlp"; on the ambient mesh, and on the layer's own."""
+    """NNX parameters must be created split over the tensor axis without a rule for "mlp".
+
+    The mesh is the ambient one, or the layer's own.
+    """
     devices = mesh((4, 2), AXES)
     sizes = dict(num_experts=E, num_experts_per_token=K, tensor_axis="tensor", **PARTS)
     sizes["kernel_init"] = jax.nn.initializers.zeros
@@ -233,12 +237,12 @@ RANKS, WIDTH = 2, 128
 
 
 def where(splits_tokens: bool) -> LayerMesh:
-    """Two ranks along the tensor axis, with tokens of their own or the same ones."""
+    """Returns a `LayerMesh` with two tensor ranks, which have own tokens or the same ones."""
     return LayerMesh((), ("tensor",) if splits_tokens else (), None, ("tensor",))
 
 
 def outputs(x, ids, weights, factors, splits_tokens, implementation=None):
-    """A layer of which each tensor rank computes a part: `factors` [1, WIDTH] of this rank."""
+    """Computes a stand-in for a layer, of which each tensor rank computes a part from `factors`."""
     there = where(splits_tokens)
     arrays = x, x, ids, weights
     x, same, ids, weights = tensor_axis.for_all_ranks(arrays, there, implementation)
@@ -310,7 +314,10 @@ def test_without_a_tensor_axis_nothing_is_moved():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize("splits_tokens", [True, False])
 def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, monkeypatch):
-    """Of the forward and the backward pass; and not where the exchange is to be XLA's."""
+    """Kernels must run where the table says that they are faster, forward and backward.
+
+    They must not run if the exchange is to be XLA's.
+    """
     gpus = tuple(symmetric_memory.Gpu(g, g, 0, "", 0, 0) for g in range(RANKS))
     domain = symmetric_memory.Domain(
         memory_map.BASE, memory_map.STRIDE, memory_map.heap_bytes(RANKS), gpus

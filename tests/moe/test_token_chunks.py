@@ -1,4 +1,4 @@
-"""A layer whose tokens go in chunks gives what it gives at once, from smaller buffers."""
+"""Tests that a layer with token chunks agrees with one without, with smaller buffers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """GPUs multiply float32 in fewer bits by default."""
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
     with jax.default_matmul_precision("float32"):
         yield
 
 
 def run(params, x, mask=None, *, config, **given):
-    """Output, metrics and gradients, compiled."""
+    """Returns (output, metrics) and the gradients of parameters and x, compiled."""
 
     def loss(params, x):
         out, metrics = moe_layer(params, x, config, mask, **given)
@@ -41,7 +41,7 @@ def run(params, x, mask=None, *, config, **given):
 
 
 def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
-    """Metrics are equal, outputs and gradients are close."""
+    """Asserts that chunks leave the metrics equal, and outputs and gradients close."""
     with jax.set_mesh(devices):
         (out, metrics), grads = run(params, x, mask, config=config, **given)
         chunked = dataclasses.replace(config, token_chunks=num_chunks)
@@ -52,7 +52,7 @@ def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
 
 @pytest.mark.parametrize("num_chunks, num_ranks", quick([(2, 1), (3, 4), (4, 8), (9, 8)], (3, 4)))
 def test_chunks_change_nothing_but_rounding(num_chunks, num_ranks):
-    """Also where they do not divide a rank's tokens, and where there are fewer tokens."""
+    """Chunks must change only rounding, even if they do not divide the tokens or exceed them."""
     mask = np.arange(40).reshape(8, 5) % 7 > 0
     assert_same(
         num_chunks,
@@ -100,7 +100,7 @@ def test_with_other_options(changes, shape, axes, monkeypatch):
 
 
 def test_a_capacity_is_of_each_chunk():
-    """Drops are those of calls with the tokens of one chunk each."""
+    """The capacity must limit each chunk: drops are those of separate calls for the chunks."""
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
     params, x = make_params(), make_x(shape=(4, 16))
     with jax.set_mesh(expert_mesh(4)):
@@ -112,7 +112,8 @@ def test_a_capacity_is_of_each_chunk():
     assert metrics.num_dropped == np.sum(dropped) > 0
 
 
-WIDE = 128  # what float8 needs
+# Float8 needs sizes that are multiples of 128.
+WIDE = 128
 
 
 def float8_params() -> MoEParams:
@@ -126,7 +127,10 @@ def float8_params() -> MoEParams:
 
 @pytest.mark.parametrize("once", quick([False, True], False))
 def test_float8_experts_are_quantized_once(once):
-    """The matrices' gradients are of rows that are quantized in other blocks."""
+    """Float8 experts must be quantized once for all chunks; gradients are within rounding.
+
+    In chunks, rows are quantized in other blocks for the matrices' gradients.
+    """
     float8 = jnp.float8_e4m3fn
     config = dataclasses.replace(CONFIG, wire_dtype=float8, matmul_dtype=float8)
     params = float8_params()
@@ -146,7 +150,7 @@ def test_float8_experts_are_quantized_once(once):
 
 
 def test_gradients_are_summed_in_float32():
-    """A sum of equal terms in bfloat16 would stay at 256 terms."""
+    """Gradients must be summed in float32: in bfloat16, a sum of equal terms stops at 256 terms."""
     num = 512
     ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
     params = MoEParams.of(gate=ones((8, 1)), wi_0=ones((1, 8, 8)), wo=ones((1, 8, 8)) / 8)
@@ -161,7 +165,7 @@ def test_gradients_are_summed_in_float32():
 
 
 def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
-    """The training step of a layer that drops nothing."""
+    """Compiles the gradient of a layer that drops nothing."""
     config = MoEConfig(
         num_experts=E, num_experts_per_token=4, dtype=jnp.bfloat16, token_chunks=num_chunks
     )
@@ -177,7 +181,7 @@ def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
 
 
 def test_a_step_needs_less_memory():
-    """On CPUs; almost all of it is rows, of which 4 chunks have a quarter."""
+    """Four chunks must need at most 0.35 of the memory, which on CPUs is mostly rows."""
     whole, chunked = (compiled(c).memory_analysis().temp_size_in_bytes for c in (1, 4))
     assert chunked <= 0.35 * whole
 

@@ -1,4 +1,4 @@
-"""The choice of experts: the same by every means, where the kernel is taken, and derivatives."""
+"""Tests of choosing experts: equal results of kernel and XLA, kernel selection, derivatives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS = {
 
 
 def top_k(logits, gathered, k, groups=None, scores=None):
-    """The choices, and what `gathered` holds for them; groups are compared by `scores`."""
+    """Returns the choices, and the values of `gathered` at them; `scores` compare groups."""
     options = {} if scores is None else {"scores": "softmax", "rounded": scores}
     return choose(logits, k, PLAIN, gathered=gathered, groups=groups, **options)[:2]
 
@@ -72,7 +72,7 @@ def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 @pytest.mark.parametrize(("experts", "k"), quick([(40, 3), (40, 13), (160, 40)], (40, 3)))
 def test_sums_are_compared_exactly(experts, k, groups):
-    """Where a choice by rounded sums is right, and where it is not."""
+    """Choices must be by exact sums, whether or not rounded sums would give the same."""
     options = dict(scores="softmax", groups=groups)
     within = experts if groups is None else experts // groups.number * groups.kept
 
@@ -89,7 +89,7 @@ def test_sums_are_compared_exactly(experts, k, groups):
 
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 def test_sums_of_few_tokens_are_compared_exactly(groups):
-    """Where the rounded sums of 3 of 200 tokens are equal, and none of the others."""
+    """Choices must be exact if rounded sums are equal for only 3 of 200 tokens."""
     rng = np.random.default_rng(0)
 
     @jax.jit
@@ -144,7 +144,7 @@ def test_choices_are_of_the_best_groups(experts, groups, kind):
     values, scores = rows(77, experts, kind), rows(77, experts, kind, 1)
     run = jax.jit(top_k, static_argnums=(2, 3))
     topk_idx, _ = run(values, values, 4, groups, scores)
-    # Scores grow with logits, so a group's best score needs none: its best logit decides.
+    # Scores grow with logits, so a group's best logit decides instead of its best score.
     of_groups = values if groups.best == 1 else scores
     np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, of_groups))
     topk_idx, _ = run(values, values, 4, groups)
@@ -167,7 +167,7 @@ def lowered(*shape, k=4, groups=None, **options) -> str:
 @needs_kernels
 @pytest.mark.parametrize(("experts", "groups"), GROUPS.values(), ids=GROUPS)
 def test_one_device_runs_the_kernel(experts, groups):
-    """And only where the kernel knows no such groups does XLA sort them before it."""
+    """On one device the kernel must run, after a sort by XLA only for groups that it lacks."""
     text = lowered(8, experts, groups=groups)
     assert kernels_in(text) == 1
     known = groups in (GROUPS["of whole lanes"][1], GROUPS["of their best"][1])
@@ -181,8 +181,10 @@ def test_xla_sorts_where_the_kernel_does_not_run():
     assert kernels_in(lowered(8, 64)) == 1
     assert kernels_in(lowered(2**23 - 1, 256)) == 1
     for text in (
-        lowered(2**23, 256),  # more elements than int32 counts
-        lowered(8, 64, sharding=shards),  # which XLA partitions
+        # The array has more elements than int32 can count.
+        lowered(2**23, 256),
+        # XLA partitions this program.
+        lowered(8, 64, sharding=shards),
         lowered(8, 2000),
         lowered(8, 64, k=33),
         lowered(0, 64),
@@ -243,7 +245,7 @@ def test_derivatives_are_of_what_is_chosen_alone():
 
 
 def test_softmax_and_weights_follow_from_the_values():
-    """With all of their derivatives, also the second; and whatever is given with the values."""
+    """Softmax and weights must be right, with first and second derivatives."""
     values = jnp.asarray(rows(3, 16, "random"))
     run = jax.jit(choose, static_argnums=(1, 2), static_argnames="softmax")
     topk_idx, weights, probs = run(values, 3, Weighing(False, 0.0, 2.5), softmax=True)

@@ -1,4 +1,4 @@
-"""A layer's functions are read at each call: none runs a program of what they computed before."""
+"""Tests that a layer's functions are read in each call, never replaced by earlier results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = jnp.asarray([1.0, 2.0, 3.0])
 
 
 class Scale:
-    """An object whose methods compute with an attribute, a list and an array that change."""
+    """An object whose methods read an attribute, a list and an array that tests change."""
 
     def __init__(self):
         self.factor, self.numbers, self.array = 1.0, [1.0], np.ones(1, np.float32)
@@ -64,7 +64,7 @@ def of_a_global(h):
 
 
 def activations(scale):
-    """Functions of which each is one object for as long as `scale` is."""
+    """Returns functions that read changing values; each is one object as long as `scale` lives."""
     factor = scale.factor
 
     def cell(h):
@@ -146,13 +146,14 @@ def values_and_gradients(run, wrap):
         out, vjp = jax.vjp(run, x)
         return out, *vjp(jnp.ones_like(out))
 
-    return jax.tree.map(np.asarray, wrap(both)(make_x()))  # computed, before anything changes
+    # Compute the arrays before a test changes any value.
+    return jax.tree.map(np.asarray, wrap(both)(make_x()))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
 def test_what_a_bound_method_reads_is_read_again(place, wrap, scale):
-    """Four is a power of two, so nothing is rounded."""
+    """A value that a bound method reads must be read again in each call; a factor of 4 is exact."""
     run = place(scale.attribute)
     first = values_and_gradients(run, wrap)
     scale.set(4.0)
@@ -172,7 +173,10 @@ def test_whatever_a_function_reads_is_read_again(what, wrap, scale):
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
 def test_two_calls_of_one_program_read_it_each_for_itself(place, scale):
-    """Gradients, which are traced after both calls, are of what each call read."""
+    """Two calls in one program must each use the value at their time, also in gradients.
+
+    Gradients are traced after both calls.
+    """
     run = place(scale.attribute)
 
     def both(x):

@@ -1,4 +1,4 @@
-"""Planted affinity is found, within the limit of loads."""
+"""Tests that placement by affinity finds clusters of experts, within the limit of load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_ep.placement import Placement, place_by_affinity
 
 
 def changes(trace, placed, num_parts):
-    """The share of pairs of choices of successive layers that are on different parts."""
+    """Returns how often a token's choices in consecutive layers are on different ranks or hosts."""
     num_slots = placed.expert_of_slot.shape[1]
     part = placed.slots_of_expert[:, :, 0] // (num_slots // num_parts)
     at = np.stack([part[layer][choices] for layer, choices in enumerate(trace)])
@@ -19,7 +19,7 @@ def changes(trace, placed, num_parts):
 
 
 def planted(rng, layers, tokens, top_k, num_experts, num_clusters, noise):
-    """Tokens of a cluster choose among its own experts of each layer, but for some noise."""
+    """Draws a trace in which tokens of a cluster choose its own experts, except for some noise."""
     size = num_experts // num_clusters
     members = np.stack([rng.permutation(num_experts) for _ in range(layers)])
     cluster = np.arange(tokens) % num_clusters
@@ -49,7 +49,7 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
     shuffled = np.stack([rng.permutation(placed.expert_of_slot[0]) for _ in trace])
     random = Placement.of(shuffled, num_experts=num_experts, num_ranks=num_ranks)
     if clusters == num_ranks:
-        # A pair stays if neither choice strays; a stray one stays by chance.
+        # Two choices stay on one rank if neither is noise, or else by chance.
         stays = 0.9**2 + (1 - 0.9**2) / num_ranks
         assert changes(trace, placed, num_ranks) < 1 - stays + 0.03
     assert changes(trace, placed, num_ranks) < 0.8 * changes(trace, random, num_ranks)
@@ -58,7 +58,7 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
 
 
 def test_affinity_gives_way_to_balance():
-    """All tokens visit the same two experts of each layer, and a limit keeps them apart."""
+    """Two experts that all tokens choose must be on different ranks, to limit the load."""
     rng = np.random.default_rng(8)
     trace = np.where(rng.random((3, 2000, 1)) < 0.5, 0, 1)
     trace[:, :, :][rng.random(trace.shape) < 0.2] = 5

@@ -1,4 +1,4 @@
-"""Balance against EPLB as its authors describe it."""
+"""Tests of balancing by load, compared with EPLB as its authors describe it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.loads import random_loads
 
 from jax_ep.placement import Placement, balance
 
-# The example of EPLB's README: 12 experts, 16 slots, 4 groups, 2 hosts, 8 ranks.
+# The example of EPLB's README has 12 experts, 16 slots, 4 groups, 2 hosts and 8 ranks.
 PUBLISHED = np.array(
     [
         [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -25,7 +25,10 @@ EXAMPLE = dict(num_slots=16, num_ranks=8, num_hosts=2, num_groups=4)
 
 
 def greedy_pack(load, num_packs):
-    """Items in falling order, each to the lightest pack that is not full; pack -> items."""
+    """Packs items in order of falling load, each into the lightest pack that is not full.
+
+    Returns the items of each pack.
+    """
     packs = [[] for _ in range(num_packs)]
     for item in sorted(range(len(load)), key=lambda item: -load[item]):
         open_packs = [pack for pack in packs if len(pack) < len(load) // num_packs]
@@ -34,7 +37,7 @@ def greedy_pack(load, num_packs):
 
 
 def eplb_busiest(load, num_slots, num_ranks, num_hosts, num_groups):
-    """The largest rank load that EPLB's three steps leave: groups to hosts, copies, ranks."""
+    """Returns the largest rank load after EPLB's steps: groups to hosts, copies, ranks."""
     if num_groups % num_hosts:
         num_hosts = num_groups = 1
     size, busiest = len(load) // num_groups, 0.0
@@ -59,7 +62,8 @@ def test_the_published_example_is_balanced_as_well_or_better():
         assert eplb_busiest(list(load), **EXAMPLE) == pytest.approx(published[layer].max())
 
 
-SIZES = [  # experts, slots, ranks, hosts, groups
+# Each case is (experts, slots, ranks, hosts, groups).
+SIZES = [
     (60, 64, 8, 1, 1),
     (64, 96, 16, 2, 8),
     (12, 16, 8, 2, 4),

@@ -1,4 +1,4 @@
-"""Slots that are chosen for choices of experts."""
+"""Tests how slots are chosen for the experts that tokens chose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_ep.placement import Placement, balance, choose_slots
 
 
 def slots_on_ranks(topk_idx, placed, num_ranks, as_array=jnp.asarray):
-    """choose_slots on every rank, each with its part of topk_idx [N, T, K]."""
+    """Runs `choose_slots` on every rank for its part of topk_idx [N, T, K]; returns [N, T, K]."""
     layer = jax.tree.map(lambda a: as_array(a[0]), placed)
     arrays = layer.expert_of_slot, layer.slots_of_expert, layer.num_copies
     run = jax.shard_map(
@@ -64,7 +64,7 @@ def test_the_arrays_of_a_placement_may_be_numpy_arrays(num_slots):
 
 
 def test_single_choices_of_many_ranks_spread_over_copies():
-    """As in decoding: each rank has one token, and no copy."""
+    """Ranks with one token and no copy of its expert must spread evenly over the copies."""
     slots = [0, 1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
     placed = Placement.of([slots], num_experts=15, num_ranks=8)
     topk_idx = np.zeros((8, 1, 1), np.int32)

@@ -1,4 +1,4 @@
-"""Loads averaged over steps."""
+"""Tests of expert loads averaged over steps."""
 
 from __future__ import annotations
 

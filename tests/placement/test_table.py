@@ -1,4 +1,4 @@
-"""A placement's arrays, files and errors."""
+"""Tests of a placement's arrays, files and errors."""
 
 from __future__ import annotations
 

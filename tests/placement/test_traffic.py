@@ -1,4 +1,4 @@
-"""Rows and rank changes of a trace, by hand, and slots as the traced function chooses them."""
+"""Tests of counting a trace's rows and rank changes, and of its choice of slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from jax_ep.placement.traffic import _slots, traffic
 
 
 def test_a_step_worked_out_by_hand():
-    """Two ranks with experts 0, 1 and 2, 3; two tokens a rank; and one that is left over."""
+    """Rows and rank changes must be those counted by hand, for two ranks with two tokens each.
+
+    The fifth token of the step does not fill the ranks evenly and is left out.
+    """
     placement = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2, layers=2)
     step = np.array([
         [[0, 1], [2, 3], [0, 2], [3, -1], [0, 0]],
@@ -22,9 +25,9 @@ def test_a_step_worked_out_by_hand():
     ])  # fmt: skip
     counted = traffic(step, placement)
     np.testing.assert_array_equal(counted.rows, [[3, 4], [5, 3]])
-    # Layer 0: token 1 goes to rank 1 with one row for both choices, token 2 to rank 0.
+    # In layer 0, token 1 sends one row to rank 1 for both choices, and token 2 one to rank 0.
     np.testing.assert_array_equal(counted.wire_rows, [[1, 1], [2, 2]])
-    # Of 4, 4, 4 and 2 pairs of choices in both layers, 2, 0, 2 and 2 are on different ranks.
+    # The tokens have 4, 4, 4 and 2 pairs of choices in the two layers; 2, 0, 2 and 2 change rank.
     np.testing.assert_allclose(counted.rank_changes, [6 / 14])
 
 

@@ -1,4 +1,4 @@
-"""Weights by expert and by slot, and moved from one placement to another."""
+"""Tests of weights by expert and by slot, and of moving them to another placement."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def placements():
     yield Placement.in_order(num_experts=E, layers=LAYERS, **options)
     for _ in range(2):
         yield balance(random_loads("zipf", LAYERS, E, rng) ** 2, **options)
-    # All but one copies of one expert, which one slot sends to all; and empty slots.
+    # Layer 0 has seven copies of expert 5, which one slot sends to all; layer 1 has empty slots.
     slots = [[0, 1, 2, 3, 4, 5, *[5] * 6], [5, *[-1] * 6, 4, 3, 2, 1, 0]]
     yield Placement.of(slots, num_experts=E, num_ranks=N)
 
 
 def permutation():
-    """Placements of 4 experts in 4 slots of 2 ranks: in order, and [3, 1, 0, 2]."""
+    """Returns two placements of 4 experts in 4 slots of 2 ranks: in order, and [3, 1, 0, 2]."""
     before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
     return before, Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
 
 
 def tree(rng):
-    """Like a train state: weights, what an optimizer keeps of them, and leaves of other kinds."""
+    """Returns a tree like a train state: weights, optimizer states, and leaves without experts."""
     weights = {
         "wi_0": random_bits(rng, (LAYERS, E, 3, 5), np.float32),
         "wo": random_bits(rng, (LAYERS, E, 4), jnp.bfloat16),
     }
     state = {"wi_0": rng.integers(0, 99, (LAYERS, E), np.int32)}
-    # A gate whose leading sizes are those of the experts' weights.
+    # The gate's leading sizes equal those of the experts' weights, but it must not be moved.
     return {"params": weights | {"gate": np.ones((LAYERS, E))}, "opt": [state, np.int32(3)]}
 
 
@@ -67,7 +67,10 @@ def test_slots_hold_their_experts_and_give_them_back():
 
 
 def test_sharded_weights_give_back_every_bit():
-    """Subnormals and negative zeros too, which a sum over devices would lose."""
+    """Sharded weights must come back bit for bit, even subnormals and -0.
+
+    A sum over devices would lose these.
+    """
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
     weights = {"wo": np.array([[1e-39], [-0.0], [1e-39], [-0.0], [3], [-1e-39]], np.float32)}
     by_slot = to_slots(weights, placement)
@@ -76,7 +79,7 @@ def test_sharded_weights_give_back_every_bit():
 
 
 def test_weights_by_slot_have_gradients():
-    """That of an expert is the sum of those of its slots; an empty slot has none."""
+    """An expert's gradient must be the sum over its slots; an empty slot must have none."""
     slots = [[5, *[-1] * 6, 4, 3, 2, 1, 0]]
     placement = Placement.of(slots, num_experts=E, num_ranks=N)[0]
     rng = np.random.default_rng(5)
@@ -139,7 +142,8 @@ def test_pieces_are_moved_one_after_the_other_in_place(monkeypatch):
     before, after = permutation()
     weights = np.random.default_rng(3).random((4, 6, 10, 3), np.float32)
     held = jax.device_put(weights, NamedSharding(devices, P("expert")))
-    once = redistribute({"wo": weights}, before, after, mesh=devices)  # not on the mesh yet
+    # These weights are not on the mesh yet.
+    once = redistribute({"wo": weights}, before, after, mesh=devices)
     assert once["wo"].sharding.spec == P("expert")
     np.testing.assert_array_equal(once["wo"], weights[[3, 1, 0, 2]])
     moved = redistribute({"wo": held}, before, after, mesh=devices)
@@ -164,7 +168,10 @@ def test_flat_trees_name_experts_in_their_keys(key):
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
-    """Adafactor keeps a row's and a column's moments for each matrix, and a zero for the whole."""
+    """A placeholder without the experts' axis must stay as it is.
+
+    Adafactor keeps row and column moments for a matrix, and such a placeholder for full ones.
+    """
     weights = np.random.default_rng(4).normal(size=(E, 3)).astype(np.float32)
     placement = Placement.of([[0, 1, 2, 3, 4, 5, *[5] * 6]], num_experts=E, num_ranks=N)[0]
     other = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]

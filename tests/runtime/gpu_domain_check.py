@@ -1,9 +1,9 @@
-"""Whether symmetric memory works on the GPUs here: `python gpu_domain_check.py --processes 2`.
+"""Checks symmetric memory on this machine's GPUs: `python gpu_domain_check.py --processes 2`.
 
-Starts processes of one GPU each (or one process of all), sets their domain up, and lets each GPU
-write, by copies of the driver, into every heap and into a live array of every process. Then come
-set-ups that must be refused. Prints a row for each process and exits with 1 if any is not as it
-should be. Not collected by pytest: it wants the GPUs to itself.
+Starts processes with one GPU each, or one process with all GPUs, and sets up their domain. Each GPU
+then writes, by copies of the driver, into every heap and into a live array of every process. After
+that come set-ups that must be refused. The check prints a row for each process and exits with 1 if
+any row is wrong. pytest does not collect it, since it needs the GPUs for itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-_WORDS = 1 << 26  # of the array that is written to: 256 MiB
-_NOTES = 1024  # where GPUs write in a heap: the first of the header's words that say nothing
+# The uint32 words of the array that GPUs write to: 256 MiB.
+_WORDS = 1 << 26
+# GPUs write into a heap from this 8-byte word of its header on; the words there are unused.
+_NOTES = 1024
 
 
 def main() -> int:
@@ -50,7 +52,10 @@ def main() -> int:
 
 
 def _cases(count: int) -> list[tuple[str, str, list[dict[str, str]]]]:
-    """Name, what is in the reason of a refusal (or ""), and the environment of each process."""
+    """Returns the set-ups to check, as (name, reason, environment of each process).
+
+    `reason` is a part of the expected refusal, or "" if the set-up must succeed.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(count, 8))))
     gpus = visible.split(",")
     if count == 1:
@@ -112,7 +117,7 @@ def _render(row: dict[str, Any]) -> str:
 
 
 def _process(number: int, count: int, address: str) -> dict[str, Any]:
-    """What one process finds: its domain, and what the others wrote here."""
+    """Sets up one process; returns its domain's facts, and whether all GPUs have written here."""
     import jax
 
     if count > 1:
@@ -129,7 +134,8 @@ def _process(number: int, count: int, address: str) -> dict[str, Any]:
     domain = symmetric_memory.domain()
     seconds = time.monotonic() - begin
     if isinstance(domain, str):
-        _meet(count, "refused")  # the coordinator stays until all have their answer
+        # The coordinator must stay until all processes have their answer.
+        _meet(count, "refused")
         return {"reason": domain, "seconds": seconds}
     checks, speeds = _write_to_all(domain, number, count)
     checks["no socket left"] = not glob.glob(f"{tempfile.gettempdir()}/jax_ep-*/")
@@ -146,7 +152,12 @@ def _process(number: int, count: int, address: str) -> dict[str, Any]:
 
 
 def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool], dict[str, float]]:
-    """Each GPU of this process writes to all; whether all wrote to those of this one."""
+    """Writes from each GPU of this process to all GPUs.
+
+    Returns:
+        Name of a check -> whether all GPUs have written to this process's GPUs, and "writer->peer"
+        -> GB/s of a copy.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -176,7 +187,8 @@ def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool]
             cuda_driver.write(ordinal, there + 4 * g, word.tobytes())
             there = (addresses[peer] + int(deltas[peer])) % 2**64
             cuda_driver.write(ordinal, there + 4 * g, word.tobytes())
-            part = 2 * _WORDS // domain.num_gpus // 4096 * 4096  # of the second half, zeros
+            # The copied part is in the array's second half, which holds zeros.
+            part = 2 * _WORDS // domain.num_gpus // 4096 * 4096
             begin = 2 * _WORDS + g * part
             there = (addresses[peer] + int(deltas[peer]) + begin) % 2**64
             speeds[f"{g}->{peer}"] = _copy(ordinal, there, own[g] + begin, part)
@@ -194,7 +206,7 @@ def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool]
 
 
 def _copy(ordinal: int, there: int, here: int, num_bytes: int) -> float:
-    """Copies twice from here to there on a GPU; the speed of the second, in GB/s."""
+    """Copies num_bytes twice from `here` to `there` on a GPU; returns GB/s of the second copy."""
     from jax_ep.runtime import cuda_driver
 
     seconds = 0.0
@@ -213,7 +225,7 @@ def _copy(ordinal: int, there: int, here: int, num_bytes: int) -> float:
 
 
 def _tell_all(number: int, count: int, own: dict[int, int]) -> list[dict[str, int]]:
-    """What each process says of its arrays."""
+    """Exchanges the addresses of the processes' arrays: one dict, GPU -> address, per process."""
     if count == 1:
         return [{str(g): address for g, address in own.items()}]
     from jax_ep.runtime import processes

@@ -1,4 +1,4 @@
-"""Where kernels run is decided before one is traced: what JAX lacks is a reason, not an error."""
+"""Tests that where kernels run is decided before tracing: what JAX lacks is a reason, no error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ S = jax.ShapeDtypeStruct
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs are the default backend here")
 def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
-    """As with JAX_PLATFORMS=cpu,cuda; on a machine without any, the program is for another one."""
+    """GPUs must be refused if they are not the default backend, as with JAX_PLATFORMS=cpu,cuda.
+
+    On a machine without GPUs, the program is for another machine and is not refused.
+    """
     program: Any = types.SimpleNamespace(
         platforms=("cuda",), for_export=False, is_of_one_device=True, mesh=None, mesh_devices=None
     )
@@ -37,7 +40,7 @@ def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
 
 @needs_kernels
 def test_a_program_that_xla_partitions_is_refused():
-    """Each device would run the kernels for the rows of all."""
+    """A program that XLA partitions must be refused: each device would run kernels for all rows."""
     program: Any = types.SimpleNamespace(
         platforms=("cuda",), for_export=False, is_of_one_device=False, mesh=None, mesh_devices=None
     )
@@ -74,7 +77,7 @@ def trace(function: Callable[..., Any], platform: str) -> Any:
 
 
 def lower(function: Callable[..., Any], platform: str) -> str:
-    """The program of `trace`, for that platform."""
+    """Lowers the program of `trace` for its platform; returns the text."""
     return trace(function, platform).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -91,7 +94,7 @@ def routed(platform: str) -> str:
 
 
 def programs(platform: str) -> dict[str, str]:
-    """Programs that are left to choose what runs."""
+    """Returns the texts of programs with the default implementation, by kind of operation."""
     return {
         "exchange": lower(exchanged(None), platform),
         "collectives": lower(reduced(None), platform),
@@ -102,7 +105,7 @@ def programs(platform: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def asked_anew() -> Iterator[None]:
-    """Forgets what was found of Mosaic, and the programs that were lowered by it."""
+    """Clears the caches of what JAX offers and of lowered programs, before and after the body."""
     from pallas_kernels.fabric import mosaic
 
     def forget() -> None:
@@ -143,7 +146,8 @@ def test_where_jax_has_all_names_of_mosaic_the_kernels_run():
     with asked_anew():
         assert availability.mosaic_unavailable_reason() is None
         kernels = {what for what, text in programs("cuda").items() if "mosaic_gpu" in text}
-    assert kernels >= {"exchange", "matmul", "top_k"}  # collectives need a table of times
+    # Collectives run as kernels only with a table of measured times.
+    assert kernels >= {"exchange", "matmul", "top_k"}
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""What the CUDA driver is asked for, and what follows from its answers; the driver is a fake."""
+"""Tests what the CUDA driver, here a fake one, is asked for, and what follows from its answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from jax_ep.cli import info
 from jax_ep.runtime import availability, cuda_driver, multicast, symmetric_memory
 
 SUCCESS, ERROR = 0, 1
-FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
+# A device handle of the driver is deliberately not the device's ordinal.
+FIRST_HANDLE = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """As much of a `jax.Device` as is looked at."""
+    """The attributes of a `jax.Device` that the library reads."""
 
     id: int
     local_hardware_id: int | None
@@ -34,7 +35,7 @@ class Gpu:
 
 @dataclasses.dataclass
 class Driver:
-    """libcuda of a host with some GPUs."""
+    """A stand-in for libcuda on a host with some GPUs."""
 
     num_gpus: int = 4
     no_access: frozenset[tuple[int, int]] = frozenset()
@@ -57,7 +58,8 @@ class Driver:
         return SUCCESS if self.answers else ERROR
 
     def cuDeviceGetAttribute(self, value: Any, number: ctypes.c_int, handle: ctypes.c_int) -> int:
-        assert number.value == 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
+        # This is CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h.
+        assert number.value == 132
         value._obj.value = self.attributes.get(handle.value - FIRST_HANDLE, 1)
         return SUCCESS if self.answers else ERROR
 
@@ -105,7 +107,10 @@ def test_a_missing_pair_is_told(install):
 
 
 def test_devices_are_asked_for_by_their_ordinals(install):
-    """JAX may number the devices otherwise, say with jax_cuda_visible_devices."""
+    """The driver must be asked by ordinal, not by JAX's numbers.
+
+    They differ with jax_cuda_visible_devices, for example.
+    """
     install(Driver(no_access=frozenset({(3, 1)})))
     assert cuda_driver.peer_access([1, 3]) == ((True, True), (False, True))
 
@@ -119,7 +124,7 @@ def test_the_driver_is_asked_once(install):
 
 @needs_kernels
 def test_which_pairs_have_access_is_not_asked_of_the_kernels_gpus(install):
-    """Symmetric memory finds that out, by mapping it."""
+    """The kernels' check must not ask for peer access; symmetric memory finds it out by mapping."""
     library = install(Driver(no_access=frozenset({(3, 1)})))
     assert availability.unavailable_reason(gpus(0, 1, 2, 3)) is None
     assert library.asked == 0
@@ -183,7 +188,7 @@ PLACE, SIZE = 2**45, 2 * GRANULARITY
 
 
 def mapped(ordinal: int = 0, *, exportable: bool = False, place: int = PLACE) -> int:
-    """Memory of a GPU, mapped at a place and accessible to its own GPU; returns its size."""
+    """Maps memory of a GPU at `place`, accessible to that GPU alone; returns its size in bytes."""
     handle, size = cuda_driver.create(ordinal, GRANULARITY + 1, exportable=exportable)
     assert cuda_driver.reserve(2**30, alignment=2**30, address=place) == place
     cuda_driver.map_at(place, size, handle)
@@ -288,7 +293,7 @@ def test_errors_of_a_driver_that_is_not_there_or_has_no_words(install, monkeypat
 
 
 def test_the_driver_here_agrees_with_jax():
-    """On GPUs it must answer; without them, it must not raise."""
+    """On GPUs the driver must answer as JAX does; without GPUs, asking must not raise."""
     if jax.default_backend() != "gpu":
         assert cuda_driver.peer_access([0]) in (None, ((True,),))
         return

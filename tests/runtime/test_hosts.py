@@ -1,4 +1,4 @@
-"""Which ranks share a host, of meshes whose devices are only said to be somewhere."""
+"""Tests which ranks share a host, on meshes of stand-ins for devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_ep.runtime import hosts
 
 
 def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any:
-    """A program on a mesh with axes "a", "b" whose devices are CPUs of these processes."""
+    """Makes a program on a mesh with axes "a", "b"; `processes` are those of its CPU devices."""
     devices = np.empty(len(processes), object)
     devices[:] = [types.SimpleNamespace(process_index=p, platform="cpu") for p in processes]
     names = ("a", "b")[: len(shape)]
@@ -33,7 +33,8 @@ def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any
         ([0, 0, 1, 1], (2, 2), ("a", "b"), 2),
         ([0, 0, 1, 1], (2, 2), ("b",), 1),
         ([0, 0, 1, 1], (2, 2), ("a",), 2),
-        ([0, 1, 0, 1], (2, 2), ("b", "a"), 2),  # ranks are numbered along "a" first
+        # Ranks are numbered along "a" first.
+        ([0, 1, 0, 1], (2, 2), ("b", "a"), 2),
         ([3, 3, 1, 1, 2, 2], (6,), ("a",), 3),
         ([0, 1, 0, 1], (4,), ("a",), r"on hosts \[0, 1, 0, 1\]"),
         ([0, 0, 0, 1], (4,), ("a",), r"on hosts \[0, 0, 0, 1\]"),
@@ -55,7 +56,8 @@ def test_where_devices_are_may_be_unknown(monkeypatch):
     assert "exported" in str(hosts.num_hosts(exported, ("a",)))
     abstract = program([0, 0, 1, 1], (4,), mesh_devices=None)
     assert "use jax.set_mesh" in str(hosts.num_hosts(abstract, ("a",)))
-    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "1")  # then they are taken in order
+    # With this setting, devices belong to hosts in their order in the mesh.
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "1")
     assert hosts.num_hosts(abstract, ("a",)) == 4
     gpus = [types.SimpleNamespace(process_index=p, platform="gpu") for p in (0, 1)]
     monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST")

@@ -1,4 +1,4 @@
-"""JAX's internals may go: what then works, and what refuses and says what is missing."""
+"""Tests that JAX may lack internals: results stay equal, and refusals name what is missing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jax_ep.matmul import pallas as pallas_matmul
 from jax_ep.matmul.backend import Problem
 from jax_ep.runtime import availability, jax_compat
 
-# What a program does where something is missing: removes it, imports jax_ep anew, and dispatches.
-# JAX itself does not miss them: they are other modules' views of its internals.
+# This program removes an internal of JAX, imports jax_ep anew, and dispatches. JAX itself still has
+# the internal, since only another module's reference to it is removed.
 PROGRAM = """
 import importlib, json, sys, types
 import jax, jax.numpy as jnp
@@ -133,7 +133,8 @@ OF_PRIMITIVES = [
     "jax.interpreters.batching.primitive_batchers",
     "jax.interpreters.mlir.lower_fun",
     "jax.interpreters.mlir.register_lowering",
-    "jax.interpreters.mlir.*",  # the module
+    # Remove the whole module.
+    "jax.interpreters.mlir.*",
 ]
 OTHERS = [
     "jax._src.dispatch.*",
@@ -148,7 +149,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """Path of what was missing -> what jax_ep did."""
+    """Returns, for each missing name, what jax_ep did without it."""
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
@@ -181,7 +182,7 @@ def test_the_kernels_refuse_and_name_what_is_missing(path, found):
 
 
 def test_what_is_missing_is_not_found(monkeypatch):
-    """And what it would have done is left out, or is an error that names it."""
+    """A missing internal must not be found; its feature is left out, or an error names it."""
     monkeypatch.setattr(jax_compat, "_find", lambda path: None)
     assert jax_compat.distributed_client() is None
     assert jax_compat.multimem_unavailable_reason().endswith(", ".join(jax_compat._MULTIMEM))
@@ -206,7 +207,10 @@ def test_an_address_that_jax_does_not_give_is_an_error():
 
 
 def test_operands_of_a_transpose_have_their_type():
-    """Where JAX no longer calls it `aval`, it is that of an array."""
+    """A transpose's operands must have a type, also if JAX has no attribute `aval`.
+
+    It then is an array's type.
+    """
     x = jnp.zeros(3)
     assert jax_compat._type_of_linear(types.SimpleNamespace(aval=jax.typeof(x))) == jax.typeof(x)
     without = np.zeros(3, np.float32)
@@ -222,7 +226,7 @@ UNSTABLE_ATTRIBUTES = {"aval", "client", "platform_version", "unsafe_buffer_poin
 
 
 def goes_round_the_door(source: str) -> list[str]:
-    """What a module imports or uses of JAX that is private or unstable."""
+    """Returns the private or unstable names of JAX that a module imports or uses."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -292,7 +296,8 @@ def test_old_versions_of_jax_have_no_kernels(monkeypatch):
     ):
         assert reason == "it needs JAX 0.11 or newer, and this is JAX 0.10.2"
     for_cpu = availability.program_unavailable_reason(program(platforms=("cpu",)), ("expert",))
-    assert for_cpu is not None and "needs NVIDIA GPUs" in for_cpu  # newer JAX would not help
+    # A newer JAX would not help on a CPU, so the reason is another one.
+    assert for_cpu is not None and "needs NVIDIA GPUs" in for_cpu
     product = Problem((64, 64), jnp.bfloat16, "cpu")
     by_kernel = pallas_matmul.unavailable_reason(product)
     assert by_kernel is not None and "for NVIDIA Hopper GPUs" in by_kernel

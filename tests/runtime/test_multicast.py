@@ -1,4 +1,4 @@
-"""Multicast memory: the driver is asked, and nothing is claimed without GPUs."""
+"""Tests of multicast memory: the driver is asked, and without GPUs it is unavailable."""
 
 from __future__ import annotations
 

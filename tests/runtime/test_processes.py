@@ -1,4 +1,4 @@
-"""Symmetric memory between processes: real processes and sockets, memory of a fake driver."""
+"""Tests of symmetric memory between real processes and sockets, with a fake driver's memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
-    """Of processes that must all refuse and leave nothing behind; the killed ones not counted."""
+    """Returns the reasons of processes that must all refuse and leave nothing behind.
+
+    Killed processes are skipped.
+    """
     found = []
     for outcome in outcomes:
         if outcome is not None:
@@ -54,7 +57,7 @@ def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
 
 
 def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
-    """The domain of processes that must all have the same, and can write to each other."""
+    """Returns the domain of all processes, which must be equal; all GPUs must have written."""
     domains = []
     for number, outcome in enumerate(outcomes):
         assert outcome is not None and isinstance(outcome.domain, Domain), outcome
@@ -177,7 +180,8 @@ def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_named_in_all(moment, victim, run, folder):
     members = [Process([g], dies_in=moment if g == victim else "") for g in range(3)]
-    waits = moment == "processes.Meeting.introduce"  # before anybody knows of it
+    # Then the victim dies before any other process knows of it.
+    waits = moment == "processes.Meeting.introduce"
     timeout_s = 1.0 if waits else 60.0
     outcomes = run(members, folder, timeout_s)
     assert outcomes[victim] is None
@@ -196,7 +200,10 @@ def test_a_late_process_and_the_others_refuse(run, folder):
 
 
 def test_who_began_first_waits_for_those_it_has_told(folder):
-    """A process that began just before the first one's timeout may take as long as that one."""
+    """The first process must wait for others that began shortly before its timeout.
+
+    Such a process has its own timeout from its beginning on.
+    """
     found: dict[int, Any] = {}
 
     def take_part(number: int, late_s: float, maps_s: float) -> None:
@@ -204,7 +211,8 @@ def test_who_began_first_waits_for_those_it_has_told(folder):
         with processes.Meeting(Store(str(folder)), number, 2.0) as meeting:
             cards = meeting.introduce({"host": "here"}, range(3))
             meeting.exchange(cards, {})
-            time.sleep(maps_s)  # maps what the others have sent
+            # The process maps what the others have sent.
+            time.sleep(maps_s)
             try:
                 found[number] = sorted(meeting.agree({"maps": number}))
             except processes.Refused as reason:
@@ -230,7 +238,7 @@ def test_a_socket_of_another_user_is_not_written_to(run, folder):
     ("number", "uid", "taken"), [(1, 0, True), (1, 4711, False), (2, 0, False), (None, 0, False)]
 )
 def test_strangers_are_not_taken_for_processes(number, uid, taken, folder, monkeypatch):
-    """Another user, a process that is not awaited, and one that says nothing."""
+    """Callers must be ignored: another user, a process that is not awaited, a silent one."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(processes, "peer_uid", lambda _: os.getuid() + uid)
     with (
@@ -250,7 +258,8 @@ def test_strangers_are_not_taken_for_processes(number, uid, taken, folder, monke
 
 def test_no_service_is_a_reason(run, folder):
     outcomes = run([Process([0], participant={"store": None})], folder)
-    shared(outcomes, folder)  # one process needs none
+    # A single process needs no key-value service.
+    shared(outcomes, folder)
     lonely = Process([0], participant={"store": None, "others": [1]})
     assert reasons(run([lonely], folder), folder) == [
         "several processes share memory only after jax.distributed.initialize(), in a JAX that has "

@@ -1,4 +1,4 @@
-"""Where low-latency collectives run, and why not; heaps that a fake of the driver maps."""
+"""Tests where low-latency collectives run, and why not; a fake driver maps the heaps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def collective(op: str, algorithm: str | None) -> Any:
     return lambda x: getattr(collectives, op)(x, AXIS, algorithm=algorithm)
 
 
-# ------------------------------------------------------------------------------------------ policy
+# -------------------------------------------------------------------- which collective is selected
 
 
 @pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels run here")
@@ -78,14 +78,15 @@ def test_a_mesh_of_cpus_is_refused(op, algorithm):
     [
         ("all_reduce", "one_shot_ll", lambda room, n: room),
         ("all_reduce", "two_shot_ll", lambda room, n: room // 2 * n),
-        ("all_gather", "ll", lambda room, n: room),  # of x, not of the result
+        # The limit is on x, not on the result.
+        ("all_gather", "ll", lambda room, n: room),
         ("reduce_scatter", "ll", lambda room, n: room * n),
         ("all_to_all", "ll", lambda room, n: room * n),
     ],
     ids=lambda value: None if isinstance(value, str) else "limit",
 )
 def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
-    """The kernels lower for the largest; a bit more is refused, and the bytes say why."""
+    """The largest payload must lower, and a slightly larger one be refused with its size."""
     dtype, room = jnp.dtype(dtype), (4 if num_ranks <= 4 else 2) * MIB
     per_rank = limit(room, num_ranks) // dtype.itemsize
     step = num_ranks * 8
@@ -139,7 +140,7 @@ def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
 @pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
-    """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
+    """An abstract mesh, without an order of GPUs, must be refused, unless a mesh is set."""
     found = []
 
     def note(algorithm, problem):
@@ -165,7 +166,7 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
 
 
 def taken_for_gpus(monkeypatch: Any) -> None:
-    """Takes the devices here for GPUs that the kernels run on; there need be none."""
+    """Makes this machine's devices pass for GPUs on which the kernels run."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(availability, "unavailable_reason", lambda: None)
 
@@ -176,18 +177,18 @@ def domain_of(num_gpus: int) -> Domain:
 
 
 def fastest(algorithm: str) -> Any:
-    """A table in which an algorithm is the fastest, and "xla" comes next."""
+    """Returns a stand-in for `table.lookup` that prefers `algorithm`, else "xla"."""
     return lambda *_, can_run: algorithm if can_run(algorithm) else "xla"
 
 
 def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
-    """An all_gather where kernels run, or where they are refused for a reason."""
+    """Makes the problem of an all_gather, where kernels run or are `refused` for a reason."""
     place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
     return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
 
 
 class Chosen:
-    """`select` on a machine of GPUs, which there need not be."""
+    """Calls `select` as on a machine with GPUs, and counts how often the domain is asked for."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
@@ -197,7 +198,7 @@ class Chosen:
         self.domain(domain_of(4))
 
     def table(self, fastest: str) -> None:
-        """Of the times in which "direct" is faster than "xla", and `fastest` than both."""
+        """Sets a table of times in which `fastest` beats "direct", and "direct" beats "xla"."""
         times = {"xla": 30.0, "direct": 20.0, fastest: 10.0}
         measured = {"2": {"choices": [[None, fastest]], "us": {"1024": times}}}
         capability = getattr(jax.devices()[0], "compute_capability", "")
@@ -230,7 +231,8 @@ def test_the_table_may_say_ll(chosen):
 
 def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
-    chosen.domain(domain_of(5))  # more GPUs have less room each
+    # With more GPUs, each has less room in a heap.
+    chosen.domain(domain_of(5))
     assert chosen(size=MIB) == "ll" and chosen(size=MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
     assert chosen(refused="these are CPUs") == "xla"
@@ -259,7 +261,7 @@ def test_more_gpus_than_ll_is_for_are_refused(chosen):
 
 
 def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
-    """A mesh of more places than there are devices here is of one whose ranks share a host."""
+    """A mesh that is larger than this machine is for another one, whose ranks share a host."""
     chosen.domain(domain_of(2))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
@@ -272,7 +274,10 @@ def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
 
 
 def test_the_domain_is_asked_for_ll_only(chosen):
-    """Here; the program that is lowered has asked it of all kernels before."""
+    """`select` must ask for the domain only for "ll".
+
+    Lowering a program has asked for all kernels before.
+    """
     chosen("direct"), chosen("xla")
     chosen.table("direct")
     chosen()
@@ -281,12 +286,12 @@ def test_the_domain_is_asked_for_ll_only(chosen):
     assert chosen.asked == 1
 
 
-# -------------------------------------------------------------------------------------------- heaps
+# ---------------------------------------------------------------------------- the heaps of a domain
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes these GPUs of a fake driver what JAX has here, in its order."""
+    """Returns a function that makes a fake driver's GPUs JAX's devices, in a given order."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
     def make(*ordinals: int, first_id: int = 10, **driver: Any) -> FakeCuda:
@@ -331,7 +336,8 @@ def test_heaps_are_mapped_once_for_all_gpus(machine):
         )
         assert heap.memory.size >= domain.heap_bytes and pool.memory.size == gpu.pool_bytes
         assert heap.access == pool.access == {0, 1, 2}
-    assert not library.memories  # no handle is kept
+    # The set-up must have released all handles.
+    assert not library.memories
 
 
 def test_a_heap_begins_with_a_header_and_is_empty(machine):
@@ -354,9 +360,9 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
 
 @pytest.fixture
 def channels(monkeypatch):
-    """Lowers a low-latency collective for places of these devices; returns its channels.
+    """Returns a function that lowers a low-latency collective and returns its channels.
 
-    CPUs stand for the GPUs of `machine`.
+    It takes the mesh's devices, CPUs that stand for the GPUs of `machine`.
     """
     found = []
     make = PallasCollectives._channels
@@ -393,7 +399,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
 
 
 def test_heaps_have_room():
-    """For all tile buffers of all senders, apart from each other, on vectors' boundaries."""
+    """Heaps must have room for all senders' tile buffers, without overlaps, aligned to vectors."""
     for num_gpus in range(1, memory_map.MAX_GPUS + 1):
         assert memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
         end = 0
@@ -486,11 +492,12 @@ def test_gpus_of_another_host_are_a_reason(machine):
 
 @needs_kernels
 def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monkeypatch):
-    """Along the axis of the ranks alone."""
+    """Programs must be refused if two GPUs along the ranks' axis share no memory."""
     machine(0, 1, 2, 3, no_access={(3, 1)})
     taken_for_gpus(monkeypatch)
     devices = np.empty((2, 2), object)
-    devices.flat = jax.devices()  # 11 and 13 are along "a", in its second group
+    # Devices 11 and 13 are neighbours along "a", in its second group.
+    devices.flat = jax.devices()
 
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
@@ -547,7 +554,7 @@ def test_processes_of_other_hosts_are_told(machine, monkeypatch, tmp_path, refus
 
 @needs_kernels
 def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
-    """Programs that communicate otherwise on one host would wait for each other without end."""
+    """If the kernels cannot run on one host, no host may run them, or hosts would wait forever."""
     store = Store(str(tmp_path))
     monkeypatch.setattr(processes, "store", lambda: store)
     taken_for_gpus(monkeypatch)
@@ -599,7 +606,7 @@ def test_without_a_driver_there_is_a_reason(machine, monkeypatch):
 
 
 def test_an_array_has_an_address_while_a_program_is_traced():
-    """Programs are lowered within whatever the user has traced and set."""
+    """An array's address must be found during tracing, under the user's mesh and transfer guard."""
     found = []
 
     def look(x: jax.Array) -> jax.Array:
@@ -626,7 +633,7 @@ def test_the_domain_of_this_machine():
 @pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("op", ["all_gather", "all_reduce_rms_norm"])
 def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
-    """Kernels know GPUs by number, and JAX would run what it lowered for some on others."""
+    """A program must be lowered anew for other devices, since kernels contain the GPUs' numbers."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 

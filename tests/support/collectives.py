@@ -1,4 +1,4 @@
-"""What the tests of the collectives' kernels share: cases, references in NumPy, lowering."""
+"""Shared by the tests of the collective kernels: cases, NumPy references, and lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ on_gpus = pytest.mark.skipif(
 def ranks_here(
     axis_names: tuple[str, ...], like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
 ) -> Gpus:
-    """See `of_axis`, within a shard_map over the first devices; a wait gives up early."""
+    """Makes the kernels' fabric along mesh axes, inside a shard_map, with a short wait timeout.
+
+    Args:
+        axis_names: the mesh axes of the ranks.
+        like: an operand of the kernel, whose varying axes (vma) the fabric's operand must match.
+        delays_ns: the delays of `delays`, if the ranks are to run out of step.
+    """
     fabric = of_axis(axis_names, like)
     return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
 
@@ -47,11 +53,11 @@ def by_rank_and_shard(num_ranks: int, size: int) -> tuple[int, ...]:
 
 
 def in_rank_order(x: np.ndarray) -> np.ndarray:
-    """The float32 sum over the leading axis, rounded once."""
+    """Returns the sum over axis 0, added in rank order in float32 and rounded to x's dtype once."""
     return functools.reduce(np.add, (part.astype(np.float32) for part in x)).astype(x.dtype)
 
 
-# Each kernel, the shape of its stacked operand, and what must come out, bit for bit.
+# name -> (kernel, the shape of its operands stacked by rank, the stacked results, bit for bit).
 KERNELS: dict[str, tuple[Callable[..., jax.Array], Any, Callable[[np.ndarray], np.ndarray]]] = {
     "one_shot": (one_shot, by_rank, lambda x: np.stack([in_rank_order(x)] * len(x))),
     "two_shot": (two_shot, by_rank_and_shard, lambda x: np.stack([in_rank_order(x)] * len(x))),
@@ -72,7 +78,7 @@ def assert_same_bits(got: Any, want: np.ndarray) -> None:
 
 
 NORM_CASES = {
-    # num_ranks, rows, hidden, padded, dtype, residual dtype, plan
+    # num_ranks, rows, hidden, padded hidden, dtype of x, dtype of the residual, tile plan.
     "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
     "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
     "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
@@ -92,7 +98,12 @@ def norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype):
 
 
 def norm_reference(x, residual, scale, hidden, eps):
-    """normalized in float64, and new_residual bit for bit."""
+    """Computes the all-reduce fused with residual add and RMSNorm, in NumPy.
+
+    Returns:
+        The normalized rows in float64, to compare within rounding, and the new residual, to compare
+        bit for bit.
+    """
     total = in_rank_order(x).astype(np.float32)
     new_residual = (total + residual.astype(np.float32)).astype(residual.dtype)
     wide = new_residual.astype(np.float64)
@@ -133,7 +144,10 @@ LOWERED = [
 
 
 def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Nanoseconds by delay point (entry, last access, exit) and rank."""
+    """Returns delays in nanoseconds that put ranks out of step; each is [delay points][num_ranks].
+
+    A kernel's delay points are its entry, its last access to peers, and its exit.
+    """
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What the tests of the contract share: cases, routings, one program that runs everything once."""
+"""Shared by tests of dispatch and combine: cases, routings, inputs, the reference's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Implementation = Literal["pallas", "xla", "two_level"]
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The portable exchange always; the kernels where there are GPUs that can run them."""
+    """Returns the exchange implementations to test: "xla", and on Hopper or newer "pallas"."""
     device = jax.devices()[0]
     if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 9:
         return ("xla", "pallas")
@@ -31,13 +31,13 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def most_ranks(limit: int) -> int:
-    """The largest power of two up to `limit` that this machine has devices for."""
+    """Returns the largest power of two up to `limit` for which this machine has devices."""
     return max(n for n in (1, 2, 4, 8) if n <= min(limit, len(jax.devices())))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The static half of a call: what a program is compiled for."""
+    """The static arguments of a dispatch: sizes, dtype and options."""
 
     num_ranks: int
     num_tokens: int
@@ -72,7 +72,7 @@ class Case:
         return jax_ep.dispatch(x, topk_idx, implementation=implementation, **options)
 
 
-# ------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------- inputs
 
 ROUTINGS = (
     "uniform",
@@ -87,10 +87,11 @@ ROUTINGS = (
 
 
 def routing(kind: str, case: Case, rng: np.random.Generator) -> np.ndarray:
-    """topk_idx [N, T, K] int32 of a named kind."""
+    """Returns topk_idx [N, T, K] int32 for one kind of `ROUTINGS`; -1 is a masked choice."""
     shape = (case.num_ranks, case.num_tokens, case.top_k)
     num_experts, last = case.num_experts, case.num_experts - 1
-    if kind == "uniform":  # distinct choices, as a router makes them, if there are enough experts
+    # A router's choices are distinct, as far as there are enough experts.
+    if kind == "uniform":
         order = np.argsort(rng.random((*shape[:2], num_experts)), axis=-1)
         distinct = order[..., : case.top_k]
         idx = np.concatenate([distinct] * case.top_k, axis=-1)[..., : case.top_k]
@@ -116,13 +117,13 @@ def routing(kind: str, case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Every bit pattern there is: NaNs of all kinds, infinities, minus zero, subnormals."""
+    """Returns an array of random bits: NaNs of all payloads, infinities, minus zero, subnormals."""
     itemsize = np.dtype(dtype).itemsize
     return np.frombuffer(rng.bytes(int(np.prod(shape)) * itemsize), dtype).reshape(shape)
 
 
 def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Values whose sums and products are exact in every float type, in any order."""
+    """Draws integers from -2 to 2; sums of their products are exact in any order and dtype."""
     return rng.integers(-2, 3, shape).astype(dtype)
 
 
@@ -131,7 +132,7 @@ def small_weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) 
 
 
 def owned_rows(routes: list[reference.Routes], capacity: int) -> np.ndarray:
-    """[N, R] bool: the rows that some (token, choice) owns."""
+    """Returns [N, R] bool: True for receive-buffer rows to which a (token, choice) was sent."""
     owned = np.zeros((len(routes), capacity), bool)
     for route in routes:
         sent = route.rows >= 0
@@ -140,16 +141,17 @@ def owned_rows(routes: list[reference.Routes], capacity: int) -> np.ndarray:
 
 
 def with_nan_elsewhere(rows: np.ndarray, owned: np.ndarray) -> np.ndarray:
-    """[N, R, H] with NaN in every row that no pair owns: none of them may be read."""
+    """Returns rows [N, R, H] with NaN where `owned` [N, R] is False, to show that none is read."""
     return np.where(owned[..., None], rows, np.asarray(np.nan, rows.dtype))
 
 
-# ---------------------------------------------------------------------------------- the program
+# ------------------------------------------------------------------- the program that is tested
 
 
 class Inputs(NamedTuple):
-    """All with a leading axis of ranks."""
+    """The inputs of a dispatch and a combine with their gradients, stacked by rank on axis 0."""
 
+    # Shapes: N ranks, T tokens, K choices of each, R rows in each receive buffer, hidden size H.
     x: Any  # [N, T, H]
     topk_idx: Any  # [N, T, K]
     grad_tokens: Any  # [N, R, H]
@@ -159,7 +161,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """All with a leading axis of ranks."""
+    """The results of a dispatch and a combine with their gradients, stacked by rank on axis 0."""
 
     tokens: Any
     group_sizes: Any
@@ -168,19 +170,21 @@ class Outputs(NamedTuple):
     rows_needed: Any
     dropped_counts: Any
     grad_x: Any
-    out: Any  # weighted combine of y
+    # The combine of y with weights.
+    out: Any
     grad_y: Any
     grad_weights: Any
-    plain_out: Any  # combine of y without weights
+    # The combine of y without weights.
+    plain_out: Any
     plain_grad_y: Any
 
 
 def per_rank(
     function: Any, num_ranks: int, check_vma: bool = True, mesh: Mesh | None = None
 ) -> Any:
-    """Run `function` of per-rank arrays on every rank; arrays outside are stacked by rank.
+    """Maps `function` over the ranks by shard_map; operands and results are stacked by rank.
 
-    Ranks are along all axes of a mesh, of one axis unless it is given.
+    The ranks lie along all axes of `mesh`, by default a mesh with the one axis `AXIS`.
     """
     mesh = expert_mesh(num_ranks, AXIS) if mesh is None else mesh
 
@@ -205,7 +209,7 @@ def program(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Any:
-    """Jitted `Inputs` -> `Outputs`: dispatch with `options`, combine, and every gradient."""
+    """Jits `Inputs` -> `Outputs`: dispatch with `options`, combine, and all gradients."""
     axis_name = AXIS if mesh is None else mesh.axis_names
 
     def everything(inputs: Inputs) -> Outputs:
@@ -242,7 +246,7 @@ def program(
 
 @functools.cache
 def rows_of(case: Case, implementation: Implementation) -> int:
-    """R: the case's capacity, or the one that the implementation takes when given none."""
+    """Returns R, a receive buffer's rows: the case's capacity, or the default one."""
     if case.capacity is not None:
         return case.capacity
     x = jax.ShapeDtypeStruct((case.num_ranks, case.num_tokens, case.hidden), case.dtype)
@@ -262,7 +266,7 @@ def send_by_reference(
 
 
 def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
-    """The same outputs from `jax_ep.reference`; `options` are of its dispatch."""
+    """Computes `Outputs` by `jax_ep.reference`; `options` are those of its dispatch."""
     y, weights, grad_out = (list(a) for a in (inputs.y, inputs.topk_weights, inputs.grad_out))
     sent = send_by_reference(case, inputs.x, inputs.topk_idx, inputs.y.shape[1], **options)
     routes = [d.routes for d in sent]
@@ -281,7 +285,10 @@ def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
 
 
 def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) -> Inputs:
-    """Tokens of any bits, and small integers elsewhere, with NaN in rows that no pair owns."""
+    """Draws the inputs of a case: x of random bits, and small integers for all other arrays.
+
+    Receive-buffer rows of y and grad_tokens to which no (token, choice) was sent are NaN.
+    """
     topk_idx = routing(kind, case, rng)
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
     by_row = (case.num_ranks, capacity, case.hidden)
@@ -298,7 +305,7 @@ def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) 
     )
 
 
-# ------------------------------------------------------------------------------------ comparing
+# ---------------------------------------------------------------------------------- comparisons
 
 
 def assert_outputs(
@@ -307,9 +314,9 @@ def assert_outputs(
     message: str = "",
     pick: Any = lambda actual, expected: (actual, expected),
 ) -> None:
-    """What a dispatch gives bit for bit, and sums by their values.
+    """Asserts that dispatched fields have equal bits, and gradients and sums equal values.
 
-    `pick` chooses the part of (actual, expected) that is compared.
+    `pick` maps each pair (actual, expected) to the slices of both that are compared.
     """
     sums = Outputs._fields.index("grad_x")
     for i, name in enumerate(Outputs._fields):
@@ -324,9 +331,16 @@ def check_ranks_here(
     implementation: Implementation | None = None,
     **limit: int,
 ) -> None:
-    """Every output of the ranks of this process is that of the reference; for several processes.
+    """Asserts, for each routing, that this process's ranks compute what the reference does.
 
-    `limit` are the num_hosts and the host_capacity, if there is one.
+    Every process of the mesh calls this function.
+
+    Args:
+        case: the static arguments; `capacity` must be set.
+        mesh: a mesh over all processes, whose axes are all axes of the ranks.
+        routings: kinds of `ROUTINGS`.
+        implementation: of the exchange.
+        **limit: `num_hosts`, and `host_capacity` if a host's rows are limited.
     """
     rng = np.random.default_rng(0)
     options = {name: value for name, value in limit.items() if name != "num_hosts"}
@@ -345,7 +359,7 @@ def shared(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def of_ranks_here(array: jax.Array, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the ranks of this process hold, and what they should."""
+    """Returns the shards of `array` on this process's devices, and these slices of `expected`."""
     pairs = [(np.asarray(s.data), expected[s.index]) for s in array.addressable_shards]
     actual, expected = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     return actual, expected
@@ -364,7 +378,7 @@ def assert_bitwise_equal(actual: Any, expected: Any, message: str = "") -> None:
 
 
 def assert_equal(actual: Any, expected: Any, message: str = "") -> None:
-    """Equal values (either zero will do) of one dtype."""
+    """Asserts that two arrays have equal dtypes and values; 0 and -0 are equal."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
     np.testing.assert_array_equal(
@@ -375,10 +389,16 @@ def assert_equal(actual: Any, expected: Any, message: str = "") -> None:
 def assert_sum_close(
     actual: Any, expected: Any, magnitude: Any, num_terms: int, message: str = ""
 ) -> None:
-    """Within the rounding of a float32 sum whose result, and one partial a rank, is rounded.
+    """Asserts that `actual` is a float32 sum within its rounding error.
 
-    `magnitude` is the same sum over absolute values: an exchange may send one partial sum per
-    (token, rank) in the dtype of the result.
+    An exchange may round one partial sum per (token, rank) to the result's dtype.
+
+    Args:
+        actual: the computed sum.
+        expected: the sum to compare with, of the same dtype.
+        magnitude: the sum of the terms' absolute values.
+        num_terms: the number of terms.
+        message: prefix of the error.
     """
     actual, expected, magnitude = (np.asarray(a) for a in (actual, expected, magnitude))
     assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
@@ -392,12 +412,12 @@ def assert_sum_close(
 
 
 def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
-    """x [..., H] as float8_e4m3fn rows bring it.
+    """Returns x [..., H] converted to float8_e4m3fn rows and back, as a dispatch delivers it.
 
-    The kernels compute what the reference does; XLA divides less exactly on GPUs.
+    The kernels round exactly as the reference; on GPUs, XLA's division rounds differently.
     """
     if implementation == "pallas":
         return FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(x), x.dtype)
-    # Not back in the same program, from which XLA for GPUs drops both conversions.
+    # Encode and decode in two programs: within one, XLA for GPUs removes both conversions.
     quantized = jax.jit(FLOAT8_ROWS.encode)(x)
     return np.asarray(jax.jit(lambda *parts: FLOAT8_ROWS.decode(parts, x.dtype))(*quantized))

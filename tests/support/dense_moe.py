@@ -1,4 +1,4 @@
-"""A small MoE layer for the tests: its sizes, random parameters, and its output in float64."""
+"""A small MoE layer for tests: its sizes, random parameters, and its float64 reference output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, SEQUENCE = 8, 4
 
 
 def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -> dict[str, Any]:
-    """The shapes of the weights of a layer with these `ParameterOptions`."""
+    """Returns name -> shape of the weights of a layer with the given `ParameterOptions`."""
     config = MoEConfig(num_experts=num_experts, num_experts_per_token=1)
     return moe_params.weight_shapes(config, ParameterOptions(**options), hidden, mlp_dim)
 
@@ -40,7 +40,16 @@ def make_x(seed: int = 1, shape: tuple[int, ...] = (BATCH, SEQUENCE)) -> jax.Arr
 
 
 def dense(params: MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.ndarray]:
-    """Output and expert counts of the layer in float64, every token through every expert."""
+    """Computes the layer in float64, each token through all its experts, without an exchange.
+
+    Args:
+        params: the layer's parameters.
+        x: tokens [..., H].
+        **router: options of `reference.top_k_routing`.
+
+    Returns:
+        The output [..., H] and the number of tokens of each expert, [E].
+    """
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     tokens = np.asarray(x, np.float64).reshape(-1, H)
     routed = reference.top_k_routing(tokens @ p.gate, K, bias=p.bias, **router)
@@ -60,5 +69,5 @@ def assert_close(got, want, rtol=2e-5, atol=2e-6):
 
 
 def assert_equal(got, want):
-    """Asserts that two trees have the same structure and bits."""
+    """Asserts that two pytrees have the same structure and equal leaves, without tolerance."""
     assert_close(got, want, rtol=0, atol=0)

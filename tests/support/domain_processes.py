@@ -1,4 +1,4 @@
-"""Processes that share memory which a fake driver gives: `Processes` starts them."""
+"""Processes that set up symmetric memory on a fake CUDA driver; `Processes` starts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POOL_BYTES = 2**20
 
 
 class Store:
-    """A key-value service in a folder."""
+    """A key-value service like that of `jax.distributed`, whose values are files in a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder) / "store"
@@ -51,17 +51,18 @@ class Store:
 
 @dataclasses.dataclass
 class Process:
-    """What is special about a process.
+    """The options of one process of a test.
 
     Attributes:
-      gpus: of the host, in the order in which it sees them.
-      driver: options of its `FakeCuda`.
-      pool: options of its pools.
-      memory_limit: that its pools may grow to; None: JAX won't say.
-      participant: values of its `Participant`.
-      answers: what functions return instead, by "module.name" or "module.class.name".
-      dies_in: a function, by such a name: the process is killed when it calls it.
-      late_s: how long it waits before it begins.
+        gpus: the host's GPUs that the process sees, by ordinal.
+        driver: options of its `FakeCuda`.
+        pool: options of `FakeCuda.pool`, XLA's memory pool on each GPU.
+        memory_limit: the bytes to which a pool may grow; None if JAX does not report them.
+        participant: fields of its `symmetric_memory.Participant` that differ from the usual.
+        answers: name -> the value that the function of that name returns instead; a name is
+            "module.name" or "module.class.name".
+        dies_in: the name of a function in which the process is killed; "" for none.
+        late_s: seconds that the process waits before it begins.
     """
 
     gpus: Sequence[int]
@@ -76,13 +77,14 @@ class Process:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a process.
+    """The result of the set-up in one process.
 
     Attributes:
-      domain: its domain, or the reason.
-      seconds: that the set-up took it.
-      received: the words that each process wrote into its heaps, and into its arrays.
-      left: what the set-up has left behind that it should not have.
+        domain: the symmetric-memory domain, or the reason why there is none.
+        seconds: how long the set-up took.
+        received: device of this process -> (words in its heap, words in its array), each word
+            written by the GPU of its index.
+        left: resources that the set-up should have released and did not.
     """
 
     domain: symmetric_memory.Domain | str
@@ -92,7 +94,7 @@ class Outcome:
 
 
 class Processes:
-    """Starts processes, quickly: a process that has imported everything forks into them."""
+    """Starts processes fast: a server process imports all modules once and forks for each test."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
@@ -109,7 +111,7 @@ class Processes:
     def run(
         self, members: Sequence[Process], folder: Path, timeout_s: float = 20.0
     ) -> list[Outcome | None]:
-        """Runs the set-up in processes, one for each member; None: it was killed."""
+        """Runs the set-up in one process for each member; its outcome is None if it was killed."""
         pickle.dump((list(members), str(folder), timeout_s), self._server.stdin)
         self._server.stdin.flush()
         outcomes: list[Outcome | None] = pickle.load(self._server.stdout)
@@ -117,7 +119,7 @@ class Processes:
 
 
 def serve() -> None:
-    """Does what `Processes` asks for on the standard input, until that ends."""
+    """Answers the requests of `Processes` that arrive on standard input, until it is closed."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while requests.peek(1):
         pickle.dump(_run_all(*pickle.load(requests)), replies)
@@ -144,7 +146,7 @@ def _run_all(members: list[Process], folder: str, timeout_s: float) -> list[Outc
 
 
 def sockets(folder: Path) -> list[str]:
-    """What there is of the set-up's own in a folder for temporary files."""
+    """Returns the set-up's Unix sockets that are left in a folder for temporary files."""
     return glob.glob(f"{folder}/jax_ep-*")
 
 
@@ -165,7 +167,7 @@ def _run(number: int, members: list[Process], folder: str, timeout_s: float, end
 def set_up(
     number: int, members: list[Process], store: Any, library: FakeCuda, timeout_s: float
 ) -> Outcome:
-    """The set-up of a process, and if it ends well, what the GPUs write to each other."""
+    """Runs the set-up of one process; if it succeeds, all GPUs write to each other's memory."""
     me = members[number]
     devices = [
         types.SimpleNamespace(
@@ -206,16 +208,20 @@ def set_up(
 
 
 def gpus_of_process(domain: symmetric_memory.Domain) -> dict[int, int]:
-    """How many GPUs each process of a domain has, by its `jax.process_index()`."""
+    """Returns the number of GPUs of each process in a domain, by `jax.process_index()`."""
     return dict(Counter(gpu.process for gpu in domain.gpus))
 
 
 def _write_to_all(
     domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Any
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Each GPU writes into each one's heap and array, by what the header says; returns what came.
+    """Writes a word from each GPU of this process into the heap and the array of every GPU.
 
-    By device of this process: what is in its heap and in its array, by the writer's number.
+    A peer's array is addressed through the offset in the writer's heap header.
+
+    Returns:
+        GPU of this process -> (words in its heap, words in its array), each word written by the GPU
+        of its index.
     """
     addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
     store.key_value_set(f"arrays/{number}", addresses)

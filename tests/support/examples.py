@@ -1,4 +1,4 @@
-"""Example programs as modules, and a published model for them to load."""
+"""Imports the example programs as modules, and writes a tiny checkpoint for them to load."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from jax_ep.checkpoints.safetensors import Directory, create
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
-@functools.cache  # a program's flags may be defined once
+# Import a program once per process: its absl flags cannot be defined twice.
+@functools.cache
 def example(name: str) -> Any:
-    """Imports an example as its neighbours do."""
+    """Imports an example by its module name, with examples/ on the path, as the examples do."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return importlib.import_module(name)
 
 
 def write_qwen3_moe(folder: Path) -> None:
-    """Writes a tiny Qwen3-MoE of random weights as a published one is."""
+    """Writes a tiny Qwen3-MoE with random weights, in the files and names of a published one."""
     hidden, mlp, experts, heads, head_dim, vocabulary = 64, 48, 16, 4, 16, 256
     config = {
         "model_type": "qwen3_moe",

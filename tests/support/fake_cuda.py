@@ -1,4 +1,4 @@
-"""A CUDA driver without GPUs: the memory of each is files in memory, which processes can share."""
+"""A fake CUDA driver: each GPU's memory is memfd files, which processes can share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 SUCCESS, ERROR, NO_ACCESS = 0, 1, 217
 GRANULARITY = 2**16
-FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
+# A device handle of the driver is deliberately not the device's ordinal.
+FIRST_HANDLE = 100
 READ_AND_WRITE = 3
 _ERRORS = {ERROR: b"out of memory", NO_ACCESS: b"peer access is not supported"}
 
 
 @dataclasses.dataclass
 class Memory:
-    """An allocation, and how often it is held: by handles and by mappings."""
+    """An allocation of GPU memory, with a count of the handles and mappings that hold it."""
 
     fd: int
     size: int
@@ -26,7 +27,7 @@ class Memory:
 
     @property
     def gpu(self) -> int:
-        """Which GPU of the host it is on; the file's name tells in every process."""
+        """The host's number of the GPU that has this memory, read from the memfd's name."""
         return int(os.readlink(f"/proc/self/fd/{self.fd}").rpartition(":")[2].split()[0])
 
 
@@ -35,17 +36,19 @@ class Mapping:
     start: int
     memory: Memory
     access: set[int] = dataclasses.field(default_factory=set)
-    virtual: bool = True  # of the virtual-memory API
+    # Whether it was made by the virtual-memory API (cuMemMap).
+    virtual: bool = True
 
 
 class FakeCuda:
-    """libcuda of a process.
+    """A stand-in for libcuda in one process.
 
     Args:
-      visible: which GPUs of the host it sees, by ordinal.
-      no_access: pairs of GPUs of the host, the first of which cannot address the second's memory.
-      refuses: a function that fails, or one and its first argument: "cuMemCreate 2".
-      taken: addresses that cannot be reserved when they are asked for.
+        visible: the host's GPUs that the process sees, by ordinal.
+        no_access: pairs of GPUs of the host; the first cannot address the second's memory.
+        refuses: a driver function that fails, such as "cuMemCreate"; or only with the given first
+            argument, such as "cuMemCreate 2".
+        taken: addresses at which a reservation is placed elsewhere than asked for.
     """
 
     def __init__(
@@ -58,16 +61,18 @@ class FakeCuda:
     ) -> None:
         self.visible, self.no_access, self.refuses, self.taken = visible, no_access, refuses, taken
         self.calls: list[tuple[Any, ...]] = []
-        self.memories: dict[int, Memory] = {}  # by handle
+        # Maps a handle to its allocation.
+        self.memories: dict[int, Memory] = {}
         self.mappings: list[Mapping] = []
         self.reserved: dict[int, int] = {}
         self.contexts: list[int] = []
-        self._next = 2**44 + os.getpid() * 2**32  # other addresses than in any other process
+        # The next free address or handle; it differs from those of all other processes.
+        self._next = 2**44 + os.getpid() * 2**32
 
     def pool(
         self, ordinal: int, size: int, *, exportable: bool = True, virtual: bool = True
     ) -> int:
-        """XLA's memory on a GPU: returns the address of an array in it."""
+        """Makes XLA's memory pool on a GPU; returns the address of an array inside it."""
         memory = self._memory(ordinal, size, exportable)
         self.mappings.append(Mapping(self._place(size), memory, {ordinal}, virtual))
         return self.mappings[-1].start + size // 2
@@ -108,7 +113,8 @@ class FakeCuda:
         return self._call("cuCtxPopCurrent_v2")
 
     def cuStreamCreate(self, stream: Any, flags: Any) -> int:
-        assert flags.value == 1  # CU_STREAM_NON_BLOCKING of cuda.h
+        # This is CU_STREAM_NON_BLOCKING of cuda.h.
+        assert flags.value == 1
         stream._obj.value = 7
         return self._call("cuStreamCreate")
 
@@ -132,7 +138,8 @@ class FakeCuda:
         return self._call("cuMemRelease", handle.value)
 
     def cuMemExportToShareableHandle(self, fd: Any, handle: Any, kind: Any, flags: Any) -> int:
-        assert kind.value == 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR of cuda.h
+        # This is CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR of cuda.h.
+        assert kind.value == 1
         if status := self._call("cuMemExportToShareableHandle", handle.value):
             return status
         if not self.memories[handle.value].exportable:
@@ -199,7 +206,9 @@ class FakeCuda:
         assert mapping is not None and mapping.virtual
         assert (mapping.start, mapping.memory.size) == (start.value, size.value)
         for description in descriptions[: count.value]:
-            assert (description.location.type, description.flags) == (1, 3)  # of cuda.h
+            # The values are CU_MEM_LOCATION_TYPE_DEVICE and CU_MEM_ACCESS_FLAGS_PROT_READWRITE of
+            # cuda.h.
+            assert (description.location.type, description.flags) == (1, 3)
             ordinal = description.location.id
             if status := self._call("cuMemSetAccess", ordinal, start.value, size.value):
                 return status
@@ -256,7 +265,7 @@ class FakeCuda:
         return SUCCESS
 
     def _reached(self, start: int, size: int) -> Mapping:
-        """The memory there, which the GPU of the current context must be able to address."""
+        """Returns the mapping at `start`; the current context's GPU must be able to access it."""
         mapping = self.mapping(start)
         assert mapping is not None and self.contexts[-1] in mapping.access
         assert start + size <= mapping.start + mapping.memory.size
@@ -289,12 +298,13 @@ class FakeCuda:
 
 
 def open_descriptors() -> collections.Counter[str]:
-    """What the process's file descriptors are of, by kind."""
+    """Counts this process's open file descriptors by kind: "socket:", "/memfd:" or a path."""
     kinds: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
-            continue  # that of the listing
+            # This descriptor belonged to the listing itself and is closed.
+            continue
         kinds[target.split(":")[0] + ":" * (":" in target)] += 1
     return kinds

@@ -1,4 +1,4 @@
-"""Operands of float8 matmuls, quantized by NumPy, and the bound that their products must keep."""
+"""Operands of float8 matmuls, quantized on the CPU, and the error bounds of their products."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _FACTORS = {"zero": 0, "huge": 1e33, "subnormal": 1e-39, "nan": np.nan, "infinit
 
 
 def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """Returns [..., R, C] float32 normal numbers, with others of a kind among them.
+    """Returns [..., R, C] float32 normal numbers, with the special values of a kind of `KINDS`.
 
-    Rows of "skewed" numbers differ in size. Of the last matrix, a row is zero, a few numbers are
-    huge, or a number is NaN; "subnormal" numbers are so everywhere.
+    "skewed" gives each row its own magnitude, and "subnormal" makes all numbers subnormal. The
+    other kinds change row 5 of the last matrix: all of it is 0 or huge, or one number is NaN or
+    infinite.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape).astype(np.float32)
@@ -38,7 +39,7 @@ def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
 
 
 def mixed(shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """Returns rows [R, C] float32 of all `KINDS`, one after the other."""
+    """Returns rows [R, C] float32 in which the special values of all `KINDS` alternate."""
     x = numbers("skewed", shape, seed)
     for row, factor in enumerate(_FACTORS.values()):
         part = np.s_[7:8] if np.isnan(factor) or np.isinf(factor) else np.s_[:]
@@ -47,17 +48,23 @@ def mixed(shape: Sequence[int], seed: int = 0) -> np.ndarray:
 
 
 def rows(x: np.ndarray) -> QuantizedArray:
-    """Quantizes rows [R, K]."""
+    """Quantizes rows [R, K] to float8, with one scale per 128 columns of a row."""
     return _on_device(quantize(x, FLOAT8_ROWS))
 
 
 def transposed_matrices(x: np.ndarray) -> QuantizedArray:
-    """Quantizes matrices [L, K, N]; returns them as a product reads them, [L, N, K]."""
+    """Quantizes matrices [L, K, N], transposed to [L, N, K] as the matmul kernels read them."""
     return matrices(np.ascontiguousarray(x.swapaxes(1, 2)))
 
 
 def transposed_rows(x: np.ndarray, sizes: Sequence[int], by_column: bool) -> TransposedRows:
-    """Quantizes rows [R, K] along the rows of each group, as `float8.transpose_rows` does."""
+    """Quantizes rows [R, K] transposed, in NumPy, as `float8.transpose_rows` does on the device.
+
+    Args:
+        x: the rows, group after group.
+        sizes: the rows of each group; each group is padded to whole blocks of 128 rows.
+        by_column: whether each column of a block has its own scale, or 128 columns share one.
+    """
     padded = np.zeros((padded_rows(len(x), len(sizes)), x.shape[1]), np.float32)
     place = start = 0
     for size in sizes:
@@ -70,7 +77,7 @@ def transposed_rows(x: np.ndarray, sizes: Sequence[int], by_column: bool) -> Tra
 
 
 def matrices(x: np.ndarray) -> QuantizedArray:
-    """Quantizes matrices [L, K, N]."""
+    """Quantizes matrices [L, K, N] to float8, with one scale per block of 128 x 128."""
     return _on_device(quantize(x, FLOAT8_MATRICES))
 
 
@@ -81,16 +88,16 @@ def _on_device(array: QuantizedArray) -> QuantizedArray:
 def assert_within_bound(
     got: Any, compute: Callable[..., np.ndarray], *operands: Any, sizes: Sequence[int]
 ) -> None:
-    """Asserts that `got` is compute(*operands, sizes) but for the reference's bound.
+    """Asserts that `got` is compute(*operands, sizes), within the float8 sum's error bound.
 
-    `compute` is a product of `jax_ep.reference`. Also asserts that NaN are where it has them.
+    `compute` is one of the products of `jax_ep.reference`. NaN must stand at the same places.
     """
     want = compute(*operands, np.array(sizes))
     magnitudes = compute(*map(np.abs, operands), np.array(sizes))
     rounding = float(jnp.finfo(got.dtype).eps) / 2
     got = np.asarray(got).astype(np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    # XLA on CPUs takes products below 2^-126 as zero.
+    # XLA on CPUs flushes products below 2^-126 to zero; the last term of the bound allows for it.
     bound = reference.FLOAT8_SUM_ERROR * magnitudes + rounding * np.abs(want) + 2.0**-117
     assert not (np.abs(got - want) > bound).any()
 
@@ -98,7 +105,14 @@ def assert_within_bound(
 def assert_gated_within_bound(
     got: Sequence[QuantizedArray], lhs: np.ndarray, rhs: Sequence[np.ndarray], sizes: Sequence[int]
 ) -> None:
-    """Asserts that `got` is silu(lhs @ rhs[0]) * (lhs @ rhs[1]), then the products if kept."""
+    """Asserts that a gated matmul's float8 results are right, within rounding.
+
+    Args:
+        got: silu(lhs @ rhs[0]) * (lhs @ rhs[1]); then both products too, if they are kept.
+        lhs: rows [R, K].
+        rhs: the gate and up matrices, [L, K, N] each.
+        sizes: [L], the rows of each group.
+    """
     gate, up = (reference.float8_matmul(lhs, each, np.array(sizes)) for each in rhs)
     off_gate, off_up = (
         reference.FLOAT8_SUM_ERROR
@@ -106,12 +120,14 @@ def assert_gated_within_bound(
         for each in rhs
     )
     hidden = gate / (1 + np.exp(-np.clip(gate, -700, 700))) * up
-    off_hidden = 1.1 * (off_gate * np.abs(up) + np.abs(gate) * off_up)  # silu's slope is below 1.1
+    # The slope of silu is below 1.1.
+    off_hidden = 1.1 * (off_gate * np.abs(up) + np.abs(gate) * off_up)
     wanted = ((hidden, off_hidden), (gate, off_gate), (up, off_up))[: len(got)]
     for mine, (want, off) in zip(got, wanted, strict=True):
         assert mine.format == FLOAT8_ROWS
         with np.errstate(over="ignore"):
-            want = want.astype(np.float32).astype(np.float64)  # the products are float32
+            # Overflow to infinity as the kernel does, whose products are float32.
+            want = want.astype(np.float32).astype(np.float64)
         values, scales = (
             np.asarray(each).astype(np.float64) for each in (mine.values, mine.scales)
         )
@@ -123,6 +139,6 @@ def assert_gated_within_bound(
 
 
 def error_of_norm(got: Any, want: Any) -> float:
-    """Returns the norm of the error over the norm of what is wanted."""
+    """Returns the relative error |got - want| / |want|, in the Euclidean norm."""
     got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))

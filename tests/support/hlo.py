@@ -1,4 +1,4 @@
-"""What the collectives of a compiled program send between hosts, read from the program's text."""
+"""Reads from a compiled program's text what its collectives send between hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def received_from_other_hosts(text: str, host_of: list[int]) -> int:
-    """The most bytes that one rank receives from ranks on other hosts, of all collectives.
+    """Returns the largest number of bytes that one device receives from devices of other hosts.
 
     Args:
-      text: of a compiled program, with a place of `host_of` for each of its devices.
-      host_of: the host of each device.
+        text: the HLO text of a compiled program; the bytes of all its collectives are added.
+        host_of: the host of each device, by the device's number in the program.
     """
     received = np.zeros(len(host_of), np.int64)
     for line in text.splitlines():
@@ -71,5 +71,5 @@ def _lists(text: str) -> list[list[int]]:
 
 
 def collective_kinds(text: str) -> set[str]:
-    """The kinds of collectives in a compiled program."""
+    """Returns the kinds of collectives in a compiled program's text, such as "all-to-all"."""
     return {found["kind"] for found in map(_COLLECTIVE.search, text.splitlines()) if found}

@@ -1,4 +1,4 @@
-"""What a traced function runs, read from its jaxpr."""
+"""Counts what a traced function runs, read from its jaxpr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 def executions(jaxpr: Any, name: str) -> int:
-    """How often the primitive of this name runs: in a scan, as often as the scan has steps."""
+    """Counts how often a primitive runs; inside a scan it counts once for each step."""
     total = 0
     for eqn in jaxpr.eqns:
         total += eqn.primitive.name == name

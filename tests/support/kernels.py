@@ -1,4 +1,4 @@
-"""The JAX that the kernels need, and the mark of the tests that need it."""
+"""Marks the tests that need a JAX recent enough for the kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason=WHY_NOT)
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    """Makes a module lack a name, which may be that of a class and its attribute, for one test."""
+    """Removes `name` from `module` for one test, as in a JAX that lacks it.
+
+    `name` is that of an attribute, or "Class.attribute".
+    """
     first, *rest = name.split(".")
     owner, view = importlib.import_module(module), None
-    # A deprecated name, or an enumeration's, is no attribute that can be set or deleted.
+    # A class attribute may be a deprecated name or an enumeration's member, which cannot be
+    # deleted. Replace the class by a namespace that has all its other attributes.
     if rest:
         others = set(dir(getattr(owner, first))).difference(rest)
         view = types.SimpleNamespace(**dict.fromkeys(others, object()))

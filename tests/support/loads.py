@@ -1,4 +1,4 @@
-"""Random loads of experts."""
+"""Random loads of experts, [layers, experts]: how many tokens choose each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random logits for the tests of routers and losses, and derivatives of NumPy functions of them."""
+"""Random logits for the tests of routers and losses, and numerical derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def random_bias() -> np.ndarray:
 
 
 def derivative(f, at: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """The gradient of a scalar NumPy function, by central differences in float64."""
+    """Returns the gradient of the scalar function f at `at`, by central differences in float64."""
     at = at.astype(np.float64)
     grad = np.zeros_like(at)
     for index in np.ndindex(at.shape):

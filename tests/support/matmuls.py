@@ -1,4 +1,4 @@
-"""Which implementations of a grouped matmul run on this machine."""
+"""Finds the implementations of a grouped matmul that run on this machine."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from jax_ep.matmul.backend import Problem
 
 
 def available_implementations(matrix_shape: tuple[int, int], dtype: Any) -> tuple[str, ...]:
-    """Names the implementations that can multiply by matrices [H, F] of a dtype here."""
+    """Names the implementations that support matrices [H, F] of `dtype` on this machine."""
     return tuple(IMPLEMENTATIONS.available(Problem(matrix_shape, dtype, default_platform())))

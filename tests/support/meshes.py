@@ -11,14 +11,14 @@ RANK_COUNTS = (1, 2, 4, 8)
 
 
 def expert_mesh(num_ranks: int, axis_name: str = "expert") -> Mesh:
-    """A one-axis mesh over the first `num_ranks` devices; skips where there are fewer."""
+    """Makes a one-axis mesh of the first `num_ranks` devices; skips the test if there are fewer."""
     return mesh((num_ranks,), (axis_name,))
 
 
 def mesh(
     shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
 ) -> Mesh:
-    """A mesh of this shape over the first devices; skips where there are fewer."""
+    """Makes a mesh of the first devices; skips the test if there are fewer."""
     size = int(np.prod(shape))
     devices = jax.devices()
     if len(devices) < size:
@@ -30,7 +30,7 @@ def mesh(
 def cuda_mesh(
     shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
 ) -> Mesh | AbstractMesh:
-    """To lower a program for GPUs; there need not be any, and where enough are, it is of them."""
+    """Makes a mesh to lower programs for GPUs: of real GPUs if there are enough, else abstract."""
     size = int(np.prod(shape))
     if jax.default_backend() == "gpu" and jax.device_count() >= size:
         return mesh(shape, axis_names, kind)

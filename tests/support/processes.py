@@ -1,4 +1,4 @@
-"""The processes of a test run, how they share GPUs, and programs that tests start."""
+"""The processes of a test run, their shares of GPU memory, and programs that tests start."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
 
-# Shares of each GPU's memory that XLA's pools take: those of all workers of pytest-xdist together,
-# and those of all programs that they start. The rest is for CUDA contexts, about half a GiB for
-# each process, and for symmetric memory.
+# The fractions of each GPU's memory that XLA's pools take: in all workers of pytest-xdist together,
+# and in all programs that the workers start. The rest is for symmetric memory and CUDA contexts,
+# about half a GiB for each process.
 WORKERS_SHARE, PROGRAMS_SHARE = 0.6, 0.2
 COMPILES_FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-# XLA's flags that halve compilation for CPUs where jaxlib is older than 0.11. Later ones cannot
-# turn the emitters of fusions off, and XLA ends a program that sets a flag it lacks.
+# XLA flags that halve compile time for CPUs with jaxlib older than 0.11. Newer versions do not have
+# the first flag, and XLA exits if it gets a flag that it does not have.
 FAST_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1".split()
 _FRACTION, _FRACTION_OF_OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def take_share_of_gpus(environment: MutableMapping[str, str]) -> None:
-    """Sets, before JAX starts, what this worker may use of the machine's GPUs.
+    """Sets which GPUs this pytest worker uses, and how much of their memory, before JAX starts.
 
-    With JAX_EP_TEST_GPUS=n each worker has n GPUs of its own. Without, all workers use all GPUs,
-    and each has an equal share of their memory. A fraction that the user has set stays.
+    With JAX_EP_TEST_GPUS=n each worker has n GPUs for itself. Otherwise all workers use all GPUs,
+    and each has an equal share of the memory. A memory fraction that the user has set stays.
     """
     gpus = int(environment.get("JAX_EP_TEST_GPUS", 0))
     if gpus:
@@ -39,10 +39,13 @@ def take_share_of_gpus(environment: MutableMapping[str, str]) -> None:
 
 
 def compile_fast(environment: MutableMapping[str, str], jaxlib: str | None = None) -> None:
-    """Sets, before JAX starts, that compiling for CPUs takes little time and programs are slow.
+    """Makes JAX compile for CPUs fast, at the cost of slow programs; call it before JAX starts.
 
-    A user's COMPILES_FAST stays, and of "0" nothing else is set. `jaxlib` is the version, by
-    default the installed one.
+    Does nothing if the user has set the variable COMPILES_FAST to a value other than "1".
+
+    Args:
+        environment: the environment variables to change.
+        jaxlib: jaxlib's version; by default the installed one.
     """
     if environment.setdefault(COMPILES_FAST, "1") != "1":
         return
@@ -53,16 +56,18 @@ def compile_fast(environment: MutableMapping[str, str], jaxlib: str | None = Non
 
 
 def free_address() -> str:
-    """HOST:PORT of this machine at which no program listens."""
+    """Returns HOST:PORT with a port of this machine on which no program listens."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
 
 
 def environment_of_program(fast: bool = False, **changes: str) -> dict[str, str]:
-    """The environment of a program that a test starts: this one, with GPU memory of its own.
+    """Returns the environment for a program that a test starts, with its share of GPU memory.
 
-    The program is compiled as a user's is, unless it is to compile `fast` and tests do so too.
+    Args:
+        fast: compile fast, if the tests do; otherwise the program compiles as a user's does.
+        **changes: variables to set.
     """
     environment = {**os.environ, _FRACTION: _fraction(PROGRAMS_SHARE, os.environ)}
     environment.pop(_FRACTION_OF_OLD, None)
@@ -82,9 +87,9 @@ def _fraction(share: float, environment: MutableMapping[str, str]) -> str:
 
 
 def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
-    """What a program prints before it fails.
+    """Runs a Python program that must fail; returns what it prints.
 
-    The program may import `support`, and modules in the folder of the test file `beside`.
+    The program can import `support`, and modules in the folder of the test file `beside`.
     """
     path = os.pathsep.join(map(str, [Path(beside).parent, _TESTS, _TESTS.parent]))
     done = subprocess.run(
@@ -100,7 +105,7 @@ def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
 
 
 def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProcess[str]:
-    """`python -m jax_ep` with these arguments, on JAX's `platforms`."""
+    """Runs `python -m jax_ep` with the given arguments, on JAX's `platforms`."""
     return subprocess.run(
         [sys.executable, "-m", "jax_ep", *args],
         cwd=_TESTS.parent,

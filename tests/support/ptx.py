@@ -1,7 +1,7 @@
 """Finds barriers in PTX that only some threads of a warp reach.
 
-LLVM does not know Mosaic's barriers of a warpgroup, and may copy one into both sides of a branch. A
-warp whose threads wait at different copies waits forever, or not at all.
+LLVM does not know Mosaic's warpgroup barriers and may copy a barrier into both sides of a branch.
+If threads of one warp then wait at different copies, the warp hangs or is not synchronized.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _WARP = 32
 
 
 def divided_barriers(ptx: str) -> list[str]:
-    """Returns the branches of a kernel in which threads of one warp may part before a barrier.
+    """Returns the branches at which threads of one warp may diverge ahead of a barrier.
 
-    A register varies within a warp if it is computed from the thread's number, unless the last five
-    bits of that have no part in it. What is loaded from memory is taken to be alike, and what is
-    shifted or compared with whole warps to be the thread's number itself, not a multiple of it.
+    A branch counts if its predicate may differ within a warp: it is computed from the thread index,
+    not only from bits above the lowest five. Two assumptions keep the analysis simple: values
+    loaded from memory are equal in a warp, and an operand of a shift, mask or comparison with whole
+    warps is the thread index itself, not a multiple of it.
     """
     lines = [" ".join(line.split("//")[0].split()) for line in ptx.splitlines()]
     lines = [line for line in lines if line]
@@ -36,7 +37,8 @@ def divided_barriers(ptx: str) -> list[str]:
         if jump is None or jump[1] not in varying:
             continue
         apart, ahead = set(), list(following[i])
-        while ahead:  # what some of the threads run until all are together again
+        # Collect the blocks that only some threads run, until all threads have met again.
+        while ahead:
             j = ahead.pop()
             if j not in apart and j not in certain[i]:
                 apart.add(j)
@@ -47,7 +49,7 @@ def divided_barriers(ptx: str) -> list[str]:
 
 
 def _varying(lines: list[str]) -> set[str]:
-    """Returns the registers that vary within a warp."""
+    """Returns the registers whose values may differ between the threads of a warp."""
     varying, before = {"%tid.x"}, 0
     while len(varying) > before:
         before = len(varying)
@@ -64,7 +66,7 @@ def _varying(lines: list[str]) -> set[str]:
 
 
 def _of_warps(name: str, arguments: str) -> bool:
-    """Returns whether an instruction on a thread's number gives what all its warp gets."""
+    """Returns whether an instruction on the thread index gives all threads of a warp one result."""
     last = arguments.rsplit(",", 1)[-1].strip()
     if not _NUMBER.fullmatch(last):
         return False
@@ -79,7 +81,7 @@ def _of_warps(name: str, arguments: str) -> bool:
 
 
 def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
-    """Returns the kernel's basic blocks, and which of them each label names."""
+    """Returns the kernel's basic blocks, and label -> index of the block that it begins."""
     blocks: list[list[str]] = [[]]
     places = {}
     for line in lines:
@@ -94,7 +96,7 @@ def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
 
 
 def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[int]:
-    """Returns the blocks that may run after block i."""
+    """Returns the indices of the blocks that may run right after block i."""
     last = blocks[i][-1] if blocks[i] else ""
     after = [i + 1] if i + 1 < len(blocks) and not last.startswith("ret") else []
     if jump := _JUMP.match(last):
@@ -103,7 +105,7 @@ def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[
 
 
 def _certain(following: list[list[int]]) -> list[set[int]]:
-    """Returns, for each block, the others that every way from it to the kernel's end runs."""
+    """Returns, for each block, the other blocks that every path from it to the end goes through."""
     everything = set(range(len(following)))
     certain = [everything] * len(following)
     changed = True

@@ -1,4 +1,4 @@
-"""Directories of models as published, with small random weights, written byte by byte."""
+"""Writes model directories like published ones, with small random weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def safetensors_bytes(tensors: Tensors) -> bytes:
 
 
 def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
-    """Writes config.json and one file, or several with their index."""
+    """Writes config.json and the safetensors files; several files get their index."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if len(files) == 1:
@@ -52,13 +52,13 @@ def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
 
 
 def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """Random numbers that keep the size of what they are multiplied with."""
+    """Draws normal numbers; a product with such a matrix keeps the scale of its input."""
     scale = shape[-1] ** -0.5
     return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(dtype)
 
 
 def mixtral(layer: int = 1, dtype: Any = np.float32, **sizes: int) -> tuple[dict, Tensors]:
-    """A Mixtral's config.json, and the tensors of one MoE block."""
+    """Returns a Mixtral's config.json as a dict, and the tensors of one MoE block."""
     e, h, f = (sizes.get(name, size) for name, size in (("e", E), ("h", H), ("f", F)))
     config = {
         "model_type": "mixtral",
@@ -82,7 +82,7 @@ def mixtral(layer: int = 1, dtype: Any = np.float32, **sizes: int) -> tuple[dict
 def deepseek_v3(
     layer: int = 1, dtype: Any = np.float32, h: int = H, f: int = F
 ) -> tuple[dict, Tensors]:
-    """A DeepSeek-V3's config.json, and the tensors of one MoE block with two shared experts."""
+    """Returns a DeepSeek-V3's config.json, and one MoE block's tensors, with two shared experts."""
     config = {
         "model_type": "deepseek_v3",
         "n_routed_experts": E,
@@ -116,7 +116,10 @@ def deepseek_v3(
 
 
 def gpt_oss_in_mxfp4(**fields: Any) -> tuple[dict[str, Any], Tensors]:
-    """A GPT-OSS: matrices [E, out, in], gate and up in turn, in blocks of 32 inputs."""
+    """Returns a GPT-OSS's config.json, and one MoE block's tensors in MXFP4.
+
+    Matrices are [E, out, in], quantized in blocks of 32 inputs; the rows of gate and up alternate.
+    """
     h = f = 64
     config = {
         "model_type": "gpt_oss",

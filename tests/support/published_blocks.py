@@ -1,7 +1,7 @@
-"""Published models' MoE blocks: what configures the layer, and the same stated in NumPy.
+"""The MoE blocks of published models: options of the layer, and the same block in NumPy.
 
-Each model is stated as its own code computes it (the modeling files of the package transformers),
-token by token in float64, and not by the options of the layer.
+The NumPy version follows each model's own code (the modeling files of the package transformers),
+token by token in float64. It does not use the layer's options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def best(x: Array, k: int) -> Array:
     return np.argsort(-x, kind="stable")[:k]
 
 
-# ---- routers: the logits [E] of one token, and the selection bias -> its experts and weights ----
+# ---- routers: (a token's logits [E], the selection bias [E]) -> experts [k], weights [k] ----
 
 
 def mixtral(logits, bias):
@@ -105,12 +105,13 @@ def kolibri(logits, bias):
 
 
 def phimoe(logits, bias):
-    """The sparsemixer at inference, for two experts."""
+    """Chooses two experts by PhiMoE's sparsemixer, as it works at inference."""
     idx, weights = [], []
     left = logits
     for _ in range(2):
         top = left.max()
-        # Within 2% of the larger magnitude, without a division by zero where both are zero.
+        # Keep logits within 2% of the larger magnitude; multiply, since both magnitudes may be
+        # zero.
         near = top - logits <= 0.02 * np.maximum(np.abs(logits), top)
         expert = best(left, 1)[0]
         idx.append(expert)
@@ -138,7 +139,7 @@ def llama4(logits, bias):
     return idx, sigmoid(logits[idx])
 
 
-# ---- experts: gate and up of one token -> what the last matmul multiplies ----
+# ---- experts: one token's gate and up values [F] -> the operand of the last matmul [F] ----
 
 
 def swiglu(gate, up):
@@ -160,7 +161,16 @@ def relu2(h, _):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One model: its router, the layer's configuration and parts, and its expert."""
+    """A model's MoE block.
+
+    Attributes:
+        route: the router in NumPy, (logits [E], bias [E]) -> (experts [k], weights [k]).
+        config: fields of the layer's `MoEConfig`.
+        parts: fields of its `ParameterOptions`: which optional weights there are.
+        biased: whether it has a selection bias.
+        k: how many experts each token chooses.
+        hidden: the expert's activation in NumPy, (gate, up) -> operand of the last matmul.
+    """
 
     route: Callable[[Array, Any], tuple[Array, Array]]
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -236,7 +246,7 @@ def make_params(block: Block, seed: int = 0) -> MoEParams:
 
 
 def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
-    """The block's output for tokens x [..., H], and how many tokens chose each expert."""
+    """Computes the block for tokens x [..., H] in float64; also counts each expert's tokens."""
     p = {
         name: None if a is None else np.asarray(a, np.float64)
         for name, a in params.items()

@@ -1,4 +1,4 @@
-"""Rows of float32 with all that an order must decide, and their order in plain NumPy."""
+"""Rows of float32 with ties, NaN and infinities, and their sorted order in NumPy."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import numpy as np
 from pallas_kernels.routing.order import OF_TWO
 from pallas_kernels.routing.plan import Groups
 
-# Of sums of scores and biases: what is equal.
+# Kinds of `sums`: which sums of score and bias are equal, or special values.
 SUMS = ("nothing", "pairs", "all", "beyond", "unlike beyond", "close", "special")
 KINDS = ("random", "bfloat16", "ties", "special")
 _SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-45, -1e-45]
 
 
 def rows(number: int, columns: int, kind: str, seed: int = 0) -> np.ndarray:
-    """Returns [number, columns] float32 of one of KINDS; in a row of "special", all are alike."""
+    """Returns [number, columns] float32 of a kind of KINDS; "special" has NaN and infinities.
+
+    Row 0 of "special" holds one value only, the least in total order: a NaN.
+    """
     rng = np.random.default_rng(seed)
     shape = number, columns
     if kind == "special":
         values = np.array(_SPECIAL, np.float32)[rng.integers(0, len(_SPECIAL), shape)]
-        values.view(np.uint32)[0] = 0xFFFFFFFF  # the least of all: a NaN
+        # This NaN, with the sign bit set, is the least value of the total order.
+        values.view(np.uint32)[0] = 0xFFFFFFFF
         return values
     values = rng.normal(size=shape).astype(np.float32)
     if kind == "bfloat16":
@@ -28,10 +32,10 @@ def rows(number: int, columns: int, kind: str, seed: int = 0) -> np.ndarray:
 
 
 def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns scores [number, columns], biases [columns] and logits, of one of SUMS.
+    """Returns scores [number, columns], biases [columns] and logits [number, columns], float32.
 
-    Biases are whole numbers, and scores are small next to them unless nothing is to be equal, so
-    that rounded sums have only as many values as the biases.
+    `kind` is one of SUMS. In most kinds, biases are whole numbers and scores are small next to
+    them, so that many rounded sums are equal; in "nothing", all sums of a row differ.
     """
     rng = np.random.default_rng(0)
     tiny = rng.integers(-9, 10, (number, columns)) * 2.0**-30
@@ -54,9 +58,9 @@ def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, 
 
 
 def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
-    """Returns logits without NaN where groups are compared by a function of their two best.
+    """Returns logits with NaN replaced, if groups are compared by a function of their two best.
 
-    IEEE 754 leaves open which NaN, of which sign, a function of two NaNs returns.
+    Which NaN, and of which sign, a function of two NaNs returns is not specified by IEEE 754.
     """
     if groups is None or groups.best == 1:
         return logits
@@ -66,10 +70,11 @@ def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
 def by_sums(
     scores: np.ndarray, bias: np.ndarray, logits: np.ndarray, groups: Groups | None = None
 ) -> np.ndarray:
-    """Returns the columns of each row, from the largest sum of score and bias, in float64.
+    """Returns each row's columns sorted by score + bias in float64, the largest sum first.
 
-    Equal sums have the order of logits, then the first column. Groups of equal sums of two have
-    that of `order.OF_TWO["softmax"]`. Infinite sums of logits are no sums of two.
+    Equal sums are ordered by logit, then by column. With groups, only the best groups' columns
+    count, and groups with equal sums are ordered by `order.OF_TWO["softmax"]` of their two best
+    logits.
     """
     total = scores.astype(np.float64) + bias
     by_logit = total_order(logits)
@@ -87,22 +92,24 @@ def by_sums(
         is_kept = np.any(best_groups[:, :, None] == np.arange(groups.number), axis=1)
         is_out = ~np.repeat(is_kept, grouped.shape[-1], axis=1)
         total = np.where(is_out, -np.inf, total)
-        lows = np.where(is_out, 1, 0)  # -inf rounds off nothing, and is more than what is out
+        # A sum of -inf in a kept group still comes before all columns of dropped groups.
+        lows = np.where(is_out, 1, 0)
         by_logit = np.where(is_out, total_order(np.float32([-np.inf])), by_logit)
         return np.lexsort((-by_logit, lows, -total))
     return np.lexsort((-by_logit, -total))
 
 
 def descending(values: np.ndarray) -> np.ndarray:
-    """Returns the columns of each row in IEEE 754's total order, from the largest, first of equals.
+    """Returns each row's columns sorted by value, the largest first; equal values keep their order.
 
-    It is the order of `lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN.
+    Values are compared in IEEE 754's total order, as `lax.top_k` does: -NaN < -inf < -0 < 0 < inf <
+    NaN.
     """
     return np.argsort(-total_order(values), axis=-1, kind="stable")
 
 
 def total_order(values: np.ndarray) -> np.ndarray:
-    """Returns int64 numbers in IEEE 754's total order of float32 numbers."""
+    """Maps float32 to int64 numbers whose order is IEEE 754's total order."""
     bits = values.view(np.int32)
     return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
 
@@ -115,11 +122,18 @@ def within_best_groups(
     best: int,
     of_ties: str = "logit",
 ) -> np.ndarray:
-    """Returns values, -inf outside of the groups with the largest sums of their best scores.
+    """Returns `values`, with -inf outside the groups whose best scores have the largest sums.
 
-    Of scores alike the one of the larger value is better, and groups whose sums are equal are
-    compared by a function of `pallas_kernels.routing.order` of the values of their best two. Scores
-    have few digits, so that sums are exact, or are not alike.
+    Scores must have few digits, so that sums are exact, or be all different.
+
+    Args:
+        values: [T, E] float32; of equal scores, the one with the larger value is better.
+        scores: [T, E] float32.
+        number: how many groups there are.
+        kept: how many groups are kept.
+        best: how many scores of a group are summed, 1 or 2.
+        of_ties: a key of `OF_TWO`; that function of the two best values orders groups of equal
+            sums.
     """
     grouped, of_values = (a.reshape(len(scores), number, -1) for a in (scores, values))
     first = np.lexsort((-total_order(of_values), -total_order(grouped)))[..., :best]
@@ -131,7 +145,7 @@ def within_best_groups(
     else:
         ties = np.asarray(OF_TWO[of_ties](*values_of_best))
         keys = total_order(ties), of_best.astype(np.float64).sum(axis=0)
-        # The NaN that arithmetic makes has a sign of its own on each platform.
+        # The sign of a NaN that arithmetic produces depends on the platform, so there must be none.
         assert not np.any(np.isnan(keys[1]))
     best_groups = np.lexsort([-key for key in keys])
     out = np.full(grouped.shape, -np.inf, np.float32)

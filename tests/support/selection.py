@@ -1,4 +1,4 @@
-"""Which cases of a test run by default; `pytest -m ''` runs all."""
+"""Selects the cases of a test that run by default; `pytest -m ''` runs all cases."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 def quick(
     values: Iterable[Any] | Mapping[str, Any], *chosen: Any, unpack: bool = True
 ) -> list[Any]:
-    """The cases `values` for `pytest.mark.parametrize`, all but the `chosen` ones marked slow.
+    """Returns the cases for `pytest.mark.parametrize`; all but the `chosen` ones are marked slow.
 
-    A tuple holds the arguments of one case, unless `unpack` is False. Cases of a mapping are chosen
-    by their names, which are also the tests' ids.
+    Args:
+        values: the cases; a mapping gives each a name, which is also its test id.
+        *chosen: the cases that run by default; of a mapping, their names.
+        unpack: whether a tuple holds the arguments of a case, or is its only argument.
     """
     names = list(values)
     missing = [name for name in chosen if name not in names]

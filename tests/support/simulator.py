@@ -1,24 +1,26 @@
 """Runs kernels in Pallas' GPU interpreter on a CPU, with race detection.
 
-`interpret` runs a kernel that has no ranks, on `INTERPRETER`.
+`interpret` runs a kernel on one device, with the options `INTERPRETER`.
 
-`simulate` runs whole kernels, all ranks at once, rendezvous included (`Simulated`). There, the
-ranks are the blocks of a cluster, which the interpreter runs concurrently. Added to it are:
+`simulate` runs a kernel of several ranks (`Simulated`), all ranks at once, including their
+rendezvous. The ranks are the blocks of a cluster, which the interpreter runs concurrently. The
+simulator adds to the interpreter:
 
-  signals and waits between ranks; they carry vector clocks, so races between ranks are found too,
-  and the writes that they release: none, if the signal is a relaxed one;
-  words from rank to rank, which order nothing;
-  groups of copies out of shared memory, counted as the hardware counts them;
-  bounds of every access, where the interpreter would pad, clip or wrap;
-  tile buffers of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
-  errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
-  before `connect`, a rank that leaves while a peer may still use its memory, a rank that sends
-  values and hears nothing of a peer, a wait that nobody ends, a signal whose count does not grow, a
-  tile that is overtaken or that nobody takes, and threads of a warpgroup that need a barrier
-  between them. (The interpreter runs a warpgroup as one thread.)
+  signals and waits between ranks, which carry vector clocks, so that races between ranks are found;
+  a release signal makes the sender's writes visible to the waiting rank, a relaxed one does not;
+  values that ranks send each other without ordering other accesses;
+  groups of copies from shared to global memory, counted as the hardware counts them;
+  bounds checks of every access, where the interpreter would pad, clip or wrap;
+  tile buffers of the low-latency protocol, whose tiles order no other access
+  (`simulated_channels`);
+  errors: two grid blocks that touch the same memory, use of a peer's memory before `connect`, a
+  rank that exits while a peer may still use its memory, a rank that sends values to a peer and
+  receives nothing from it, a wait that never ends, a signal whose count does not grow, a tile that
+  overwrites another or is never received, and a missing barrier between threads of a warpgroup
+  (the interpreter runs a warpgroup as one thread).
 
-All of this rests on private parts of JAX 0.11 and newer; where one is missing, the tests that
-need it are skipped.
+The simulator uses private parts of JAX 0.11 and newer. If one is missing, the tests that need the
+simulator are skipped.
 """
 
 from __future__ import annotations
@@ -48,9 +50,12 @@ from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTE
 from pallas_kernels.fabric.sentinel_words import TileMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
-WAIT_SECONDS = 30.0  # for a rank, while none of them does anything
-BUSY = 0.05  # of a processor: more than waiting takes, so somebody computes or compiles
-DEADLOCK_SECONDS = 300.0  # for a whole kernel
+# How long a rank may wait while no rank does anything.
+WAIT_SECONDS = 30.0
+# The fraction of a processor that shows that a thread computes or compiles; waiting takes less.
+BUSY = 0.05
+# How long a whole kernel may take.
+DEADLOCK_SECONDS = 300.0
 
 _missing = ""
 try:
@@ -88,14 +93,14 @@ simulated = pytest.mark.skipif(
 
 
 class KernelError(AssertionError):
-    """A kernel did what it must not do."""
+    """Raised for an error of a simulated kernel, such as a race or a deadlock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """Ranks all at once, for `simulate`, out of step at the kernel's delay points.
+    """A fabric for kernels under `simulate`: all ranks run at once, with random delays.
 
-    All ranks' buffers are stacked along a leading axis of one array, and the rank is a grid axis.
+    Every buffer is one array of all ranks, stacked on axis 0, and the rank is a grid axis.
     """
 
     num_ranks: int
@@ -162,14 +167,15 @@ class Simulated:
 
 
 def simulated_ranks(num_ranks: int, *, detect_races: bool = True) -> Simulated:
-    # Copies share the last entries of the vector clocks in turn; with many, few races hide there.
+    # All copies share the clocks of 251 virtual copy threads in turn. With so many, two concurrent
+    # copies seldom have the same clock, which would hide a race between them.
     options = InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=251)
     return Simulated(num_ranks, options)
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedChannels(ll.Channels):
-    """Between ranks along axes of a mesh, all of whose places are at once in `simulate`."""
+    """Low-latency channels between ranks along mesh axes; `simulate` runs all ranks of the mesh."""
 
     interpret: Any = None
 
@@ -193,10 +199,11 @@ class SimulatedChannels(ll.Channels):
 
 
 class TileContents:
-    """What the tile buffers and counters of some GPUs hold, from one `simulate` to the next."""
+    """The tile buffers and counters of some GPUs; they persist from one `simulate` to the next."""
 
     def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by GPU and buffer; no tile: empty
+        # (GPU, buffer) -> the tile in it; the key is absent if the buffer is empty.
+        self.tiles: dict[tuple[int, int], np.ndarray] = {}
         self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
 
 
@@ -231,7 +238,15 @@ def simulated_channels(
     kind: type[SimulatedChannels] = SimulatedChannels,
     detect_races: bool = True,
 ) -> SimulatedChannels:
-    """See `ll.Channels`; in a new memory by default."""
+    """Makes simulated `ll.Channels` between GPUs of a mesh.
+
+    Args:
+        axes: (stride, size) of the mesh axes along which ranks communicate.
+        gpus: the GPU of each rank of the mesh.
+        contents: the tile buffers and counters to continue with; new ones by default.
+        kind: the class of the result.
+        detect_races: whether the interpreter looks for races.
+    """
     gpus = tuple(gpus)
     memory = SimulatedTileMemory(0, max(gpus) + 1, contents or TileContents())
     options = InterpretGPUParams(detect_races=detect_races)
@@ -245,7 +260,8 @@ def interpret(function: Callable[[], Any]) -> Any:
         with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
             try:
                 results = _on_cpu(function)
-            except Exception as error:  # newer than 0.11, of JAX's runtime
+            # In JAX newer than 0.11, a race is an exception of the runtime.
+            except Exception as error:
                 if "RACE DETECTED" in str(error):
                     raise KernelError(f"a race: {error}") from None
                 raise
@@ -258,9 +274,13 @@ def interpret(function: Callable[[], Any]) -> Any:
 
 
 def _on_cpu(function: Callable[[], Any]) -> Any:
-    """Its results as NumPy arrays. XLA for GPUs would drop roundings that the kernels make."""
+    """Runs `function` on the CPU and returns its results as NumPy arrays.
+
+    XLA for GPUs would remove roundings that the kernels make.
+    """
     before = jax.config.jax_default_device
-    jax.config.update("jax_default_device", jax.devices("cpu")[0])  # the interpreter's threads too
+    # The default device must be set for all threads, since the interpreter starts its own.
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
     try:
         return jax.tree.map(np.asarray, function())
     finally:
@@ -268,16 +288,18 @@ def _on_cpu(function: Callable[[], Any]) -> Any:
 
 
 def simulate(function: Callable[[], Any]) -> Any:
-    """Runs `function`, whose kernels are on `simulated_ranks` or channels; returns NumPy arrays.
+    """Runs `function`, whose kernels use `simulated_ranks` or channels; returns NumPy arrays.
 
-    Raises what a kernel did wrong: a race, an access out of bounds, a deadlock, an early exit.
+    Raises:
+        KernelError: a race, an access out of bounds, a deadlock, an early exit, or another error.
     """
     simulation = _Simulation()
     try:
         with _changed_interpreter(simulation), _watchdog(simulation):
             try:
                 results = _on_cpu(function)
-            except Exception as error:  # of JAX's runtime, with ours as text
+            # JAX's runtime has turned the kernel's error into text; raise the recorded original.
+            except Exception as error:
                 raise simulation.failure or error from None
     finally:
         _compiled.clear()
@@ -287,13 +309,13 @@ def simulate(function: Callable[[], Any]) -> Any:
     return results
 
 
-# ----------------------------------------------------------------------------- what kernels ask for
+# ----------------------------------------------------------------- operations that kernels ask for
 
 
 def _on_host(
     operation: Any, *operands: Any, returns: Sequence[jax.ShapeDtypeStruct] = ()
 ) -> list[jax.Array]:
-    """Has the simulation run this operation, in order with what this thread does to memory."""
+    """Makes the simulation run `operation`, in order with this thread's accesses to memory."""
 
     def layout(shape: tuple[int, ...]) -> Any:
         return plgpu.Layout.WG_STRIDED(shape, vec_size=1) if shape else plgpu.Layout.WG_SPLAT(())
@@ -325,7 +347,10 @@ class _Enter:
 
 @dataclasses.dataclass(frozen=True)
 class _Connect:
-    """Orders nothing between ranks but the use of peers' memory after their kernels' begin."""
+    """Waits until all ranks have entered the kernel; only then may peers' memory be used.
+
+    It orders no other accesses of different ranks.
+    """
 
     num_ranks: int
 
@@ -364,7 +389,13 @@ class _Signal:
 
 
 class _Sent(NamedTuple):
-    """A signal: its count, the sender's clock, and which writes it releases."""
+    """A signal that was sent.
+
+    Attributes:
+        count: its count.
+        clock: the sender's vector clock at that time.
+        visible: writer rank -> the number of its last write that the signal releases.
+    """
 
     count: int
     clock: Any
@@ -388,7 +419,7 @@ class _Wait:
                     f"{self.kind} of rank {rank}, which has sent {[s.count for s in signals]}"
                 ),
             )
-            # Nothing tells whether a later one has been seen.
+            # Take the first signal that suffices: the waiting rank may have missed any later one.
             seen = next(signal for signal in signals if signal.count >= count)
             with memory.lock:
                 memory.clocks[thread].update(seen.clock)
@@ -506,7 +537,8 @@ class _Receive:
         )
         with simulation.changed:
             simulation.hears(thread, [p for p, w in zip(peers, wanted, strict=True) if w])
-            strange = np.full(self.shape, 77, self.dtype)  # where no tile comes
+            # A buffer whose tile is not wanted returns values that must not be used.
+            strange = np.full(self.shape, 77, self.dtype)
             return [tiles.pop(key) if key in comes else strange for key in keys]
 
 
@@ -539,11 +571,14 @@ class _CommitGroup:
         simulation.copies[thread].commit()
 
 
-# ---------------------------------------------------------------------------- what is kept track of
+# --------------------------------------------------------------------------- the simulation's state
 
 
 class _Copies:
-    """One thread's copies out of shared memory: the clocks of their reads and of their writes."""
+    """One thread's asynchronous copies from shared to global memory, in groups.
+
+    For each group it keeps the vector clocks of the copies' reads and of their writes.
+    """
 
     def __init__(self) -> None:
         self.open: list[tuple[Any, Any]] = []
@@ -567,11 +602,11 @@ class _Copies:
 
 
 class _Lanes:
-    """What the threads of a warpgroup do to each other in shared memory, between two barriers.
+    """Finds missing barriers between the threads of a warpgroup that share shared memory.
 
-    All of them read and write a single element; of a vector, each has elements of its own, the
-    same ones whenever the vector is the same. A thread that lags behind may still read what was
-    there at the last barrier, or write again what was overwritten since.
+    An access to a single element is made by all threads; of a vector, each thread accesses its own
+    elements, the same ones whenever the index is the same. Between two barriers, a slow thread may
+    still read an old value, or write again what another thread has overwritten.
     """
 
     def __init__(self) -> None:
@@ -583,11 +618,16 @@ class _Lanes:
         self._periods[thread] = next(self._new_period)
 
     def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
-        """The tables of a buffer at an access, and who has which of its elements: 0 is all."""
+        """Returns the accessed part of a buffer's tables, and how the threads divide it.
+
+        The partition is 0 if all threads access a single element; otherwise a hash of the vector's
+        index.
+        """
         names = ("read in", "read by", "written in", "written by", "unsettled in")
         if key not in self._tables:
             self._tables[key] = {name: np.zeros(shape, np.int64) for name in names}
-        # Indexed so that even a single element is an array that can be written to.
+        # Keep single elements as arrays (a slice instead of an index), so that they can be
+        # assigned.
         where = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in access.range)
         who = hash(str(access.range)) if access.shape else 0
         return {name: self._tables[key][name][where] for name in names}, who
@@ -615,21 +655,25 @@ class _Lanes:
 
 
 class _Visible:
-    """Which writes of other ranks each rank may rely on: those before a signal that released them.
+    """Tracks which writes of other ranks each rank may read: those that a signal has released.
 
-    The clocks order all that a rank did before a signal. But a relaxed signal may
-    overtake writes.
+    Vector clocks order all accesses of a rank before its signals, even relaxed ones. On a real GPU
+    a relaxed signal may overtake the writes before it; this class finds uses of such writes.
     """
 
     def __init__(self) -> None:
-        self._writes = 0  # so far, of all ranks
+        # The number of writes so far, of all ranks.
+        self._writes = 0
         self._upto: dict[int, dict[int, int]] = collections.defaultdict(dict)
-        self._writers: dict[Any, np.ndarray] = {}  # of each element: rank, -1 for none
-        self._numbers: dict[Any, np.ndarray] = {}  # of each element: which write it was
-        self._remote: list[tuple[int, int, int, str]] = []  # owner, writer, number, what
+        # Buffer -> the rank that wrote each element last, -1 for none.
+        self._writers: dict[Any, np.ndarray] = {}
+        # Buffer -> the number of the last write to each element.
+        self._numbers: dict[Any, np.ndarray] = {}
+        # Writes to peers' memory: (owner, writer, number of the write, description).
+        self._remote: list[tuple[int, int, int, str]] = []
 
     def after_signal(self, rank: int) -> dict[int, int]:
-        """What a signal that releases the rank's writes makes visible."""
+        """Returns writer -> the number of its last write that a release signal makes visible."""
         return {**self._upto[rank], rank: self._writes}
 
     def wait(self, rank: int, visible: dict[int, int]) -> None:
@@ -661,47 +705,53 @@ class _Visible:
 
 
 class _Simulation:
-    """The state of one run, and of the current block of the grid."""
+    """The state of one `simulate`, of the current kernel call, and of the current grid block."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.changed = threading.Condition()
-        # By buffer: which block of the grid wrote, and read, each element.
+        # Buffer -> the grid block that wrote, or read, each element; -1 for none.
         self.writers: dict[Any, np.ndarray] = {}
         self.readers: dict[Any, np.ndarray] = {}
         self.block = 0
-        # Of any thread: when it was, and how long this process had computed then.
+        # When some thread last did something: wall-clock time, and this process's CPU time.
         self.last_step = time.monotonic(), time.process_time()
         self._begin_call()
 
     def _begin_call(self) -> None:
         self.num_blocks = 1
         self.finished_blocks = 0
-        self.entered: set[int] = set()  # ranks
-        self.heard: set[tuple[int, int]] = set()  # ranks, and peers that they received something of
+        # The ranks that have entered the kernel.
+        self.entered: set[int] = set()
+        # Pairs (rank, peer): the rank has received something from the peer.
+        self.heard: set[tuple[int, int]] = set()
         self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 
     def _begin_block(self) -> None:
-        # (kind, to rank, from rank) -> the signals sent
+        # (kind, receiving rank, sending rank) -> the signals sent.
         self.signals: dict[Any, list[_Sent]] = collections.defaultdict(list)
-        self.connected: dict[int, list[Any]] = collections.defaultdict(list)  # by rank: clocks
+        # Rank -> the vector clocks of its calls of `connect`.
+        self.connected: dict[int, list[Any]] = collections.defaultdict(list)
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
         self.visible = _Visible()
-        self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
+        # Accesses to peers' memory: (owner, vector clock, description).
+        self.remote_accesses: list[tuple[int, Any, str]] = []
         self.exit_clocks: dict[int, Any] = {}
-        self.owners: dict[int, int] = {}  # by GPU: the rank that it is
-        self.sent: dict[Any, Any] = {}  # by GPU and buffer: the buffers, by the same
+        # GPU -> the rank that uses its memory as its own.
+        self.owners: dict[int, int] = {}
+        # (GPU, buffer) -> the dict of tile buffers into which a tile was sent.
+        self.sent: dict[Any, Any] = {}
 
     @property
     def memory(self) -> Any:
         return gpu_callbacks._get_shared_memory()
 
     def wait_until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Raises `what` a thread waits for, when nobody has done anything for long enough.
+        """Waits until `done()`; raises KernelError(what()) if no thread does anything.
 
-        A machine that is busy with other work counts as time only what this process gets of it.
+        On a busy machine, only time in which this process gets the processor counts.
         """
         with self.changed:
             self._step()
@@ -718,7 +768,7 @@ class _Simulation:
         self.last_step = time.monotonic(), time.process_time()
 
     def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Errors come back through the runtime as text: this keeps the first one."""
+        """Wraps a callback to keep its first error; the runtime passes on only its text."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -731,7 +781,7 @@ class _Simulation:
         return wrapped
 
     def note_access(self, thread: Any, clock: Any, key: Any, access: Any, write: bool) -> None:
-        """Notes an access to global memory, where every buffer is stacked by rank."""
+        """Records and checks an access to global memory, where every buffer is stacked by rank."""
         shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
         what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
         self._step()
@@ -755,14 +805,17 @@ class _Simulation:
             (self.writers if write else self.readers)[key][access.range] = self.block
 
     def is_connected(self, thread: Any) -> bool:
-        """Whether what a thread does now comes after a `connect` of its block."""
+        """Returns whether the thread's current access is ordered after a `connect` of its rank."""
         now = self.memory.clocks[thread].generic_clock.clock
         return any(
             np.all(now >= clock.generic_clock.clock) for clock in self.connected[thread.block_id]
         )
 
     def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
-        """Whether this loads a vector of routes: of entries that may come later, and go unused."""
+        """Returns whether an access loads a vector of routes.
+
+        A kernel loads such vectors ahead. Entries that are not written yet are not used.
+        """
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
 
@@ -775,7 +828,7 @@ class _Simulation:
                 raise KernelError(f"{thread} takes the memory of GPU {gpu} for its own")
 
     def finish_block(self) -> None:
-        """Nobody may use a rank's memory, or signal it, once all of its threads left."""
+        """Checks, at the end of a grid block, that no peer can still use a rank's memory."""
         left = [key for key, tiles in self.sent.items() if key in tiles]
         if left:
             raise KernelError(f"nobody has taken the tiles of these buffers of GPUs: {left}")
@@ -808,21 +861,24 @@ def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
             raise KernelError(f"an access to {where} of a buffer of shape {shape}")
 
 
-# ------------------------------------------------------------------------- the interpreter, changed
+# ------------------------------------------------------------------ replacements in the interpreter
 
 
 @contextlib.contextmanager
 def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
-    """Replaces functions of the interpreter by those that a simulation needs.
+    """Replaces functions of the interpreter by those of a simulation.
 
-    It is long because all replacements share the simulation and the table of the originals.
+    One long function has all replacements, since all use the simulation and the originals.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
-        ranks, blocks = kwargs.pop("grid")  # of one group
-        if kwargs["out_type"]:  # without results there must be one group
-            ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
+        """Turns a grid over (rank, block) into a grid over blocks, each a cluster of all ranks."""
+        # The number of ranks in one group of ranks.
+        ranks, blocks = kwargs.pop("grid")
+        # A kernel without results must have one group only.
+        if kwargs["out_type"]:
+            # The leading axis of a result counts the ranks of all groups.
+            ranks = kwargs["out_type"][0].shape[0]
         assert kwargs.pop("grid_names") == ("rank", "block")
         kwargs |= dict(grid=(blocks,), grid_names=("block",))
         return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
@@ -855,7 +911,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
                     return
             try:
                 original[name](self, thread, clock, key, access, **info)
-            except RuntimeError as error:  # newer than 0.11
+            # In JAX newer than 0.11, a race is an exception.
+            except RuntimeError as error:
                 raise KernelError(f"a race: {error}") from None
             if self.races_found:
                 raise KernelError("a race: its two sides are printed above")
@@ -869,7 +926,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         return token
 
     def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
-        """Of an element or a vector: its buffer's key, the access, and the buffer's contents."""
+        """Returns buffer key, access, and buffer contents; None if not in shared memory."""
         key = shared_memory.HostAllocationKey.from_array(keys)
         if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
             return None
@@ -914,7 +971,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     def thread_finished(self: Any, thread: Any) -> None:
         if simulation.copies[thread].pending:
             raise KernelError(f"{thread} leaves while copies of it are under way")
-        if not self.detect_races:  # then there are no clocks
+        # Without race detection there are no clocks.
+        if not self.detect_races:
             return
         with simulation.changed:
             clock = simulation.exit_clocks.setdefault(thread.block_id, self.get_clock(thread))
@@ -956,7 +1014,7 @@ _compiling = threading.Lock()
 
 
 def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
-    """As JAX's own, but compiled once for all threads and blocks, and without optimizations."""
+    """Replaces JAX's `_run_jaxpr`: compiles once for all threads and blocks, unoptimized."""
     with _compiling:
         if id(jaxpr) not in _compiled:
             function = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
@@ -967,7 +1025,7 @@ def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
 
 @contextlib.contextmanager
 def _watchdog(simulation: _Simulation | None) -> Iterator[None]:
-    """Ends a deadlock: of a simulation with an error, else, or if that fails, the process."""
+    """Ends a deadlock: a simulation with an error; else, or if that fails, the process."""
 
     def give_up() -> None:
         assert simulation is not None

@@ -1,4 +1,4 @@
-"""Problems for the kernels, all ranks' arrays stacked, with what must come out of them."""
+"""Operands of the exchange kernels, stacked by rank on axis 0, and their expected results."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ from support.contract import (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One dispatch, or one combine of its rows."""
+    """The operands of one dispatch or combine, with the expected results of each kernel.
+
+    Shapes: N ranks, T tokens and K choices per rank, R rows in a receive buffer, hidden size H, E
+    experts.
+    """
 
     num_ranks: int
     num_tokens: int
     hidden: int
     top_k: int
     num_experts: int
-    kind: str = "uniform"  # of routing: see `contract.routing`
+    # The kind of routing, one of `contract.ROUTINGS`.
+    kind: str = "uniform"
     dtype: str = "float32"
     capacity: int | None = None
     alignment: int = 1
@@ -53,7 +58,7 @@ class Problem:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """R, the rows of a receive buffer: `capacity`, or enough for any routing if it is None."""
         return self.capacity if self.capacity is not None else self._rows_of_any_routing
 
     @property
@@ -67,13 +72,13 @@ class Problem:
 
     @functools.cached_property
     def topk_idx(self) -> np.ndarray:
-        """[N, T, K]."""
+        """The experts chosen, [N, T, K] int32."""
         sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
         return routing(self.kind, Case(*sizes), self._generator())
 
     @functools.cached_property
     def x(self) -> np.ndarray:
-        """[N, T, H]; no two elements alike."""
+        """The tokens to dispatch, [N, T, H]: normal numbers, no two alike."""
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
@@ -89,23 +94,29 @@ class Problem:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """[N, R, H]: what a dispatch of `x` gives."""
+        """The expected receive buffers, [N, R, H], of a dispatch of `x`."""
         return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
 
     @functools.cached_property
     def quantized(self) -> tuple[np.ndarray, np.ndarray]:
-        """`x` as float8_e4m3fn [N, T, H], and the scales [N, T, H / 128]."""
+        """`x` quantized: float8_e4m3fn values [N, T, H] and scales [N, T, H / 128]."""
         return FLOAT8_ROWS.encode(self.x)
 
     @functools.cached_property
     def quantized_tokens(self) -> tuple[np.ndarray, ...]:
-        """[N, R, H] and [N, R, H / 128]: what a dispatch of `x` with a wire_dtype gives."""
+        """The expected receive buffers of a dispatch of `x` with a wire_dtype.
+
+        They are the values [N, R, H] and the scales [N, R, H / 128].
+        """
         sent = [self.dispatched(self.num_rows, part) for part in self.quantized]
         return tuple(np.stack([d.tokens for d in part]) for part in sent)
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """[N, N, T, K]: the row at each rank of each (rank, token, choice), dropped or not."""
+        """Each (rank, token, choice)'s row at each rank, [N, N, T, K] int32; -1 at other ranks.
+
+        Dropped choices have a row too, past the end of the receive buffer.
+        """
         sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
         ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
         if self.overflow == "fair":
@@ -115,14 +126,14 @@ class Problem:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """[N, N, E]: at each rank, how often each rank chose each expert."""
+        """How often each rank chose each expert, [N, N, E] int32, as every rank knows it."""
         experts = np.arange(self.num_experts)
         counts = (self.topk_idx[..., None] == experts).sum(axis=(1, 2), dtype=np.int32)
         return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
 
     @functools.cached_property
     def groups(self) -> routes.RowGroups:
-        """How the rows of a dispatch lie at each rank, the ranks stacked."""
+        """The expected `RowGroups` of a dispatch, stacked by rank."""
         sent = self.dispatched(self.num_rows)
         return routes.RowGroups(
             *(np.stack([getattr(s, name) for s in sent]) for name in routes.RowGroups._fields)
@@ -130,14 +141,17 @@ class Problem:
 
     @functools.cached_property
     def y(self) -> np.ndarray:
-        """[N, R, H] with sums that are exact in any order, and NaN where nothing may be read."""
+        """Receive-buffer rows to combine, [N, R, H]: small integers, whose sums are exact.
+
+        Rows to which no (token, choice) was sent are NaN, since none may be read.
+        """
         shape = (self.num_ranks, self.num_rows, self.hidden)
         sent = [d.routes for d in self.dispatched(self.num_rows)]
         y = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
         return with_nan_elsewhere(y, owned_rows(sent, self.num_rows))
 
     def _reals(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Of many magnitudes, block by block; some NaN, infinite, the largest there are, or 0."""
+        """Draws numbers whose magnitude varies by block of 128; some are NaN, infinite or 0."""
         generator, dtype = self._generator(), jnp.dtype(self.dtype)
         blocks = generator.standard_normal((*shape[:-1], shape[-1] // 128, 128))
         largest_power = int(np.log2(float(jnp.finfo(dtype).max)))
@@ -153,24 +167,24 @@ class Problem:
 
     @functools.cached_property
     def real_y(self) -> np.ndarray:
-        """As `y`, of values that a float8 must round."""
+        """Like `y`, but with real numbers, which quantization to float8 rounds."""
         return np.where(np.isnan(self.y), self.y, self._reals(self.y.shape))
 
     @functools.cached_property
     def real_sums(self) -> np.ndarray:
-        """As `sums`, of values that a float8 must round."""
+        """Like `sums`, but with real numbers, which quantization to float8 rounds."""
         return np.where(np.isnan(self.sums), self.sums, self._reals(self.sums.shape))
 
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
-        """[N, T, K], or None."""
+        """The combine weights, [N, T, K] float32; None if `weighted` is False."""
         if not self.weighted:
             return None
         return small_weights(self._generator(), self.topk_idx.shape, np.float32)
 
     @functools.cached_property
     def dispatched_by_rank(self) -> list[reference.RankDispatched]:
-        """Returns what a dispatch of `x` gives in the rank-major layout."""
+        """The expected results of a rank-major dispatch of `x`, one for each rank."""
         weights = None if self.weights is None else list(self.weights)
         return reference.rank_dispatch(
             list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
@@ -178,7 +192,11 @@ class Problem:
 
     @functools.cached_property
     def sums(self) -> np.ndarray:
-        """[N, N, T, H]: as `y`, in the rank-major layout."""
+        """Rank-major partial sums to combine, [N, N, T, H]: small integers, like `y`.
+
+        Axis 0 is the rank that computed the sums, axis 1 the rank of the tokens. Sums of tokens
+        that chose no expert of the computing rank are NaN, since none may be read.
+        """
         shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
         sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
         local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
@@ -186,14 +204,14 @@ class Problem:
 
     @functools.cached_property
     def combined(self) -> np.ndarray:
-        """[N, T, H]: what a combine of `y` gives."""
+        """The expected result of a combine of `y`, [N, T, H]."""
         sent = [d.routes for d in self.dispatched(self.num_rows)]
         weights = None if self.weights is None else list(self.weights)
         return np.stack(reference.combine(list(self.y), sent, weights))
 
     @functools.cached_property
     def combined_by_wire(self) -> np.ndarray:
-        """[N, T, H]: what a combine of `real_y` with a wire_dtype gives."""
+        """The expected result of a combine of `real_y` with a wire_dtype, [N, T, H]."""
         sent = [d.routes for d in self.dispatched(self.num_rows)]
         weights = None if self.weights is None else list(self.weights)
         y, sums = list(self.real_y.astype(np.float32)), []
@@ -205,13 +223,16 @@ class Problem:
 
     @functools.cached_property
     def combined_by_rank_and_wire(self) -> np.ndarray:
-        """[N, T, H]: what a combine of `real_sums` with a wire_dtype gives."""
+        """The expected result of a combine of `real_sums` with a wire_dtype, [N, T, H]."""
         local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
         sent = (local >= 0).any(axis=-1, keepdims=True)
         return self._added_after_the_wire(list(np.where(sent, self.real_sums, 0)))
 
     def _added_after_the_wire(self, sums: list[np.ndarray]) -> np.ndarray:
-        """Each rank's sums [N, T, H] of every token, quantized there, added and rounded here."""
+        """Computes [N, T, H] from the partial sums [N, T, H] of each rank, as sent in float8.
+
+        Each partial sum is rounded to float8; the sums are added in float32 and rounded once.
+        """
         total = np.zeros((self.num_ranks, self.num_tokens, self.hidden), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for of_rank in sums:
@@ -220,12 +241,12 @@ class Problem:
 
     @functools.cached_property
     def g(self) -> np.ndarray:
-        """[N, T, H]: a cotangent of `combined`; its sums with `y` are exact in any order."""
+        """A cotangent of `combined`, [N, T, H]: small integers, whose sums are exact."""
         return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
 
     @functools.cached_property
     def combine_grads(self) -> tuple[np.ndarray, np.ndarray]:
-        """[N, R, H] and [N, T, K]: what `g` gives for `y` and for `weights`."""
+        """The expected gradients of `y` [N, R, H] and `weights` [N, T, K] for cotangent `g`."""
         assert self.weights is not None
         sent = [d.routes for d in self.dispatched(self.num_rows)]
         dy, dweights = reference.combine_grad(list(self.g), list(self.y), sent, list(self.weights))
@@ -233,9 +254,9 @@ class Problem:
 
 
 def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.ndarray:
-    """Returns rows [N, R, ...] with a value in those past each rank's last expert.
+    """Returns rows [N, R, ...] with `value` in the unused rows past each rank's last expert.
 
-    The interpreter's memory holds NaN at first.
+    The interpreter fills new memory with NaN, so rows that a kernel must not write stay NaN.
     """
     used = problem.groups.group_sizes.sum(axis=1)
     unused = np.arange(rows.shape[1]) >= used[:, None]
@@ -243,11 +264,11 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
     return np.where(unused[..., None], np.asarray(value, rows.dtype), rows)
 
 
-# The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
+# Calls of the kernels on operands stacked by rank. Each returns a function for `simulate` to run.
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel: -> tokens, rows, counts, *groups."""
+    """Makes a call of the dispatch kernel; its results are tokens, rows, counts, *groups."""
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),
@@ -263,7 +284,7 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> An
 
 
 def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel along known routes: -> tokens."""
+    """Makes a call of the kernel that dispatches along given routes; its result is tokens."""
     return functools.partial(
         dispatch_kernel.dispatch_like,
         jnp.asarray(problem.x),
@@ -279,7 +300,10 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the combine kernel, of other values if it has a wire: -> out."""
+    """Makes a call of the combine kernel; its result is out [N, T, H].
+
+    The operand is `problem.y`; with the option `wire` it is `problem.real_y`.
+    """
     return functools.partial(
         combine_kernel.combine,
         jnp.asarray(problem.real_y if "wire" in options else problem.y),
@@ -294,7 +318,7 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
 
 
 def combine_grad(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the kernel of a combine's gradient: -> dy, dweights."""
+    """Makes a call of the kernel for a combine's gradient; its results are dy and dweights."""
     return functools.partial(
         combine_grad_kernel.combine_grad,
         *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
@@ -309,7 +333,10 @@ def combine_grad(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -
 
 
 def check_combine_grad(problem: Problem, results: Any, *, zero_unused: bool = True) -> None:
-    """Checks the results of `combine_grad` bit for bit: no term or sum of terms is rounded."""
+    """Asserts that the results of `combine_grad` are exact; sums of small integers do not round.
+
+    Without `zero_unused`, rows past each rank's last expert must be left unwritten.
+    """
     expected_dy, expected_dweights = problem.combine_grads
     dy, dweights = results
     if not zero_unused:
@@ -333,7 +360,10 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the combine kernel on partial sums by rank: -> out; values as in `combine`."""
+    """Makes a call of the combine kernel on rank-major partial sums; its result is out [N, T, H].
+
+    The operand is `problem.sums`; with the option `wire` it is `problem.real_sums`.
+    """
     received = problem.dispatched_by_rank
     sums = problem.real_sums if "wire" in options else problem.sums
     return functools.partial(

@@ -1,4 +1,4 @@
-"""How the processes of a test run share GPUs."""
+"""Tests how the processes of a test run share GPUs, and how programs compile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 
 @pytest.fixture
 def environment():
-    """`os.environ` as it is before the tests start; a test may change it."""
+    """Yields `os.environ` as it was before the tests; a test may change it."""
     with mock.patch.dict(os.environ):
         for name in (FRACTION, OLD_FRACTION, "JAX_EP_TEST_GPUS", "PYTEST_XDIST_WORKER_COUNT"):
             os.environ.pop(name, None)
@@ -52,7 +52,7 @@ def test_a_worker_with_gpus_of_its_own_has_all_their_memory(environment):
 
 @pytest.mark.parametrize("name", [FRACTION, OLD_FRACTION])
 def test_a_fraction_that_the_user_sets_stays(name, environment):
-    """JAX refuses both names at once."""
+    """A memory fraction that the user sets, under either name, must be the only one."""
     environment[name] = "0.5"
     take_share_of_gpus(environment)
     names = {FRACTION, OLD_FRACTION}
@@ -61,7 +61,7 @@ def test_a_fraction_that_the_user_sets_stays(name, environment):
 
 
 def test_this_process_has_taken_its_share():
-    """Before JAX has started: conftest.py sets it where the user has not."""
+    """conftest.py or the user must set this process's memory fraction before JAX starts."""
     assert FRACTION in os.environ or OLD_FRACTION in os.environ
 
 
@@ -93,7 +93,7 @@ def test_a_user_may_refuse_to_compile_fast():
 
 
 def test_what_there_is_no_time_for_is_skipped():
-    """As CI needs on a slow machine; the summary says so."""
+    """Tests after JAX_EP_TESTS_END must be skipped, and the summary must say why."""
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "test_flags.py"]
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""What finds barriers that only some threads of a warp reach, on PTX as LLVM writes it."""
+"""Tests, on PTX as LLVM writes it, the search for barriers that only some threads reach."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_a_barrier_after_threads_have_met_is_none():
 
 
 def test_copies_of_a_barrier_on_both_sides_are_found():
-    """As LLVM made them of two waits of one thread, each with a barrier after it."""
+    """A barrier copied into both sides of a branch must be found.
+
+    LLVM merges two waits of one thread, each followed by a barrier, in this way.
+    """
     both = f"{BARRIER}\n    bra.uni $L__BB0_3;\n$L__BB0_1:\n    {BARRIER}"
     text = kernel(some=both).replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
     text = text.replace("    ret;", "$L__BB0_3:\n    ret;")
@@ -54,7 +57,8 @@ def test_copies_of_a_barrier_on_both_sides_are_found():
 @pytest.mark.parametrize(
     "condition",
     [
-        "shr.u32 %r3, %r2, 7;\n    setp.ne.b32 %p1, %r3, 0;",  # the warpgroup's number
+        # The shift gives the warpgroup's number.
+        "shr.u32 %r3, %r2, 7;\n    setp.ne.b32 %p1, %r3, 0;",
         "setp.gt.u32 %p1, %r2, 127;",
         "setp.lt.u32 %p1, %r2, 64;",
         "and.b32 %r3, %r2, 96;\n    setp.ne.b32 %p1, %r3, 0;",

@@ -1,4 +1,4 @@
-"""The simulator itself: it must find what is wrong with a kernel."""
+"""Tests that the simulator finds the errors of faulty kernels."""
 
 from __future__ import annotations
 
@@ -100,14 +100,17 @@ def test_the_use_of_a_peer_before_connect_is_found(kernel):
 
 @pytest.mark.slow
 def test_words_that_are_never_sent_are_found(monkeypatch):
-    """By who receives them, or by the warpgroup that waits for what follows."""
+    """A rank must fail if it never receives values, in the wait for them or for a later signal."""
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
     with pytest.raises(KernelError, match=r"rank . waits for (values|signal 1) of"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Wordless)))
 
 
 def test_a_rank_that_sends_values_and_hears_nothing_is_found():
-    """The call after next would write over what the peer has not read."""
+    """A rank that sends values must receive something from each peer.
+
+    Otherwise its call after the next would overwrite values that the peer has not read.
+    """
     ranks = simulated_ranks(2)
 
     def body(x, out, words):
@@ -133,7 +136,10 @@ def test_a_signal_that_may_overtake_writes_is_found(kernel):
 
 
 def test_writes_need_no_reader_to_be_released():
-    """A peer's output is whole when it leaves; of what was only read, nothing is to be seen."""
+    """A relaxed signal must be an error if a rank has written to a peer, even if nobody reads it.
+
+    `two_shot` writes to peers, whose output must be complete when they exit; `one_shot` only reads.
+    """
     x = jnp.ones((2, 2, tile_length("float32")))
     collective = dict(fabric=faulty(Overtaking), plan=tiles.TilePlan(1, 1))
     with pytest.raises(KernelError, match="no signal has released .* the end of rank"):

@@ -1,4 +1,4 @@
-"""The kernels of the collectives: simulated, lowered for CUDA, and on GPUs that are out of step."""
+"""Tests of the collective kernels: simulated, lowered for CUDA, and on GPUs out of step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import FlatTiles, TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
 
-# ------------------------------------------------------------------------------------ simulated
+# --------------------------------------------------------------------- kernels in the simulator
 
 
 @simulated
@@ -47,8 +47,10 @@ from pallas_kernels.fabric import fabric as fb
     quick(
         [
             (1, "float32", 2, TilePlan(1, 2)),
-            (2, "bfloat16", 5, TilePlan(2, 2)),  # some warpgroups have no second tile
-            (3, "float16", 4, TilePlan(3, 1, 2)),  # a block has nothing to do
+            # Here some warpgroups have no second tile.
+            (2, "bfloat16", 5, TilePlan(2, 2)),
+            # Here one block has nothing to do.
+            (3, "float16", 4, TilePlan(3, 1, 2)),
         ],
         (3, "float16", 4, TilePlan(3, 1, 2)),
     ),
@@ -64,7 +66,10 @@ def test_kernel(name, num_ranks, dtype, tiles, plan):
 @simulated
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
-    """Two tiles then write the same values to the same place: to the simulator, a race."""
+    """If a size is not whole tiles, the last tile must be moved back over the one before.
+
+    Both tiles write the same values to the overlap, which the simulator would report as a race.
+    """
     kernel, shape, expected = KERNELS[name]
     x = operand(shape(2, tile_length("bfloat16") + 8), "bfloat16")
     fabric = simulated_ranks(2, detect_races=False)
@@ -73,7 +78,8 @@ def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
 
 
 def test_sizes_that_cannot_be_are_refused():
-    for size in (8, 1028):  # less than a tile; not whole vectors
+    # The sizes are less than a tile, and not whole vectors.
+    for size in (8, 1028):
         with pytest.raises(ValueError, match=f"whole vectors of 8 elements.*has {size}"):
             FlatTiles(size, jnp.bfloat16, TilePlan(1))
 
@@ -91,7 +97,7 @@ def test_all_reduce_rms_norm(case, two_shot):
     check_norm(results, arrays, hidden, 1e-3)
 
 
-# --------------------------------------------------------------------------- lowered for CUDA
+# ------------------------------------------------------------------- kernels lowered for CUDA
 
 
 @needs_kernels
@@ -183,11 +189,11 @@ def test_plans_give_every_warpgroup_as_many_tiles():
         assert plan.num_blocks <= 132 and plan.num_warpgroups <= 4 and fewer < num_tiles
 
 
-# ------------------------------------------------------------------- on GPUs that are out of step
+# ------------------------------------------------------------ kernels on GPUs, with ranks delayed
 
 
 def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:
-    """Something as large as the operand, exact in float32, and different on every rank."""
+    """Makes the next call's operand from results: exact in float32, and different on every rank."""
     if name == "all_gather":
         return out.sum(0) / num_ranks + rank
     if name == "reduce_scatter":
@@ -200,7 +206,7 @@ def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_nobody_leaves_early(name, num_ranks):
-    """In a loop every operand is written anew while the slowest rank may still read the old one."""
+    """No rank may leave a call while a peer reads its operand; the next call rewrites it."""
     kernel, shape, expected = KERNELS[name]
     mesh, calls = expert_mesh(num_ranks), 6
     size = 40 * tile_length("float32")
@@ -240,7 +246,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
             def call(_, results):
-                # Depends on the call before, and rewrites the operand that it has read.
+                # This depends on the call before, and rewrites the operand that that call has read.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 return all_reduce_rms_norm(again, residual[0], scale[0], **options)
 

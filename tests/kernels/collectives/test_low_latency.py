@@ -1,4 +1,4 @@
-"""The low-latency protocol: simulated, lowered for CUDA, and on GPUs that are out of step."""
+"""Tests of the low-latency protocol: simulated, lowered for CUDA, and on GPUs out of step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def one_axis(num_ranks: int, **options: Any) -> SimulatedChannels:
 
 
 def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: TilePlan) -> np.ndarray:
-    """x and the result are stacked by place in the mesh."""
+    """Simulates a kernel; x and the result are stacked by the rank's place in the mesh."""
     kernel = getattr(ll, name)
     return simulate(lambda: kernel(places(len(x)), jnp.asarray(x), channels=channels, plan=plan))
 
@@ -76,7 +76,7 @@ def places(count: int) -> jax.Array:
     return jnp.arange(count, dtype=jnp.int32)[:, None]
 
 
-# ------------------------------------------------------------------------------ kernels, simulated
+# ------------------------------------------------------------------------ kernels in the simulator
 
 
 @simulated
@@ -84,10 +84,13 @@ def places(count: int) -> jax.Array:
     ("num_ranks", "dtype", "size", "plan"),
     quick(
         [
-            (2, "bfloat16", 4 * 1024, TilePlan(2, 1)),  # two tiles to a worker
+            # Each worker has two tiles.
+            (2, "bfloat16", 4 * 1024, TilePlan(2, 1)),
             (3, "float16", 2 * 1024, TilePlan(1, 2)),
-            (2, "float32", 512 + 4, TilePlan(1, 1)),  # the last tile is moved back
-            (4, "float32", 512, TilePlan(1, 1)),  # where the order of a sum is to be seen
+            # The last tile is moved back over the one before.
+            (2, "float32", 512 + 4, TilePlan(1, 1)),
+            # With four ranks, a float32 sum depends on its order.
+            (4, "float32", 512, TilePlan(1, 1)),
         ],
         (4, "float32", 512, TilePlan(1, 1)),
     ),
@@ -107,22 +110,27 @@ def test_kernel(name, num_ranks, dtype, size, plan):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.slow
 def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
-    """All of them write the same values to the same place: to the interpreter, a race."""
+    """Workers without a tile of their own must repeat the last tile.
+
+    All of them write the same values to it, which the interpreter would report as a race.
+    """
     _, shape, expected = KERNELS[name]
     x = operand(shape(2, size), "bfloat16")
     channels = one_axis(2, detect_races=False)
     assert_same_bits(run(name, x, channels, plan), expected(x))
     workers = plan.num_blocks * plan.num_warpgroups
-    assert set(channels.memory.contents.counters.values()) == {1}  # the idle ones have called too
+    # Workers without a tile must have counted the call, too.
+    assert set(channels.memory.contents.counters.values()) == {1}
     assert len(channels.memory.contents.counters) == 2 * workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Of the ranks along some axes of a mesh."""
+    """The groups of ranks along some axes of a mesh."""
 
     shape: tuple[int, ...]
-    axes: tuple[int, ...]  # those of the ranks, the last one fastest
+    # The axes of the ranks; the last one varies fastest.
+    axes: tuple[int, ...]
 
     @property
     def channels(self) -> tuple[tuple[int, int], ...]:
@@ -131,14 +139,17 @@ class Groups:
 
     @property
     def places(self) -> np.ndarray:
-        """[groups, N]"""
+        """Returns the place in the mesh of each rank of each group, [groups, N]."""
         places = np.arange(math.prod(self.shape)).reshape(self.shape)
         others = [axis for axis in range(len(self.shape)) if axis not in self.axes]
         num_ranks = math.prod(self.shape[axis] for axis in self.axes)
         return places.transpose(*others, *self.axes).reshape(-1, num_ranks)
 
     def each(self, expected: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-        """What all places have, from what they had and what a group makes of it."""
+        """Applies `expected` to each group's part of x [places, ...].
+
+        Returns all places' results.
+        """
         results = [expected(x[group]) for group in self.places]
         order = np.argsort(self.places.reshape(-1))
         return np.concatenate(results)[order]
@@ -170,14 +181,15 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
 @pytest.mark.slow
 @simulated
 def test_calls_of_all_kernels_one_after_another():
-    """In one memory, by different groups of the same GPUs, with different numbers of workers."""
+    """Calls of all kernels in one memory must be right, with changing groups and workers."""
     memory, mesh = TileContents(), (2, 2)
     plans = (TilePlan(2, 1), TilePlan(1, 1), TilePlan(1, 2))
     for call, name in enumerate([*KERNELS, *KERNELS]):
         _, shape, expected = KERNELS[name]
         groups = Groups(mesh, ((0,), (1,), (1, 0))[call % 3])
         x = operand((4, *shape(groups.places.shape[1], 2048)[1:]), "bfloat16", seed=call)
-        devices = (0, 1, 2, 3) if call < 5 else (2, 0, 3, 1)  # another program, another order
+        # From the sixth call on, the program has its GPUs in another order.
+        devices = (0, 1, 2, 3) if call < 5 else (2, 0, 3, 1)
         channels = simulated_channels(groups.channels, devices, memory)
         assert_same_bits(run(name, x, channels, plans[call % 3]), groups.each(expected, x))
 
@@ -197,11 +209,12 @@ def test_all_reduce_rms_norm(case, two_shot):
     arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)
     if two_shot:
         plan = TilePlan(-(-rows // num_ranks), plan.num_warpgroups)
-    # A block without a row of its own writes the last one too: to the interpreter, a race.
+    # Blocks without a row repeat the last row, which the interpreter would report as a race.
     channels = one_axis(num_ranks, detect_races=plan.num_blocks <= rows)
     options = dict(eps=1e-3, hidden=hidden, two_shot=two_shot, channels=channels, plan=plan)
     operands = [places(num_ranks), *map(jnp.asarray, arrays)]
-    for _ in range(2):  # the second time with the other set
+    # The second call uses the second set of tile buffers.
+    for _ in range(2):
         check_norm(
             simulate(lambda: low_latency_all_reduce_rms_norm(*operands, **options)),
             arrays,
@@ -214,9 +227,12 @@ def test_all_reduce_rms_norm(case, two_shot):
 def test_what_needs_more_than_there_is_is_refused():
     channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
     for name, size, plan in (
-        ("all_gather", 5 * 512, TilePlan(1, 1)),  # five tiles
-        ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
-        ("one_shot", 513 * 512, TilePlan(513, 1)),  # workers
+        # The call needs five tiles.
+        ("all_gather", 5 * 512, TilePlan(1, 1)),
+        # The call needs six tiles.
+        ("two_shot", 3 * 512, TilePlan(1, 1)),
+        # The call needs 513 workers.
+        ("one_shot", 513 * 512, TilePlan(513, 1)),
     ):
         x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
         with pytest.raises(
@@ -235,12 +251,12 @@ def test_what_needs_more_than_there_is_is_refused():
             low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
 
 
-# ----------------------------------------------------------------------- the protocol, out of step
+# ----------------------------------------------- the protocol in the simulator, with ranks delayed
 
 
 @dataclasses.dataclass(frozen=True)
 class _Late:
-    """Rank 0 is held back, for long."""
+    """Holds rank 0 back for some time."""
 
     seconds: float = 0.05
 
@@ -250,7 +266,7 @@ class _Late:
 
 
 class LateToTake(SimulatedChannels):
-    """Rank 0 has sent its tiles, but takes those of the others late."""
+    """Channels in which rank 0 sends its tiles, but receives those of the other ranks late."""
 
     def hold_back(self, point, rank):
         if point == 1:
@@ -258,7 +274,7 @@ class LateToTake(SimulatedChannels):
 
 
 class VeryLateToTake(SimulatedChannels):
-    """So late that even on a busy machine the others have made all the calls that they can."""
+    """Channels in which rank 0 receives so late that the other ranks finish every possible call."""
 
     def hold_back(self, point, rank):
         if point == 1:
@@ -272,7 +288,10 @@ class LateToCome(SimulatedChannels):
 
 
 def sum_and_go_on(endpoint: Endpoint, part: jax.Array) -> jax.Array:
-    """One call of a kernel of several: the next one's operand, exact if they are small integers."""
+    """Makes one of several calls in a kernel: sums `part`; returns the next call's operand.
+
+    Small integers keep the result exact.
+    """
     endpoint.delay_point(0)
     endpoint.send(0, [part] * len(endpoint.peers))
     endpoint.delay_point(1)
@@ -290,9 +309,10 @@ def several_calls(
     kind: type[Endpoint] = Endpoint,
     call: Callable[[Endpoint, jax.Array], jax.Array] = sum_and_go_on,
 ) -> np.ndarray:
-    """x [places, size] after calls by each of the channels in turn, in one kernel.
+    """Makes several calls in one kernel, with each of the channels in turn.
 
-    Between kernels all ranks meet, as the simulator has it; within one they don't.
+    Within one kernel the ranks do not meet between calls; the simulator makes them meet between
+    kernels. Returns the result for x [places, size].
     """
     first, tile = several[0], tile_length(x.dtype)
 
@@ -321,7 +341,7 @@ def several_calls(
 
 
 def integers(num_places: int) -> np.ndarray:
-    """For two workers."""
+    """Draws operands [places, size] of small integers, with two tiles, for two workers."""
     shape = (num_places, 2 * tile_length("float32"))
     return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
 
@@ -346,14 +366,15 @@ def test_calls_overtake_no_tile_buffer(num_ranks, kind):
         one_axis(num_ranks, kind=kind),
         Groups((num_ranks,), (0,)),
     )
-    for calls in (5, 3):  # an odd number: the next kernel begins with the other set
+    # With an odd number of calls, the next kernel begins with the second set of tile buffers.
+    for calls in (5, 3):
         assert_same_bits(several_calls(x, [channels], calls), after_calls(x, [groups], calls))
 
 
 @simulated
 @pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
 def test_calls_of_alternating_groups_overtake_no_tile_buffer(kind):
-    """Ranks 0 and 3 are never neighbours but in the last of the groups."""
+    """Alternating groups must not overwrite tiles; ranks 0 and 3 share only the last group."""
     memory, x = TileContents(), integers(4)
     several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
     channels = [
@@ -424,7 +445,7 @@ def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
 
 @simulated
 def test_sending_one_way_only_is_overtaken():
-    """Nothing keeps a rank that only sends from running away: so everybody sends to everybody."""
+    """If a rank only sends, nothing stops it from overwriting tiles: all ranks must send to all."""
 
     def broadcast(endpoint: Endpoint, part: jax.Array) -> jax.Array:
         @pl.when(endpoint.rank == 1)
@@ -441,7 +462,8 @@ def test_sending_one_way_only_is_overtaken():
         return part
 
     channels = one_axis(2, kind=VeryLateToTake)
-    several_calls(integers(2), [channels], calls=2, call=broadcast)  # as many as there are sets
+    # Two calls work, since there are two sets of tile buffers.
+    several_calls(integers(2), [channels], calls=2, call=broadcast)
     with pytest.raises(KernelError, match="a tile of rank 1 overtakes"):
         several_calls(integers(2), [channels], calls=3, call=broadcast)
 
@@ -458,7 +480,7 @@ def test_a_tile_that_nobody_takes_is_found():
 
 @simulated
 def test_swapped_tiles_are_found(monkeypatch):
-    """In NumPy's eyes: to the protocol they are as good."""
+    """Swapped tiles must give wrong values, since the protocol itself cannot tell them apart."""
     original = Endpoint.receive
 
     def receive(self, index, *args, **options):
@@ -489,7 +511,10 @@ def test_tile_buffers_that_are_not_there_are_found(monkeypatch):
 
 @pytest.mark.parametrize("num_gpus", [3, 5])
 def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
-    """Of both sets, all senders, workers and tiles: a dense numbering of what a GPU has."""
+    """No two tiles may share a buffer, over both sets and all senders, workers and tiles.
+
+    The numbering of a GPU's buffers is dense.
+    """
     endpoint = Endpoint.__new__(Endpoint)
     memory = TileMemory(memory_map.BASE, num_gpus)
     endpoint.channels = Channels(((1, num_gpus),), tuple(range(num_gpus)), memory)
@@ -506,7 +531,7 @@ def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
         np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 
-# ------------------------------------------------------------------------------ lowered for CUDA
+# ---------------------------------------------------------------------- kernels lowered for CUDA
 
 
 def lower_on(
@@ -568,10 +593,13 @@ def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "algorithm", "most_rows"),
     [
-        (2, 4096, "fused_one_shot_ll", 4 * 128),  # a tile of each of four rows
-        (2, 4100, "fused_one_shot_ll", 2 * 128),  # two tiles of each of two
+        # Each of four rows has one tile.
+        (2, 4096, "fused_one_shot_ll", 4 * 128),
+        # Each of two rows has two tiles.
+        (2, 4100, "fused_one_shot_ll", 2 * 128),
         (4, 1024, "fused_one_shot_ll", 4 * 512),
-        (2, 8192, "fused_two_shot_ll", 2 * 128),  # two tiles, twice; a row for each rank
+        # A rank has one row of two tiles, which is sent twice.
+        (2, 8192, "fused_two_shot_ll", 2 * 128),
         (8, 1024, "fused_two_shot_ll", 8 * 512),
         (2, 8200, "fused_two_shot_ll", 0),
     ],
@@ -598,7 +626,7 @@ def test_meshes_of_two_axes(axis_name):
 
 @pytest.fixture
 def noted_calls(monkeypatch):
-    """The channels and plans of the calls that are traced."""
+    """Collects the channels and plans of the calls that are traced during a test."""
     noted, call = [], ll.call
 
     def note(*args, channels, plan, **options):
@@ -614,7 +642,10 @@ AXES_OF_A_PROGRAM = [("a", ((2, 2),)), ("b", ((1, 2),)), (("b", "a"), ((1, 2), (
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """The first five devices, taken for GPUs that share memory, by number; the last is number 0."""
+    """Makes the first five devices pass for GPUs that share memory; returns them by GPU number.
+
+    The last device is GPU 0.
+    """
     devices = jax.devices()[4::-1]
     if len(devices) < 5:
         pytest.skip("needs 5 devices")
@@ -637,21 +668,21 @@ def gpus(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 4, 1)], ids=str)
 def test_channels_of_a_program(order, gpus, noted_calls):
-    """Which GPU is at which place, and how the ranks lie among the places."""
+    """A program's channels must know each place's GPU, and the strides of the ranks' axes."""
     mesh = Mesh(np.asarray([gpus[number] for number in order]).reshape(2, 2), ("a", "b"))
     for axis_name, axes in AXES_OF_A_PROGRAM:
         lower_on(mesh, axis_name, "all_gather", "ll", (16, 1024), "bfloat16")
         channels, _ = noted_calls[-1]
         assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
-        # Of all GPUs: programs of some of them use the same tile buffers.
+        # The memory is that of all GPUs, since programs on some of them use the same tile buffers.
         assert channels.memory == TileMemory(memory_map.BASE + 2**40, 5)
 
 
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the machine here is known")
 def test_channels_of_a_program_for_another_machine(noted_calls):
-    """Whose GPUs are at the places of their numbers."""
+    """For another machine, GPU i must be at place i of the mesh."""
     mesh = cuda_mesh((2, 3), ("a", "b"))
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
@@ -708,14 +739,15 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
         assert (plan.num_blocks - 1) * plan.num_warpgroups * rounds < num_tiles
 
 
-# ------------------------------------------------------------------- on GPUs that are out of step
+# ------------------------------------------------------------ kernels on GPUs, with ranks delayed
 
 
 def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> Channels:
-    """Within a shard_map over the mesh."""
+    """Makes the channels between this rank and others, inside a shard_map over the mesh."""
     strides = {name: math.prod(mesh.axis_sizes[i + 1 :]) for i, name in enumerate(mesh.axis_names)}
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
-    if isinstance(mesh, AbstractMesh):  # this is lowered only
+    # On an abstract mesh, the program is only lowered.
+    if isinstance(mesh, AbstractMesh):
         devices = tuple(range(mesh.size))
         return Channels(axes, devices, TileMemory(memory_map.BASE, mesh.size), **options)
     domain = symmetric_memory.domain()
@@ -724,7 +756,7 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     return Channels(axes, devices, TileMemory(domain.base, domain.num_gpus), **options)
 
 
-# Kernels, tiles and plans of the calls that follow each other in a loop.
+# Each step of the loop is (kernel, number of tiles, plan).
 STEPS = [
     ("one_shot", 40, TilePlan(8, 4)),
     ("two_shot", 3, TilePlan(3, 1)),
@@ -745,7 +777,7 @@ def operand_of(name: str, state: Any, size: int, num_ranks: int) -> Any:
 
 
 def next_state(state: Any, out: Any, rank: Any) -> Any:
-    """Small integers, exact in float32, and different on every rank."""
+    """Makes the next state of results: small integers, exact, and different on every rank."""
     xp = jnp if isinstance(state, jax.Array) else np
     total = ((out.sum(0) if out.ndim == 2 else out) + rank) % 16
     return xp.concatenate([total, state[total.size :]])
@@ -785,7 +817,7 @@ def states_after(state: np.ndarray, calls: int) -> np.ndarray:
 
 @needs_kernels
 def test_the_programs_for_gpus_lower():
-    """What the tests below run, so that it is traced wherever tests run."""
+    """The programs that other tests run on GPUs must trace and lower on any machine."""
     state = jax.ShapeDtypeStruct((4, STATE), jnp.float32)
     loop = loop_of_steps(cuda_mesh((4,), (AXIS,)), 5, delays_ns=delays(4)[-1])
     text = loop.trace(state).lower(lowering_platforms=("cuda",)).as_text()
@@ -826,7 +858,10 @@ def test_the_reference_of_the_loop_is_what_jax_computes():
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_calls_in_a_loop_out_of_step(num_ranks, backwards):
-    """Kernels of different sizes and numbers of workers, each of which needs the one before."""
+    """In a loop, calls of several kernels with changing sizes and workers must be right.
+
+    Each call depends on the one before, and ranks are delayed.
+    """
     mesh, calls = expert_mesh(num_ranks), 9
     if backwards:
         mesh = Mesh(mesh.devices[::-1], (AXIS,))
@@ -834,12 +869,13 @@ def test_calls_in_a_loop_out_of_step(num_ranks, backwards):
     want = states_after(state, calls)
     for delay in [(), *delays(num_ranks)]:
         loop = loop_of_steps(mesh, calls, timeout_s=20.0, delays_ns=delay)
-        for _ in range(2):  # the second time with the other set
+        # The second run begins with the second set of tile buffers.
+        for _ in range(2):
             np.testing.assert_array_equal(loop(state), want, err_msg=str(delay))
 
 
 def alternating(mesh: Any, kind: str) -> Any:
-    """Sums, exchanges and gathers by different groups of the same GPUs, in one loop."""
+    """Jits a loop of sums, all-to-alls and gathers by alternating groups of the same GPUs."""
     sums, moves = ("one_shot_ll", "ll") if kind == "ll" else ("xla", "xla")
 
     def step(_: Any, x: jax.Array) -> jax.Array:
@@ -879,7 +915,7 @@ def test_groups_along_either_axis_in_one_program(order):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 def test_any_word_arrives(num_ranks, dtype):
-    """The word that means that nothing is there, too, and the one that is sent instead."""
+    """Any bits must arrive, even the sentinel word for an empty buffer and its replacement."""
     words = np.random.default_rng(0).integers(0, 2**32, (num_ranks, 2 * num_ranks, 512), np.uint32)
     words[:, :, ::3], words[:, :, 4::9] = 0xFFFFFFFF, 0xFFFFFFFE
     words[:, :, 1::6], words[:, :, 2::6] = 0xFFFF0000, 0x0000FFFF
@@ -941,7 +977,7 @@ def test_the_largest_payloads_and_odd_ones(algorithm, num_bytes, num_ranks):
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
-    """In a loop with calls of other kernels, by some of the workers."""
+    """In a loop with calls of another kernel by some of the workers, the results must be right."""
     mesh, calls, rows = expert_mesh(num_ranks), 5, 3 * num_ranks - 1
     arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
     plan = TilePlan(3, 2) if two_shot else TilePlan(rows, 2)
@@ -952,7 +988,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, channels=channels, plan=plan)
 
             def call(_, results):
-                # Depends on the calls before.
+                # This depends on the calls before.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 gathered = ll.all_gather(
                     jax_compat.place(), again[0], channels=channels, plan=TilePlan(1, 1)
@@ -975,7 +1011,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
 
 
 def independent_sums(mesh: Any, count: int) -> Any:
-    """None of them needs another one's result: XLA may start them in any order, but one by one."""
+    """Jits sums that do not depend on each other; XLA may run them in any order, one at a time."""
 
     def sums(x: jax.Array) -> jax.Array:
         parts = [x[0, i, : 8 * (i + 1) ** 3] for i in range(count)]
@@ -1007,7 +1043,10 @@ def test_calls_that_do_not_depend_on_each_other(num_ranks):
 @on_gpus
 @pytest.mark.needs_devices(4)
 def test_programs_of_some_of_the_gpus_take_turns():
-    """Nobody waits between them, and the GPUs that have no part in one are ahead in the next."""
+    """Programs on 2 and on 4 GPUs must alternate without waiting for each other's ends.
+
+    GPUs without a part in a program are ahead in the next one.
+    """
     rng, outs = np.random.default_rng(0), []
     programs = {n: independent_sums(expert_mesh(n), 5) for n in (2, 4)}
     operands = {n: rng.integers(-8, 8, (n, 5, 1000)).astype(np.float32) for n in programs}
@@ -1047,7 +1086,7 @@ jax.block_until_ready(jax.jit(mapped)(np.zeros(2 * 1024, np.float32)))
 @on_gpus
 @pytest.mark.needs_devices(2)
 def test_a_rank_that_never_comes_ends_the_program():
-    """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    """A rank that never comes must end the program: a message says who waits for whom."""
     output = output_of_a_failure(LATE, __file__)
     message = "jax_ep: ep_all_gather_ll: rank 0 waited over 0.25 s for rank 1 (block "
     assert message in output, output

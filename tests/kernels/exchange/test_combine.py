@@ -1,4 +1,4 @@
-"""The combine kernel in the simulator, against the plain reference."""
+"""Tests of the combine kernel in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 

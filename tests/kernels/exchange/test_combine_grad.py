@@ -1,4 +1,4 @@
-"""The kernel of a combine's gradient in the simulator, against the plain reference."""
+"""Tests of the kernel for a combine's gradient in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_that_no_token_has_may_stay_as_they_are():
 @simulated
 @pytest.mark.slow
 def test_an_infinite_row_has_an_infinite_product():
-    """Columns past the row's end, which count as zero, make no NaN of it."""
+    """The product with an infinite row must be infinite; padded columns must not make it NaN."""
     problem = Problem(2, 2, 1056, 3, 4, "masked")
     y = problem.y.copy()
     y[..., 0] = np.inf

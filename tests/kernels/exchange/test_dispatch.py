@@ -1,4 +1,4 @@
-"""The dispatch kernel in the simulator, against the plain reference."""
+"""Tests of the dispatch kernel in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_dispatch(case):
 @simulated
 @pytest.mark.slow
 def test_choices_are_counted_in_parts(monkeypatch):
-    """Of which the last overlaps with the one before it."""
+    """Choices must be counted right in several parts, of which the last two overlap."""
     monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", LANES)
     problem = Problem(2, 40, 32, 8, 8, "masked")
     assert 2 * LANES < problem.topk_idx[0].size < 3 * LANES
@@ -92,7 +92,7 @@ def test_choices_are_counted_in_parts(monkeypatch):
 @simulated
 @pytest.mark.parametrize("call", quick([dispatch, dispatch_like], dispatch))
 def test_rows_that_no_token_gets_may_stay_as_they_are(call):
-    """But for those between experts' rows, which belong to a group."""
+    """Without `zero_unused`, rows past the last expert must stay unwritten, but padding be zero."""
     problem = Problem(2, 5, 32, 2, 4, "masked", alignment=4)
     parts, *_ = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False)), None
     tokens = parts[0][0] if call is dispatch else parts[0]

@@ -1,4 +1,4 @@
-"""The exchange's kernels over the low-latency protocol, simulated, against the plain reference."""
+"""Tests of the low-latency exchange kernels in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pallas_kernels.exchange import (
 )
 from pallas_kernels.exchange.plan import LowLatencyPlan
 
-Case = tuple[Problem, dict[str, int]]  # a problem, and limits of the plan
+# A problem, and limits of its plan.
+Case = tuple[Problem, dict[str, int]]
 
 CASES: dict[str, Case] = {
     "two_ranks": (Problem(2, 3, 1024, 4, 4, "masked", "bfloat16"), {}),
@@ -31,7 +32,7 @@ CASES: dict[str, Case] = {
         dict(max_blocks=2, max_stages=5),
     ),
     "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_stages=2)),
-    # More than four: two tiles a channel, and more ranks than a block has warpgroups for them.
+    # Five ranks need two tiles per channel, and more channels than a block has warpgroups for them.
     "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
@@ -47,13 +48,13 @@ CASES: dict[str, Case] = {
     "idle_sources": (Problem(2, 3, 512, 2, 4, "idle_sources", capacity=9), {}),
     "empty": (Problem(2, 3, 1024, 4, 4, "empty", "float16", capacity=4), {}),
 }
-# The tile that is moved back writes what another writes: to the interpreter, a race.
+# Two tiles overlap and write the same values, which the interpreter would report as a race.
 MOVED_BACK = Problem(2, 2, 1408, 3, 4, "masked", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """Calls of the kernels for one problem, all by one memory of the protocol."""
+    """Calls of the kernels for one problem, all with the same tile buffers and counters."""
 
     problem: Problem
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -97,7 +98,7 @@ class Calls:
             np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
     def leave_unused(self) -> None:
-        """Rows that no token gets stay as they are."""
+        """Checks that rows to which no token is sent stay unwritten."""
         problem, unused = self.problem, functools.partial(with_unused_rows, self.problem)
         arrays, options = (problem.x, problem.topk_idx), dict(capacity=problem.num_rows)
         options |= dict(zero_unused=False)
@@ -133,7 +134,7 @@ class Calls:
         dy, dweights = self.run(kernel, *arrays, problem.counts)
         expected_dy, expected_dweights = problem.combine_grads
         assert_bitwise_equal(dy, expected_dy, "dy")
-        # No term or sum of terms is rounded.
+        # The products and sums of small integers do not round.
         np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
 
 
@@ -189,7 +190,10 @@ def test_combine_grad(problem, limits):
 @simulated
 @pytest.mark.slow
 def test_an_infinite_row_has_an_infinite_product():
-    """Also where a tile is repeated, whose products count once."""
+    """The product with an infinite row must be infinite, even if a tile of it is repeated.
+
+    Products of a repeated tile count once.
+    """
     problem = Problem(2, 2, 512, 3, 4, "masked")
     y = problem.y.copy()
     y[..., 0] = np.inf
@@ -204,7 +208,7 @@ def test_an_infinite_row_has_an_infinite_product():
 @simulated
 @pytest.mark.slow
 def test_calls_one_after_another():
-    """Calls use two sets of tile buffers in turn, whichever kernel makes them."""
+    """Calls of different kernels must use the two sets of tile buffers in turn."""
     calls = Calls(*CASES["two_ranks"])
     plain = dataclasses.replace(calls, problem=without_weights(calls.problem))
     for call in (calls.dispatch, plain.combine, calls.combine_grad) * 2:
@@ -235,12 +239,16 @@ PLAN = LowLatencyPlan(
 @pytest.mark.parametrize(
     "change",
     [
-        dict(num_tokens=257),  # three tokens to a block: six tiles
-        dict(hidden=1023),  # a row of less than a tile
+        # A block has three tokens, which need six tiles.
+        dict(num_tokens=257),
+        # A row is less than a tile.
+        dict(hidden=1023),
         dict(num_ranks=1),
-        dict(num_ranks=5),  # of four GPUs
+        # Five ranks are more than the four GPUs.
+        dict(num_ranks=5),
         dict(num_ranks=16, num_gpus=16),
-        dict(num_tokens=256, top_k=9, hidden=2048),  # values of a call
+        # These are more values than a call may send.
+        dict(num_tokens=256, top_k=9, hidden=2048),
         dict(dtype="float32", num_tokens=129),
     ],
     ids=str,

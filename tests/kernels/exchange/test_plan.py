@@ -1,4 +1,4 @@
-"""Plans and workspaces of the kernels of the exchange: that they hold at sizes of all kinds."""
+"""Tests of the exchange kernels' plans and workspaces, at sizes of all kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ROWS = [
     Row(64, jnp.bfloat16),
     Row(14336, jnp.bfloat16),
 ]
-SIZES = [  # num_tokens, num_ranks, top_k, num_experts
+# Each case is (num_tokens, num_ranks, top_k, num_experts).
+SIZES = [
     (1, 1, 1, 1),
     (17, 2, 3, 4),
     (128, 8, 8, 256),
@@ -116,7 +117,7 @@ def test_padded_rows_are_whole_lines():
 @pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts):
-    """The rings of rows alone take less than there is; that the rest does, lowering checks."""
+    """The rows' stages must fit shared memory; lowering checks everything in shared memory."""
     sizes = sizes_of(num_tokens, num_ranks, top_k, num_experts)
     assert plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
     of_dispatch = plans.for_dispatch(row, sizes)
@@ -133,13 +134,14 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_stages >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_grad.num_stages % of_grad.num_workers == 0  # a worker has stages of its own
+    # Each worker has stages of its own.
+    assert of_grad.num_stages % of_grad.num_workers == 0
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
 @pytest.mark.parametrize(("num_ranks", "top_k"), [(2, 8), (8, 4), (16, 10), (16, 32)])
 def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
-    """Also where long lists leave little room for rows: then steps have fewer tokens."""
+    """Sizes that fit must have a plan, even if long lists leave little shared memory for rows."""
     sizes = dict(num_ranks=num_ranks, top_k=top_k)
     for num_experts in (64, 1536, 2048, 3072, 3840):
         for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
@@ -148,7 +150,7 @@ def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
 
 
 def test_long_lists_leave_shared_memory_for_rows():
-    """Steps are shorter where rows would else have no room, and only there."""
+    """Steps must have fewer tokens if rows would not fit otherwise, and only then."""
     row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3584))
     assert (plan.step_tokens, plan.num_stages) == (32, 8)
@@ -160,7 +162,7 @@ def test_long_lists_leave_shared_memory_for_rows():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
 def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
-    """Tiles are not much longer than what a warpgroup should hold, nor much shorter."""
+    """A combine's tiles must divide a row, be whole vectors, and suit a warpgroup's size."""
     row = Row(plans.padded_hidden(hidden, dtype, wire), dtype, wire)
     tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
     assert row.hidden % tile == 0 and tile % vector == 0
@@ -169,7 +171,7 @@ def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
 
 
 def test_a_step_of_short_rows_has_more_tokens():
-    """As many bytes as a step of long rows, up to what lists in shared memory have room for."""
+    """A step must have as many bytes for short rows as for long ones, as far as lists have room."""
     sizes = sizes_of(4096, 8, 8, 64)
     rows = {hidden: Row(hidden, jnp.bfloat16) for hidden in (64, 2048, 7168, 14336)}
     steps = {h: plans.for_combine(row, sizes).step_tokens for h, row in rows.items()}
@@ -194,7 +196,7 @@ def test_blocks_can_be_limited(num_blocks):
 
 
 def test_a_signal_can_count_the_steps_of_a_block():
-    """More than 2**16 of them, as one block has for that many long rows; or the plan is refused."""
+    """A signal must count all steps of a block, which may be over 2**16, or the plan be refused."""
     row, most = ROWS[0], 2**memory_map.COUNT_BITS - 1
     for step_tokens, plan_of in (
         (1, plans.for_combine),
@@ -234,8 +236,9 @@ def test_a_workspace_is_the_size_of_its_arrays():
     plan = plans.for_combine(row, sizes)
     values, scales = plans.combine_receive_buffer(plan, row, 300, 4)
     assert (
+        # A block has 3 tokens.
         values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE.dtype
-    )  # 3 tokens to a block
+    )
     assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
@@ -248,7 +251,7 @@ def test_a_workspace_is_the_size_of_its_arrays():
 
 
 def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
-    """The result of a combine, then its receive buffer, which peers reach."""
+    """The combine kernel must allocate its result and then the plan's receive buffer."""
     asked: dict[str, Any] = {}
 
     def kernel(fabric: Any, body: Any, **options: Any) -> Any:
@@ -265,11 +268,12 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
     out, *received = asked["out_type"]
     assert out.shape == (7, 512)
     assert received == plans.combine_receive_buffer(plan, row, 7, 2)
-    assert asked["shared"] == (4,)  # of three operands, the result and the buffer
+    # Peers reach number 4 only: three operands and the result come before the receive buffer.
+    assert asked["shared"] == (4,)
 
 
 def test_planning_imports_no_pallas():
-    """Sizes are known on machines where no kernel runs, for the price of importing JAX."""
+    """Planning must not import Pallas, since sizes are needed on machines without kernels."""
     modules = "pallas_kernels.exchange.plan", "pallas_kernels.fabric.hardware"
     program = "\n".join(
         [

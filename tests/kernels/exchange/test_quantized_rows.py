@@ -1,4 +1,4 @@
-"""Rows that the kernels quantize: the arithmetic on GPUs, the rest in the simulator."""
+"""Tests of rows that kernels quantize: the arithmetic on GPUs, the rest in the simulator."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_kernels_have_every_format_of_the_wire():
 
 
 def quantize_rows(x: jax.Array) -> list[jax.Array]:
-    """[T, H] -> rows and scales, a block of the grid to a row."""
+    """Quantizes x [T, H] in a kernel, one grid block per row; returns values and scales."""
     hidden = x.shape[1]
 
     def kernel(x_ref, values_ref, scales_ref, wide, values, scales, full):
@@ -124,7 +124,14 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
 
 
 def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) -> jax.Array:
-    """[N, T, H], [N, T, H / 128] and [N, T] -> [T, H], a block of the grid to a row."""
+    """Adds float8 rows in a kernel, one grid block per token.
+
+    Args:
+        values: [N, T, H] float8.
+        scales: [N, T, H / 128] float32.
+        sent: [N, T], whether rank n sends a row for token t.
+        dtype: dtype of the result [T, H].
+    """
     num_ranks, num_rows, hidden = values.shape
 
     def kernel(values_ref, scales_ref, sent_ref, out_ref, out):

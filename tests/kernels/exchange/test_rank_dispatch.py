@@ -1,4 +1,4 @@
-"""The kernels of the rank-major layout in the simulator, against the plain reference."""
+"""Tests of the rank-major layout's kernels in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_combine_of_quantized_sums(case):
         (2, (17, 40, 3, 4), "float32"),
         (4, (300, 2944, 4, 128), "float16"),
         (1, (5, 128, 2, 4), "bfloat16"),
-        (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
+        # Long lists leave little shared memory for rows.
+        (8, (128, 7168, 32, 256), "bfloat16"),
         (8, (128, 4096, 22, 256), "bfloat16"),
     ],
     ids=str,
@@ -131,6 +132,7 @@ def test_lowers_to_the_kernels(num_ranks, shape, dtype):
     for wire_dtype in (None, "float8_e4m3fn") if hidden % 128 == 0 else (None,):
         gradient = jax.jit(jax.value_and_grad(lambda *a, w=wire_dtype: loss(*a, w), argnums=(0, 2)))
         text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-        # Forward and backward, one of each; of the weights' gradient, one small all-to-all.
+        # Forward and backward have one dispatch and one combine each; the weights' gradient is an
+        # all-to-all.
         assert text.count("@mosaic_gpu_v2") == 4
         assert text.count("stablehlo.all_gather") == 0

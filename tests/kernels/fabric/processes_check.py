@@ -1,15 +1,16 @@
-"""Whether kernels give the same bits in any number of processes, on the GPUs of this machine.
+"""Checks that kernels give the same bits in any number of processes, on this machine's GPUs.
 
-`python processes_check.py` runs the same programs in one process and in one process for each GPU,
-which sees all GPUs or its own alone. It compares every result bit for bit, and those of the
-exchange and its gradients with `jax_ep.reference` under every routing of the contract's tests. It
-repeats the exchange while ranks are held back at random, times loops of calls, and prints a table.
-Before that it kills one of the processes in the middle of a loop: all others must end in time, and
-say which rank waited for which, in which op; nothing of theirs may stay on a GPU. It exits with 1
-if anything differs. pytest does not collect it.
+`python processes_check.py` runs the same programs in one process, and in one process for each GPU.
+Such a process sees all GPUs or only its own. The check compares every result bit for bit, and the
+exchange and its gradients with `jax_ep.reference` under all routings of `support.contract`. It
+repeats the exchange while ranks are delayed at random, times loops of calls, and prints a table.
 
-`python processes_check.py --share=8` does so with 8 processes on one GPU, which runs their kernels
-in turns: what 8 ranks compute, on a machine of one GPU, but no times.
+Before that, it kills one of the processes in the middle of a loop. The other processes must end
+soon, say in which op which rank waited for which, and leave nothing on a GPU. The check exits with
+1 if anything differs. pytest does not collect it.
+
+`python processes_check.py --share=8` runs 8 processes on one GPU, which runs their kernels in
+turns. It checks the results of 8 ranks on a machine with one GPU, without timings.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from typing import Any
 import numpy as np
 
 AXIS = "expert"
-TIMEOUT_SECONDS = 5.0  # of a kernel that waits for a process that was killed
-HEARTBEAT_SECONDS = 10  # after which jax.distributed ends the processes that are left
-CALLS = 400  # of a loop that is timed
+# How long a kernel waits for a killed process.
+TIMEOUT_SECONDS = 5.0
+# After this time without a heartbeat, jax.distributed ends the remaining processes.
+HEARTBEAT_SECONDS = 10
+# The number of calls in a loop that is timed.
+CALLS = 400
 SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
-ALL, OWN, SHARED = "all", "own", "shared"  # the GPUs that a process sees
+# Which GPUs a process sees: all, its own, or one that all processes share.
+ALL, OWN, SHARED = "all", "own", "shared"
 
 
 def main() -> int:
@@ -80,7 +85,7 @@ def number_of_gpus() -> int:
 
 
 def start(processes: int, sees: str, path: Path, repeats: int) -> str:
-    """Runs the programs in so many processes; returns what the first one printed."""
+    """Runs the programs in `processes` processes; returns what the first one printed."""
     running = launch(processes, sees, path, "--repeats", str(repeats))
     texts = [process.communicate(timeout=300)[0] for process in running]
     if any(process.returncode for process in running):
@@ -121,7 +126,7 @@ def launch(
 
 
 def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
-    """Kills the last process in its loop; returns how the others ended, "" if not as they must."""
+    """Kills the last process in its loop; returns how the others ended, or "" if wrongly."""
     seconds = {"JAX_EP_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
     running = launch(
         processes, sees, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
@@ -162,7 +167,7 @@ def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Returns what a process writes until it ends, or until it is killed after so many seconds."""
+    """Returns what a process writes until it ends; kills it after `seconds`."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
@@ -187,7 +192,7 @@ def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
 
 
 def run(args: Any) -> None:
-    """One process's part."""
+    """Runs the programs and checks of one process."""
     import jax
 
     number, count = map(int, args.process.split("/"))
@@ -196,7 +201,8 @@ def run(args: Any) -> None:
     if count > 1:
         ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
         seconds = HEARTBEAT_SECONDS if args.endless else 100
-        if args.endless and args.share:  # a GPU that runs kernels in turns ends one late
+        # A GPU that runs kernels in turns ends a kernel late.
+        if args.endless and args.share:
             seconds *= 2
         jax.distributed.initialize(
             args.coordinator,
@@ -227,7 +233,7 @@ def run(args: Any) -> None:
 
 
 def pass_for_another_gpu(number: int) -> None:
-    """Lets this process's GPU pass for one that no other process has."""
+    """Makes this process's GPU pass for one of its own, though the processes share it."""
     from jax_ep.runtime import cuda_driver
 
     uuid = cuda_driver.uuid
@@ -235,7 +241,10 @@ def pass_for_another_gpu(number: int) -> None:
 
 
 def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
-    """Of rows of the low-latency protocol, one repeated tile among theirs, and of rows put."""
+    """Checks the exchange against the reference, with and without the low-latency protocol.
+
+    With it, the last tile of a row overlaps with the one before.
+    """
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import jax.numpy as jnp
     from support import contract
@@ -265,7 +274,7 @@ def inputs(mesh: Any, **sizes: int) -> list[Any]:
 def arrays(
     num_ranks: int, *, num_experts: int, top_k: int, num_tokens: int, hidden: int
 ) -> tuple[np.ndarray, ...]:
-    """Tokens, choices and weights of all ranks, [N T, ...]."""
+    """Draws the tokens, choices and weights of all ranks, [N * T, ...] each."""
     import jax.numpy as jnp
 
     rng, rows = np.random.default_rng(0), num_ranks * num_tokens
@@ -305,7 +314,8 @@ def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
             return total, (received.tokens, received.group_sizes, out)
 
         (total, kept), gradients = jax.value_and_grad(forward, (0, 1), has_aux=True)(x, weights)
-        if not loss:  # nothing of NCCL's, whose kernels wait for a lost rank without end
+        # NCCL's kernels would wait for a lost rank forever, so leave them out then.
+        if not loss:
             return kept, gradients
         return kept, gradients, jax.lax.psum(total, AXIS) + jnp.zeros_like(total)
 
@@ -313,7 +323,7 @@ def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
 
 
 def programs(mesh: Any, loss: bool) -> Any:
-    """Yields a name, a program, its operands, and what each rank must get, or None."""
+    """Yields a program's name, function and operands, and each rank's expected result or None."""
     import jax.numpy as jnp
 
     import jax_ep
@@ -327,7 +337,8 @@ def programs(mesh: Any, loss: bool) -> Any:
     sent = all_tokens.reshape(mesh.size, SIZES["num_tokens"], -1)[:, :num_rows]
     total = functools.reduce(np.add, sent.astype(np.float32)).astype(sent.dtype)
     parts = sent.reshape(mesh.size, mesh.size, -1, SIZES["hidden"])
-    want = {  # bit for bit
+    # These results must be equal bit for bit.
+    want = {
         "all_reduce": [total] * mesh.size,
         "all_gather": [sent.reshape(-1, SIZES["hidden"])] * mesh.size,
         "reduce_scatter": np.split(total, mesh.size),
@@ -344,7 +355,8 @@ def programs(mesh: Any, loss: bool) -> Any:
 
             def collective(x: Any, function: Any = function, algorithm: str = algorithm) -> Any:
                 out = function(x[:num_rows], AXIS, algorithm=algorithm)
-                return out + jnp.zeros_like(x[:1])  # it varies over the ranks
+                # Adding zeros of x makes the result vary over the ranks (vma).
+                return out + jnp.zeros_like(x[:1])
 
             name = f"{operation} {algorithm}"
             yield name, on_ranks(mesh, collective), [x], want[operation]
@@ -353,7 +365,7 @@ def programs(mesh: Any, loss: bool) -> Any:
 def repeat(
     mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None, loss: bool = True
 ) -> str:
-    """Repeats the exchange; every repeat must give the first one's bits, on all ranks."""
+    """Repeats the exchange; all repeats must give the first one's bits, on all ranks."""
     import jax
 
     operands = inputs(mesh, **SIZES)
@@ -367,7 +379,8 @@ def repeat(
     expected, rng = bits(program(*operands)), np.random.default_rng(jax.process_index())
     for i in range(repeats):
         if rng.random() < 0.2:
-            time.sleep(rng.random() * 0.002)  # this process is late
+            # This process is late.
+            time.sleep(rng.random() * 0.002)
         results = program(*operands)
         tell(i)
         if i % 10 == 0 and bits(results) != expected:
@@ -378,7 +391,7 @@ def repeat(
 
 
 def times(mesh: Any) -> list[str]:
-    """Microseconds of a call in a loop: of wall time, and of the first GPU's kernels."""
+    """Returns each op's microseconds per call in a loop: wall time, the first GPU's kernels."""
     import jax
 
     import jax_ep
@@ -429,7 +442,7 @@ def times(mesh: Any) -> list[str]:
 
 
 def device_time(program: Any, operands: Any) -> float:
-    """The microseconds of the library's kernels of a call, each kernel's median."""
+    """Returns the microseconds of one call's kernels: the sum of each kernel's median."""
     import jax
 
     from jax_ep.bench.timing import launches_by_device

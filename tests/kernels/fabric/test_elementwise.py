@@ -1,4 +1,4 @@
-"""Elementwise functions as PTX: what it computes, and on a GPU, that XLA's bits are the same."""
+"""Tests of elementwise functions in PTX: computed by NumPy, and on a GPU against XLA's bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 def constant(text):
-    """The float32 of a PTX literal such as 0f3F800000."""
+    """Returns the float32 number of a PTX literal such as 0f3F800000."""
     return np.uint32(int(text.removeprefix("0f"), 16)).view(np.float32)
 
 
@@ -49,7 +49,7 @@ def fma(a, b, c):
 
 
 def run_ptx(text, constraints, *operands, returns=None):
-    """Runs a piece of PTX on NumPy scalars: what the instructions mean, but for approximations."""
+    """Runs a piece of PTX on NumPy scalars; approximate instructions are computed exactly."""
     registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
 
     def read(name):
@@ -64,7 +64,7 @@ def run_ptx(text, constraints, *operands, returns=None):
         "neg.f32": lambda a: -a,
         "abs.f32": abs,
         "fma.rn.f32": fma,
-        # Rounds down: the sum's last bit is 1.
+        # Round down: the sum here is so large that its last bit has the value 1, as floor assumes.
         "fma.rm.f32": lambda a, b, c: np.float32(np.floor(np.float64(a) * b + c)),
         "rcp.approx.f32": lambda a: np.float32(1) / a,
         "div.full.f32": lambda a, b: a / b,
@@ -87,7 +87,8 @@ def run_ptx(text, constraints, *operands, returns=None):
     return np.float32(registers["$0"])
 
 
-@needs_kernels  # whose XLA has the tanh that is emitted
+# Older versions of JAX have an XLA with another tanh.
+@needs_kernels
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_the_instructions_compute(name, monkeypatch):
     monkeypatch.setattr(mosaic, "asm", run_ptx)
@@ -114,7 +115,7 @@ def test_functions_that_are_refused(name):
 
 
 def apply(function, x):
-    """Applies a function in a kernel to x [64 n, 64] float32."""
+    """Applies `function` in a kernel to x [64 * n, 64] float32."""
     emitted = Elementwise(function, 1)
 
     def kernel(x_ref, out_ref):
@@ -142,7 +143,7 @@ def test_lowers_for_cuda():
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="compares with XLA's GPU kernels")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_bits_are_those_of_xla(name):
-    """For every bfloat16: the values that the gate of a bfloat16 product can have."""
+    """The bits must equal XLA's for every bfloat16, the gate values of a bfloat16 product."""
     bits = jnp.arange(2**16, dtype=jnp.uint16)
     x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).reshape(1024, 64)
     got = np.asarray(jax.jit(functools.partial(apply, FUNCTIONS[name]))(x))

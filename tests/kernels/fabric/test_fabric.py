@@ -1,4 +1,4 @@
-"""Ranks and their rendezvous; on GPUs, the exchange kernels with ranks out of step."""
+"""Tests of ranks and their rendezvous; on GPUs, of the exchange kernels with ranks out of step."""
 
 from __future__ import annotations
 
@@ -58,21 +58,22 @@ def test_shapes_of_buffers():
 
 @needs_kernels
 def test_what_processes_check_compares_with_the_reference():
-    """pytest does not run the rest of it."""
+    """processes_check.py, which pytest does not run, must compare with the reference rightly."""
     path = Path(__file__).with_name("processes_check.py")
     runpy.run_path(str(path))["check_contract"](expert_mesh(2), None)
 
 
-# ------------------------------------------------------------------------------------ the programs
+# --------------------------------------------------------- the programs that the tests on GPUs run
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What every rank exchanges in one program."""
+    """An exchange program, with its sizes and operands, computed by kernels and by XLA."""
 
     num_ranks: int
     top_k: int = 4
-    kind: str = "expert"  # of program: "expert", "rank" or "float8"
+    # The kind of program: "expert", "rank" or "float8".
+    kind: str = "expert"
     num_tokens: int = 67
     hidden: int = 512
     dtype: str = "bfloat16"
@@ -87,12 +88,13 @@ class Work:
         return 4 * self.num_ranks
 
     @property
-    def capacity(self) -> int:  # some rows are dropped
+    def capacity(self) -> int:
+        # Some rows must be dropped.
         return 3 * self.num_tokens * self.top_k // 4
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the results of a program."""
+        """The names of the program's results."""
         if self.kind == "expert":
             combines = "combine", "combine without weights", "dy", "dweights"
             return "dispatch", "dispatch_like", *combines
@@ -105,7 +107,10 @@ class Work:
         return {"expert": 5, "rank": 2, "float8": 3}[self.kind]
 
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """x [N T, H], topk_idx and weights [N T, K], y [N R, H]; by rank, y [N N T, H]."""
+        """Draws x [N * T, H], topk_idx and weights [N * T, K], and y [N * R, H].
+
+        For the kind "rank", y is [N * N * T, H].
+        """
         rng = np.random.default_rng(self.num_ranks)
         sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
         idx = routing("masked", ContractCase(*sizes), rng)
@@ -120,7 +125,7 @@ class Work:
         )
 
     def by_kernels(self, fabric: fb.Fabric, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
-        """Dispatches, other payloads along their routes, combines, and a gradient."""
+        """Runs the kernels: dispatches, dispatches along known routes, combines, a gradient."""
         num_experts = self.num_experts
         common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
         by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
@@ -151,7 +156,11 @@ class Work:
         return tokens, again, out, plain, *grads
 
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
-        """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
+        """Computes by XLA what `by_kernels` does.
+
+        `quantized` is x in float8 and its scales, quantized by the kernels, because XLA's division
+        rounds differently on GPUs.
+        """
         axis: dict[str, Any] = dict(axis_name=("expert",), num_experts=self.num_experts)
         by_rank = Config(**axis, layout="rank")
         by_expert = Config(**axis, capacity=self.capacity, expert_alignment=self.alignment)
@@ -184,7 +193,7 @@ class Work:
         return dispatch(x), dispatch(-x), out, plain, *grads
 
     def fabric(self, like: jax.Array, seed: int | None = None) -> Gpus:
-        """One whose ranks are late by random times, unless there is no seed; in a `shard_map`."""
+        """Makes the fabric inside a shard_map; with a `seed`, ranks are delayed by random times."""
         if seed is None:
             return ranks_here(("expert",), like)
         rng = np.random.default_rng(seed)
@@ -196,9 +205,9 @@ class Work:
         return self.by_kernels(self.fabric(inputs[0], seed), *inputs)
 
     def differences(self, seed: int | None, repeats: int, *inputs: jax.Array) -> jax.Array:
-        """[1]: elements that differ, in `repeats` runs, from the first run.
+        """Counts the elements that differ from the first run in `repeats` runs, [1] int32.
 
-        Every run has two dispatches in flight, of different tokens, and all that follows them.
+        Each run has two dispatches of different tokens in flight, with the kernels that follow.
         """
 
         fabric = self.fabric(inputs[0], seed)
@@ -207,7 +216,7 @@ class Work:
             return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
         def run(i: Any) -> list[jax.Array]:
-            # The barrier keeps XLA from taking the kernels out of the loop.
+            # The barrier keeps XLA from moving the kernels out of the loop.
             x, topk_idx, weights, y, _ = lax.optimization_barrier((*inputs, i))
             results = (
                 self.by_kernels(fabric, x, topk_idx, weights, y),
@@ -225,7 +234,7 @@ class Work:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Rounded, so that sums of products with small integers are exact in any order."""
+    """Rounds x to whole numbers, whose sums of products are exact in any order."""
     return jnp.round(x)
 
 
@@ -263,7 +272,7 @@ def test_the_programs_for_gpus_lower(work):
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_programs_give_as_many_results_as_xla(kind):
-    """What the tests on GPUs compare is of the same shapes and types, for all that has a name."""
+    """The kernels' program must have XLA's results, with equal shapes and dtypes, one per name."""
     work = Work(2, kind=kind)
     mesh = cuda_mesh((2,), ("expert",))
     inputs = work.inputs()
@@ -280,7 +289,7 @@ def test_the_programs_give_as_many_results_as_xla(kind):
 )
 @pytest.mark.parametrize("gpus", [tuple(range(8)), (3, 1, 4, 15, 9, 2, 6, 5)], ids=str)
 def test_a_gpu_knows_its_rank_and_its_peers(sizes, names, gpus, monkeypatch):
-    """A kernel computes from its place in the mesh what `lax.axis_index` is, and who is who."""
+    """From its place in the mesh, a kernel must compute `lax.axis_index` and its peers' GPUs."""
     mesh = AbstractMesh(sizes, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
     traced = []
 
@@ -318,7 +327,7 @@ def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
         assert message in text
 
 
-# ------------------------------------------------------------------------------------------ on GPUs
+# ------------------------------------------------------------------------------------ tests on GPUs
 
 
 def gpu_counts() -> list[int]:
@@ -334,7 +343,8 @@ def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
     mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), ("expert",))
     inputs = work.inputs()
     expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
-    for seed in (None, 0, 1):  # a program for each
+    # Each seed makes a program of its own.
+    for seed in (None, 0, 1):
         program = on_all_ranks(functools.partial(work.run, seed), mesh)
         results = jax.device_get(program(*inputs))
         for name, got, want in zip(work.names, results, expected, strict=True):
@@ -379,9 +389,9 @@ jax.block_until_ready(program(*work.inputs()))
 
 @needs_gpus
 def test_a_rank_that_never_comes_ends_the_program():
-    """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    """A rank that never comes must end the program: a message says who waits for whom."""
     output = output_of_a_failure(LATE, __file__, JAX_EP_TIMEOUT_SECONDS="0.25")
-    # The late rank waits, too, for the one that has given up. Whose lines are printed is CUDA's.
+    # The late rank then waits for the one that gave up; which of them prints first is up to CUDA.
     said = re.search(
         r"jax_ep: dispatch: rank (\d) waited over 0.25 s for rank (\d) \(block ", output
     )
@@ -389,7 +399,7 @@ def test_a_rank_that_never_comes_ends_the_program():
 
 
 def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
-    """Meshes that are not simply all devices in order, and the axis of the experts."""
+    """Returns functions that make unusual meshes and the experts' axis, by the mesh's name."""
     devices, half = np.asarray(jax.devices()), NUM_DEVICES // 2
     two_axes = devices[: 2 * half].reshape(2, half)
     return {
@@ -408,7 +418,7 @@ def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
 @needs_gpus
 @pytest.mark.parametrize("kind", meshes())
 def test_any_mesh_of_one_host(kind):
-    """The kernels give what XLA gives, whichever GPUs there are, in any order."""
+    """The kernels must give what XLA gives, on any GPUs of a host in any order."""
     mesh, axis_name = meshes()[kind]()
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     num_ranks = int(np.prod([mesh.shape[name] for name in names]))
@@ -430,7 +440,8 @@ def test_any_mesh_of_one_host(kind):
                 implementation=implementation,
             )
             out = jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
-            total = jax.lax.psum(out, axis_name)  # XLA's own, between the same ranks
+            # This is XLA's own collective between the same ranks.
+            total = jax.lax.psum(out, axis_name)
             return sent.tokens, out, total + jnp.zeros_like(out)
 
         spec = P(mesh.axis_names)

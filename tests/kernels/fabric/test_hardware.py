@@ -1,4 +1,4 @@
-"""The sizes of a GPU's units: what is rounded up to them."""
+"""Tests of rounding sizes up to a GPU's units."""
 
 from __future__ import annotations
 

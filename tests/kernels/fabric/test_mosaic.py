@@ -1,4 +1,4 @@
-"""The one door to Mosaic's internals: nobody goes around it, and what is missing is named."""
+"""Tests of `mosaic`, the only module that uses Mosaic's internals and names missing ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_other_module_imports_internals():
 
 
 def handles_internals(source: str) -> bool:
-    """Whether a module of kernels emits MLIR, or takes Mosaic's arrays apart, without `mosaic`."""
+    """Returns whether a module emits MLIR or takes Mosaic's arrays apart without `mosaic`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and any(name.name == "mgpu" for name in node.names):
             return True
@@ -74,26 +74,27 @@ def test_a_way_round_the_door_is_found(line):
 
 
 USES = [f"{module}.{name}" for module, names in mosaic._REQUIRED.items() for name in names]
-# Names of an operand, the launch context, and not of a module.
+# These names belong to the launch context, an operand, and not to a module.
 CONTEXT = {path for path in USES if ".launch_context." in path}
-# The modules, by the names that `mosaic` and the kernels have for them.
+# Name in `mosaic` and the kernels -> the module that it stands for.
 MODULES = {
     name: getattr(mosaic, name).__name__
     for name in ("mgpu", "ir", "passmanager", "arith", "gpu", "llvm", "scf", "vector")
 } | {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
-OPTIONAL = {"jax.experimental.pallas.mosaic_gpu.store"}  # JAX 0.11 lacks it
+# JAX 0.11 lacks this name.
+OPTIONAL = {"jax.experimental.pallas.mosaic_gpu.store"}
 
 
 @pytest.fixture
 def forgets():
-    """Lets the test change what JAX has, before and after which `mosaic` looks anew."""
+    """Clears what `mosaic` has cached of JAX, before and after a test that changes JAX."""
     mosaic.unavailable_reason.cache_clear()
     yield
     mosaic.unavailable_reason.cache_clear()
 
 
 def attributes(path: pathlib.Path) -> set[str]:
-    """The dotted names that a module of kernels uses, of the modules that `mosaic` loads."""
+    """Returns the dotted names that a module of kernels uses from the modules in `MODULES`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -104,7 +105,7 @@ def attributes(path: pathlib.Path) -> set[str]:
 
 
 def parts(path: str) -> list[str]:
-    """The dotted names that a dotted name begins with."""
+    """Returns the proper prefixes of a dotted name."""
     names = path.split(".")
     return [".".join(names[:count]) for count in range(1, len(names))]
 
@@ -136,7 +137,7 @@ def test_whatever_is_missing_is_named(path, forgets, monkeypatch):
 
 @needs_kernels
 def test_peers_are_reached_by_coordinates_alone(monkeypatch):
-    """JAX deprecates the type of a device's number; without it, coordinates are all it takes."""
+    """Peers must be addressed by mesh coordinates; JAX deprecates the type for device numbers."""
     reached = []
 
     def remote_ref(ref, device_id):
@@ -149,7 +150,8 @@ def test_peers_are_reached_by_coordinates_alone(monkeypatch):
         inside.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
         mosaic.remote_ref("ref", 5)
     assert [tuple(map(int, coordinates)) for coordinates in reached] == [(0, 0, 5)]
-    assert mosaic.remote_ref("ref", 0) == "ref"  # without a mesh: the only rank's own
+    # Without a mesh, the only rank is this one.
+    assert mosaic.remote_ref("ref", 0) == "ref"
     assert len(reached) == 1
 
 
@@ -164,7 +166,10 @@ def product(x, matrices, sizes):
 
 
 def lower_product(name, monkeypatch):
-    """Lowers a new program with `product` in a function of a name: its text, kernels by name."""
+    """Lowers a new program that calls `product` in a function named `name`.
+
+    Returns the hashes of its kernels, and kernel name -> MLIR module.
+    """
     known: dict[bytes, bytes] = {}
     monkeypatch.setattr(core, "KNOWN_KERNELS", known)
     shapes = [((256, 128), jnp.bfloat16), ((2, 128, 128), jnp.bfloat16), ((2,), jnp.int32)]
@@ -215,7 +220,7 @@ def test_kernels_are_simplified_before_they_are_compiled(monkeypatch):
 
 @needs_kernels
 def test_descriptors_are_copied_in_words(monkeypatch):
-    """Of two tiles of the left operand, one of the right, and a chunk of the result."""
+    """Descriptors must be copied word by word: two of lhs tiles, one of rhs, one of the result."""
     _, modules = lower_product("first", monkeypatch)
     text = modules["grouped_matmul"].operation.get_asm()
     assert f"!llvm.array<{4 * 128 // 8} x i64>" in text
@@ -263,6 +268,6 @@ else:
     ],
 )
 def test_a_kernel_says_what_is_missing_where_it_is_not_asked_before(missing, remove):
-    """And modules of kernels are imported without it."""
+    """A kernel must name what JAX lacks even if nobody has asked; its module must still import."""
     program = LOWER.format(missing=missing, remove=remove)
     subprocess.run([sys.executable, "-c", program], check=True)

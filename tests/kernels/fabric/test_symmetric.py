@@ -1,4 +1,4 @@
-"""The fabric of GPUs over symmetric memory, as far as it is to be seen without any."""
+"""Tests of the fabric over symmetric memory, as far as they need no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXIS = "expert"
 
 
 def lowered(function: Any, num_ranks: int, *arrays: jax.ShapeDtypeStruct) -> str:
-    """For CUDA; shapes are those of one rank."""
+    """Lowers `function` for CUDA; `arrays` have the shapes of one rank."""
     mesh, spec = cuda_mesh((num_ranks,), (AXIS,)), P(AXIS)
     sharded = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arrays = tuple(
@@ -36,7 +36,7 @@ def lowered(function: Any, num_ranks: int, *arrays: jax.ShapeDtypeStruct) -> str
 
 
 def arrays(num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """x, topk_idx and weights."""
+    """Returns the shapes of x, topk_idx and weights."""
     return (
         jax.ShapeDtypeStruct((num_tokens, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_tokens, 4), jnp.int32),
@@ -65,7 +65,7 @@ def combine(x: Any, topk_idx: Any, weights: Any) -> Any:
 
 
 def gradient(x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Of a dispatch and a combine: four kernels, of which none is left out."""
+    """Computes gradients through a dispatch and a combine, which need four kernels."""
 
     def total(x: Any, weights: Any) -> Any:
         return jnp.sum(combine(x, topk_idx, weights).astype(jnp.float32) ** 2)
@@ -73,7 +73,8 @@ def gradient(x: Any, topk_idx: Any, weights: Any) -> Any:
     return jax.grad(total, argnums=(0, 1))(x, weights)
 
 
-OPS = {dispatch: 1, rank_dispatch: 1, combine: 2, gradient: 4}  # and their kernels
+# Maps each function to its number of kernels.
+OPS = {dispatch: 1, rank_dispatch: 1, combine: 2, gradient: 4}
 COLLECTIVES = [
     (jax_ep.all_reduce, "one_shot"),
     (jax_ep.all_reduce, "two_shot"),
@@ -84,14 +85,15 @@ COLLECTIVES = [
 
 
 def assert_alone(text: str, num_kernels: int) -> None:
-    """Nothing of XLA's or of NVSHMEM's connects the ranks, and each call is one kernel."""
+    """Asserts that each call is one kernel, and that neither XLA nor NVSHMEM connects the ranks."""
     calls = [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
     assert len(calls) == num_kernels
     assert "uses_xla_collective_metadata = true" not in text
     assert "nvshmem" not in text.lower()
     for other in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"):
         assert f"stablehlo.{other}" not in text
-    for call in calls:  # its first operand is this rank's place, and no result is given to it
+    # A call's first operand is this rank's place, and no operand is aliased with a result.
+    for call in calls:
         operands = call.rpartition(" : (")[2]
         assert operands.startswith("tensor<1xi32>"), call
         assert "output_operand_aliases = []" in call or "output_operand_aliases" not in call
@@ -117,14 +119,14 @@ def test_a_collective_is_a_kernel_alone(op, algorithm):
 @needs_kernels
 @pytest.mark.parametrize("num_tokens", [plans.FEW_TOKENS, plans.FEW_TOKENS + 1])
 def test_choices_are_counted_by_the_kernel(num_tokens):
-    """Whose only operands are the place, the rows and the choices."""
+    """The dispatch kernel must count choices itself: it gets place, rows and choices alone."""
     text = lowered(dispatch, 2, *arrays(num_tokens))
     (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     operands, _, _ = call.rpartition(" : (")[2].partition(") -> ")
     assert operands.count("tensor<") == 3
 
 
-# ------------------------------------------------------------------------------------------ layout
+# ---------------------------------------------------------------------------- the layout of a heap
 
 
 def test_the_parts_of_a_heap_follow_each_other():
@@ -147,13 +149,13 @@ def test_the_parts_of_a_heap_follow_each_other():
 
 
 def test_a_heap_is_of_zeros_up_to_the_tiles():
-    """The numbers of calls and signals count from there."""
+    """A heap must be zero up to its tile buffers, since counts of calls and signals begin at 0."""
     (offset, word, size), *_ = memory_map.contents(2)
     assert (offset, word) == (0, 0) and size >= memory_map.TILES
 
 
 def test_tiles_are_polled_where_a_heap_is_empty():
-    """Counters, tile buffers and notes are a heap's zeros and empty words, to its end."""
+    """Counters must lie in a heap's zeros, and tile buffers in its empty words, up to its end."""
     for num_gpus in range(1, memory_map.MAX_LOW_LATENCY_GPUS + 1):
         _, (empty, word, size) = memory_map.contents(num_gpus)
         buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
@@ -168,7 +170,7 @@ def test_tiles_are_polled_where_a_heap_is_empty():
 
 
 def test_more_experts_than_values_are_refused():
-    """A dispatch sends a count of each, padded."""
+    """A dispatch must be refused if its counts, one per expert, exceed a call's values."""
 
     def reason(num_experts):
         return Rows(
@@ -179,13 +181,13 @@ def test_more_experts_than_values_are_refused():
     assert reason(memory_map.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
 
 
-# ---------------------------------------------------------------------------- what a kernel may ask
+# ---------------------------------------------------------------------------- arguments of a kernel
 
 
 def kernel(
     like: jax.Array, *, num_blocks: int = 1, num_buffers: int = 1, reached: int = 0
 ) -> list[jax.Array]:
-    """Reads buffer `reached` of rank 0; peers reach the first `num_buffers`."""
+    """Makes a kernel that reads buffer `reached` of rank 0; peers reach the first `num_buffers`."""
     count = max(num_buffers, reached + 1)
 
     def body(*refs: Any) -> None:

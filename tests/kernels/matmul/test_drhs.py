@@ -1,4 +1,4 @@
-"""The gradient of the matrices in Pallas' GPU interpreter, with race detection, on any machine."""
+"""Tests of the matrices' gradient kernel in Pallas' GPU interpreter, with race detection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 
 
 def operands(num_rows, sizes, depth, width):
-    """lhs and grad in bfloat16, NaN past the last group, and the sizes."""
+    """Returns lhs and grad in bfloat16, with NaN past the last group, and the group sizes."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((num_rows, columns)) for columns in (depth, width)]
     for array in arrays:
@@ -39,9 +39,10 @@ def reference(lhs, grad, sizes):
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
     [
-        # Groups within a step, over several, empty, and starting off a multiple of 8 rows.
+        # Groups lie within a step, span several steps, are empty, or start off a multiple of 8
+        # rows.
         (136, [3, 0, 70, 21], 128, DrhsTiles(128, 2)),
-        # A gradient of a tile and a half; two bands of columns.
+        # The gradient is a tile and a half wide, in two bands of columns.
         (80, [0, 73, 0], 192, DrhsTiles(64, 3)),
     ],
     ids=str,
@@ -58,8 +59,8 @@ def test_drhs(num_rows, sizes, depth, tiles):
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
 @pytest.mark.slow
 def test_edges(num_stages):
-    """Another group's rows, all NaN, enter no sum: several edges in the ring, over many tiles."""
-    # Groups of a row, without rows, within a step, and that end at a multiple of 64 or of 8.
+    """Other groups' rows, here NaN, must not enter a sum, with several edges in the ring."""
+    # Groups have one row, none, rows within a step, or end at a multiple of 64 or of 8.
     sizes = [1, 63, 64, 1, 0, 70, 1, 65, 0, 47]
     lhs, grad, group_sizes = operands(320, sizes, 64, 64)
     ends = np.cumsum(sizes)
@@ -76,9 +77,11 @@ def test_edges(num_stages):
 @pytest.mark.parametrize(
     ("sizes", "cut"),
     [
-        ([5], [5]),  # fewer steps than the loader clears behind, and a block without tiles
+        # There are fewer steps than the loader clears, and a block without tiles.
+        ([5], [5]),
         ([0, 0, 0], [0, 0, 0]),
-        ([-5, 10], [0, 10]),  # sizes that count fewer rows than none, or more than there are
+        # These sizes are negative, and more than the rows that there are.
+        ([-5, 10], [0, 10]),
         ([30, 2**31 - 1, 2**31 - 1], [30, 34, 0]),
     ],
 )
@@ -94,7 +97,7 @@ def test_few_steps_and_sizes_that_cannot_be(sizes, cut):
 @simulated
 @pytest.mark.slow
 def test_several_gradients():
-    """Each is what it is on its own, bit for bit."""
+    """Several gradients at once must equal those computed one by one, bit for bit."""
     lhs, grad, sizes = operands(136, [3, 0, 70, 21], 192, 128)
     grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 3), num_blocks=2)
     got = interpret(
@@ -109,7 +112,7 @@ def test_several_gradients():
 @simulated
 @pytest.mark.slow
 def test_a_race_is_found(monkeypatch):
-    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    """Sending a tile from shared memory before it is complete must be found as a race."""
     monkeypatch.setattr("pallas_kernels.matmul.drhs.plgpu.commit_smem", lambda: None)
     with pytest.raises(KernelError, match="a race"):
         run(*operands(80, [0, 37, 30], 128, 128), DrhsTiles(128, 2))
@@ -117,7 +120,7 @@ def test_a_race_is_found(monkeypatch):
 
 @needs_kernels
 def test_tiles_chosen_for_many_shapes_fit_the_kernel():
-    """The choice divides the output, and the kernel fits shared memory: lowering checks it."""
+    """The chosen tiles must divide the output and fit shared memory, which lowering checks."""
     for shape in ((7168, 2048), (64, 192), (192, 320), (128, 64)):
         tiles = backend.drhs_tiles(shape[1])
         assert shape[1] % tiles.block_n == 0

@@ -1,6 +1,6 @@
-"""The float8 matmuls and quantization in Pallas' GPU interpreter, with race detection.
+"""Tests of float8 matmul and quantization kernels in Pallas' GPU interpreter.
 
-Every result is compared with `jax_ep.reference`, or with what NumPy quantizes.
+Races are detected. Every result is compared with `jax_ep.reference`, or with NumPy's quantization.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pallas_kernels.matmul.quantize import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]
-ROWS, LIVE = 136, sum(SIZES)  # the last 42 rows are of no group
+# The last 42 of the 136 rows are in no group.
+ROWS, LIVE = 136, sum(SIZES)
 GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 TILES = Float8Tiles(num_stages=2, band=2)
 
@@ -33,7 +34,7 @@ def swiglu(gate, up):
 
 
 def rows_of(x):
-    """Adds rows of NaN past the last group to rows [94, C]."""
+    """Appends rows of NaN, past the last group, to rows x [94, C]; returns [136, C]."""
     return np.concatenate([x, np.full((ROWS - LIVE, x.shape[1]), np.nan, np.float32)])
 
 
@@ -113,7 +114,8 @@ def test_gradient_of_matrices(kinds):
         )
     )
     for mine, grad in zip(got, grads, strict=True):
-        assert not mine[1].astype(np.float32).any()  # an empty group
+        # Group 1 is empty, so its gradient is zero.
+        assert not mine[1].astype(np.float32).any()
         assert_within_bound(mine, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
 
 

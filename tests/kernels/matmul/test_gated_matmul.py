@@ -1,4 +1,4 @@
-"""The gated product in Pallas' GPU interpreter, with race detection, and on the GPU."""
+"""Tests of the gated product in Pallas' GPU interpreter, with race detection, and on GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWIGLU = Elementwise(swiglu, 2)
 
 
 def operands(num_rows, sizes, depth, width):
-    """lhs and both rhs in bfloat16, NaN past the last group, and the sizes."""
+    """Returns lhs and both rhs in bfloat16, with NaN past the last group, and the group sizes."""
     rng = np.random.default_rng(0)
     lhs = rng.standard_normal((num_rows, depth))
     lhs[sum(sizes) :] = np.nan
@@ -48,7 +48,7 @@ def run(lhs, gate, up, sizes, tiles, keep):
 
 
 def expected(lhs, gate, up, sizes):
-    """The hidden values and both products, rounded where the kernel rounds."""
+    """Computes the hidden values and both products, rounded where the kernel rounds."""
     x = np.asarray(lhs).astype(np.float32)
     products = [np.zeros((len(x), gate.shape[2]), np.float32) for _ in range(2)]
     ends = np.cumsum(sizes)
@@ -65,7 +65,8 @@ def expected(lhs, gate, up, sizes):
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
     [
-        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+        # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
+        # rows.
         pytest.param(136, [3, 0, 70, 21], 128, Tiles((32, 64), 128, 2, 2), marks=pytest.mark.slow),
         (40, [3, 0, 21], 64, Tiles((16, 32), 128, 2, 1)),
     ],
@@ -78,7 +79,7 @@ def test_gated_product(num_rows, sizes, depth, tiles, keep):
     assert len(got) == len(want)
     for mine, theirs in zip(got, want, strict=True):
         mine, theirs = (np.asarray(array).astype(np.float32) for array in (mine, theirs))
-        # Sums in another order: a few products are rounded the other way, by 2^-8 of themselves.
+        # Sums in another order round a few products differently, by 2^-8 of their value.
         np.testing.assert_allclose(mine, theirs, rtol=2**-6, atol=2**-6)
         assert not np.any(mine[sum(sizes) :])
     if keep:
@@ -95,13 +96,14 @@ def test_tiles_chosen_for_many_shapes():
             assert num_cols % tiles.part == 0
             assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
     assert backend.gated_tiles(36864, 64, 768).block_m == 144
-    assert backend.gated_tiles(1024, 1, 768).block_m == 64  # else too few tiles
+    # Higher tiles would be too few.
+    assert backend.gated_tiles(1024, 1, 768).block_m == 64
 
 
 @needs_kernels
 @pytest.mark.parametrize("keep", [False, True])
 def test_lowers_for_cuda(keep):
-    """The kernel and its rows' table: float16, and a number of rows that is not a multiple of 8."""
+    """The kernel and its table of row tiles must lower for float16 and rows not a multiple of 8."""
     shapes = ((100, 128), (4, 128, 256), (4, 128, 256))
     args = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -118,7 +120,7 @@ def test_lowers_for_cuda(keep):
 @simulated
 @pytest.mark.slow
 def test_a_race_is_found(monkeypatch):
-    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    """Sending a tile from shared memory before it is complete must be found as a race."""
     monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
     args = operands(80, [0, 37, 30], 128, 128)
     with pytest.raises(KernelError, match="a race"):

@@ -1,4 +1,4 @@
-"""The grouped matmul in Pallas' GPU interpreter, with race detection, on any machine."""
+"""Tests of the grouped matmul in Pallas' GPU interpreter, with race detection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.matmul.grouped_matmul import Tiles, product
 
 
 def operands(num_rows, sizes, depth, width):
-    """lhs, rhs and grad in bfloat16, NaN past the last group, and the sizes."""
+    """Returns lhs, rhs and grad in bfloat16, with NaN past the last group, and the group sizes."""
     rng = np.random.default_rng(0)
     shapes = (num_rows, depth), (len(sizes), depth, width), (num_rows, width)
     lhs, rhs, grad = (rng.standard_normal(shape) for shape in shapes)
@@ -27,7 +27,7 @@ def operands(num_rows, sizes, depth, width):
 
 
 def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
-    """The product of a kernel that looks for races, and raises if there are any."""
+    """Runs the kernel in the interpreter, which raises if there is a race; returns the product."""
     options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
     options["zero_unused"] = zero_unused
     call = functools.partial(product, pairs, group_sizes, transpose_rhs=transpose_rhs, **options)
@@ -56,15 +56,16 @@ def assert_close(got, want):
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "width", "tiles"),
     [
-        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+        # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
+        # rows.
         (136, [3, 0, 70, 21], 128, Tiles((16, 48, 64), 128, 2, 2)),
-        # Columns in two parts a computer, of a tile and a half.
+        # A compute warpgroup has columns in two parts, of a tile and a half.
         (80, [0, 37, 30], 384, Tiles((32,), 256, 2, 1)),
-        # The second computer has no columns.
+        # The second compute warpgroup has no columns.
         (320, [1, 300, 19], 64, Tiles((136, 256), 128, 2, 3)),
-        # Two bands of columns, the second narrower.
+        # There are two bands of columns, the second narrower.
         (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
-        # Tiles higher than the array; no rows at all.
+        # Tiles are higher than the array; a group has no rows.
         (8, [5, 0], 128, Tiles((64, 256), 128, 2, 1)),
         (8, [0, 0], 128, Tiles((64,), 128, 2, 1)),
     ],
@@ -94,7 +95,7 @@ def test_product(num_rows, sizes, width, tiles):
 
 @simulated
 def test_a_race_is_found(monkeypatch):
-    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    """Sending a tile from shared memory before it is complete must be found as a race."""
     monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
     lhs, rhs, _, group_sizes = operands(80, [0, 37, 30], 64, 128)
     with pytest.raises(KernelError, match="a race"):
@@ -109,7 +110,7 @@ def test_tiles_chosen_for_many_shapes():
                 tiles = backend.product_tiles(num_rows, num_groups, num_cols)
                 assert num_cols % tiles.part == 0
                 assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
-    # Many rows of few columns: half as high, so that there are tiles for all multiprocessors.
+    # Many rows with few columns get half as high tiles, so that all multiprocessors have one.
     assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
     assert backend.product_tiles(36864, 64, 2048).block_m == 256
     assert backend.product_tiles(1152, 64, 2048).block_n == 256
@@ -120,7 +121,8 @@ def test_columns_in_bands_of_about_the_same_width():
         (2048, 128, 16, 16),
         (7168, 128, 16, 14),
         (768, 256, 16, 3),
-        (2880, 128, 16, 12),  # 23 columns: 12 and 11
+        # The 23 blocks of columns are divided into 12 and 11.
+        (2880, 128, 16, 12),
         (64, 128, 16, 1),
     ):
         assert backend.band(num_cols, block_n, most) == want

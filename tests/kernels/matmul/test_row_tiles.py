@@ -1,4 +1,4 @@
-"""The table of tiles, by XLA and by the kernel in Pallas' GPU interpreter."""
+"""Tests of the table of row tiles, made by XLA and by the kernel in Pallas' GPU interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ by_xla = jax.jit(row_tiles.by_xla, static_argnums=(1, 2))
 
 
 def sizes_of(num_groups, seed=0):
-    """Sizes of groups of which half are empty, and a number of rows that they leave some of."""
+    """Draws group sizes, half of them zero, and a number of rows that exceeds their sum."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
     return jnp.asarray(sizes, jnp.int32), (int(sizes.sum()) + 31) // 8 * 8
@@ -35,7 +35,8 @@ def test_tiles_cover_every_group_once(heights):
             assert first % 8 == 0 and first <= begin < end <= first + heights[-1]
             assert np.all(owner[begin:end] == -1)
             owner[begin:end] = group
-        for group in range(num_groups):  # as few tiles as may be, in equal steps but for the last
+        # Each group has the fewest tiles, at equal distances except for the last.
+        for group in range(num_groups):
             first, end = (table[:count][table[:count, 0] == group, i] for i in (1, 3))
             if len(first):
                 assert len(first) == -((first[0] - end[-1]) // heights[-1])
@@ -45,7 +46,7 @@ def test_tiles_cover_every_group_once(heights):
 
 
 def assert_equal_tables(got, want):
-    """The entries of tiles that exist, and the totals."""
+    """Asserts that two tables have equal entries for existing tiles, and equal totals."""
     assert got.shape == want.shape
     count = int(want[-1, 0])
     np.testing.assert_array_equal(got[:count], want[:count])
@@ -64,7 +65,7 @@ def test_the_kernel_makes_the_same_table(num_groups, heights):
 
 
 MOST = 2**31 - 1
-# Sizes that count more rows than there are, or fewer than none, and what they amount to of 64 rows.
+# Sizes that count more rows than the 64 there are, or are negative -> the sizes they act as.
 EXCESSIVE = [
     ([1000], [64]),
     ([30, 1000, 7], [30, 34, 0]),
@@ -98,7 +99,8 @@ def test_no_rows():
     )
     want = by_xla(sizes, (16, 64), 64)
     assert_equal_tables(got, want)
-    np.testing.assert_array_equal(got[0], np.zeros(4))  # which the matmul looks up in any case
+    # The matmul reads the first entry even if there is no tile.
+    np.testing.assert_array_equal(got[0], np.zeros(4))
 
 
 @needs_kernels

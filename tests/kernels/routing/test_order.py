@@ -1,4 +1,4 @@
-"""Sums of two float32 numbers, and what compares groups whose sums are equal, against float64."""
+"""Tests of exact sums of float32 numbers, and of comparing groups with equal sums, in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ add = jax.jit(functools.partial(order.add, Arrays()))
 
 
 def test_a_sum_keeps_what_float32_rounds_off():
-    """Compiled, too; numbers of different sizes, and those that almost cancel."""
+    """A sum must keep what float32 rounds off, when compiled, too, and when terms almost cancel."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 1000)) * 10.0 ** rng.integers(-2, 3, (2, 1000))
     a[:100] = -b[:100] * (1 + 1e-6)
@@ -68,7 +68,8 @@ def test_groups_are_compared_by_what_grows_with_the_sum_of_two_scores(scores):
         "sigmoid": np.logaddexp(-np.logaddexp(0, -a), -np.logaddexp(0, -b))
         - np.logaddexp(-np.logaddexp(0, a), -np.logaddexp(0, b)),
     }[scores]
-    function = Elementwise(order.OF_TWO[scores], 2)  # which the kernel can emit
+    # The kernel can emit this form of the function.
+    function = Elementwise(order.OF_TWO[scores], 2)
     np.testing.assert_allclose(function.function(*logits), want, rtol=1e-6, atol=1e-6)
     lowest = order.OF_TWO[scores](*np.full((2, 1), -np.inf, np.float32))
     assert np.isfinite(lowest) and lowest < np.min(want)

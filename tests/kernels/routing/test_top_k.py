@@ -1,4 +1,4 @@
-"""The top-k kernel in Pallas' GPU interpreter; tests/moe/test_top_k.py runs it on GPUs."""
+"""Tests of the top-k kernel in Pallas' GPU interpreter; tests/moe/test_top_k.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 @pytest.mark.parametrize("columns", quick([64, 96], 64))
 def test_sums_are_compared_exactly(columns, groups, kind):
-    """Where a choice by rounded sums is right, and where it is not."""
+    """Choices must be by exact sums, whether or not rounded sums would give the same."""
     scores, bias, logits = sums(5, columns, kind)
     logits = comparable(logits, groups)
     chosen = choose(
@@ -106,7 +106,7 @@ def test_sums_are_compared_exactly(columns, groups, kind):
 @simulated
 @pytest.mark.parametrize("shift", [0, 18])
 def test_sums_of_sigmoids_are_made_of_the_logits(shift):
-    """Close to 1 their order is that of what float32 rounds off."""
+    """Choices must be by the exact order of sigmoid sums, even where float32 scores round to 1."""
     logits = rows(5, 64, "random") + np.float32(shift)
     bias = rows(5, 64, "random", 1) * np.float32(1e-9 if shift else 0.1)
     chosen = choose(9, scores="sigmoid", bias=bias, logits=logits)
@@ -155,7 +155,10 @@ def test_choices_are_of_the_best_groups(columns, groups, kind):
 @simulated
 @pytest.mark.parametrize("scores", order.OF_TWO)
 def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
-    """Sums of two sigmoids close to 1, to 0, and below what float32 can hold, all rounded to 24."""
+    """Groups with equal rounded sums must be ordered by the exact sums of their two best scores.
+
+    Sigmoids are near 1, near 0, or below float32's range.
+    """
     for shift in (0, 18, -18, -120):
         logits = rows(5, 64, "random") + np.float32(shift)
         two = np.sort(logits.astype(np.float64).reshape(5, 8, 8))[..., -2:]
