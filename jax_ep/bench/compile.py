@@ -50,6 +50,12 @@ _LAYERS = FLAGS.integer(
     "Compiles also one program of the forward passes of this many layers, each with parameters of "
     "its own. Default: no such program.",
 )
+_MATMUL_DTYPE = FLAGS.choices(
+    "matmul_dtype",
+    ["none"],
+    ["none", "float8_e4m3fn"],
+    "The dtypes that experts multiply; the programs of each are compiled. none: bfloat16.",
+)
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
@@ -85,13 +91,15 @@ class CompileCase(runner.Case):
 
     def measure(self, run: runner.Run) -> list[Row]:
         mesh = Mesh(np.asarray(jax.devices()[: self.work["ranks"]]), (AXIS,))
-        rows = []
-        of_shape = programs(self.shape, self.work["tokens"], mesh.size, _LAYERS.value)
-        for part, program in of_shape.items():
-            measuring.progress(f"{self.name}: {part}")
-            rows.append(self.work | {"program": part})
-            with runner.errors_go_into(rows[-1]):
-                rows[-1] |= measure(program, mesh)
+        rows: list[Row] = []
+        for dtype in _MATMUL_DTYPE.value:
+            matmul_dtype = None if dtype == "none" else dtype
+            sizes = self.work["tokens"], mesh.size, _LAYERS.value
+            for part, program in programs(self.shape, *sizes, matmul_dtype).items():
+                measuring.progress(f"{self.name}: {part}")
+                rows.append(self.work | {"program": part, "matmul_dtype": dtype})
+                with runner.errors_go_into(rows[-1]):
+                    rows[-1] |= measure(program, mesh)
         return rows
 
 
@@ -102,6 +110,7 @@ class CompileBench(runner.Bench):
         Column("tokens", "tokens"),
         Column("ranks", "ranks"),
         report.text("program"),
+        report.text("matmul", "matmul_dtype", usual="none"),
         Column("trace s", "trace_s", "{:.2f}"),
         Column("lower s", "lower_s", "{:.2f}"),
         Column("compile s", "compile_s", "{:.2f}"),
@@ -121,7 +130,8 @@ class CompileBench(runner.Bench):
         return ["bfloat16"]
 
     def name(self, row: Row) -> str:
-        return "{shape}, {program}".format(**row)
+        text = "{shape}, {program}".format(**row)
+        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
@@ -129,7 +139,7 @@ class CompileBench(runner.Bench):
             path,
             title=f"Compiling the MoE layer, bfloat16\n{machine}",
             panel=lambda row: "{shape}, {tokens} tokens, {ranks} ranks".format(**row),
-            group=lambda row: row["program"],
+            group=lambda row: "{program} {matmul_dtype}".format(**row).removesuffix(" none"),
             bar=lambda row: "trace, lower and compile",
             height=lambda row: None if "error" in row else seconds(row),
             label="seconds",
@@ -142,17 +152,19 @@ def seconds(row: Row) -> float:
 
 
 def programs(
-    shape: Shape, tokens: int, num_ranks: int, num_layers: int | None
+    shape: Shape, tokens: int, num_ranks: int, num_layers: int | None, matmul_dtype: Any = None
 ) -> dict[str, Program]:
     """Returns the programs to compile for one model shape, by name: the MoE layer, then its parts.
 
-    `num_layers` adds a program of that many layers' forward passes; None adds none.
+    `num_layers` adds a program of that many layers' forward passes; None adds none. With a
+    `matmul_dtype`, parts that it does not change are left out.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.top_k,
         score=shape.score,
         capacity_factor=CAPACITY_FACTOR,
+        matmul_dtype=matmul_dtype,
         expert_axis=AXIS,
     )
     num_local = shape.num_experts // num_ranks
@@ -182,7 +194,7 @@ def programs(
         return combine(sent.tokens, sent.handle)
 
     def experts(x, wi_0, wi_1, wo, sizes):
-        return expert_mlp(x, wi_0, wi_1, wo, sizes)
+        return expert_mlp(x, wi_0, wi_1, wo, sizes, matmul_dtype=matmul_dtype)
 
     matrices = params.wi_0, params.wi_1, params.wo
     result = {
@@ -195,6 +207,8 @@ def programs(
         "experts, with gradients": Program(_with_gradients(experts, 4), received, *matrices, sizes),
         "grouped_matmul": Program(grouped_matmul, received, params.wi_0, sizes),
     }
+    if matmul_dtype is not None:
+        result = {name: result[name] for name in result if name.startswith(("layer", "experts"))}
     if num_layers is not None:
         result[f"{num_layers} layers"] = Program(layers, [params] * num_layers, x)
     return result

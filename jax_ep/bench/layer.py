@@ -47,6 +47,7 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.flags import Error, check_experts
 from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import quantize_experts
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Score
 
@@ -127,12 +128,19 @@ _WIRE_DTYPE = FLAGS.choice(
     "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
     "baselines send them in any case.",
 )
-_MATMUL_DTYPE = FLAGS.choice(
+_MATMUL_DTYPE = FLAGS.choices(
     "matmul_dtype",
-    "none",
-    ("none", "float8_e4m3fn"),
-    "The dtype that the experts of jax_ep multiply. none: bfloat16, which is what the baselines "
-    "multiply in any case.",
+    ["none"],
+    ["none", "float8_e4m3fn"],
+    "The dtypes that the experts of jax_ep multiply, each measured. none: bfloat16, which is what "
+    "the baselines multiply in any case.",
+)
+_QUANTIZE = FLAGS.choice(
+    "quantize",
+    "each_call",
+    ("each_call", "once"),
+    "When the matrices of experts that multiply float8 are quantized. once: before the loop, as "
+    "for several microbatches or steps of decoding.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 # The loop length of layers with `lax.ragged_dot`, of which each call takes tens of milliseconds.
@@ -170,10 +178,11 @@ class LayerCase(runner.Case):
                     "direction": direction,
                     "implementation": name,
                     "wire_dtype": _wire_dtype(name),
-                    "matmul_dtype": _matmul_dtype(name),
+                    "matmul_dtype": matmul_dtype,
                 }
                 for direction in _DIRECTIONS.value
                 for name in names
+                for matmul_dtype in _matmul_dtypes(name)
             ],
         )
         # Maps a direction to the name and outputs of the first layer that was checked in it.
@@ -194,6 +203,8 @@ class LayerCase(runner.Case):
         matmul_dtype = None if row["matmul_dtype"] == "none" else jnp.dtype(row["matmul_dtype"])
         own = dataclasses.replace(config, wire_dtype=wire_dtype, matmul_dtype=matmul_dtype)
         step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
+        if matmul_dtype is not None and _QUANTIZE.value == "once":
+            state = (*state, quantized_experts(state[0], own, mesh))
         return Loop(None, step, state, mesh, iterations)
 
     def is_slow(self, row: Row) -> bool:
@@ -210,7 +221,7 @@ class LayerCase(runner.Case):
         # Rounding to the wire dtype changes a value by up to `relative_error`; two layers are
         # compared, so the tolerance is twice that.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
-        if _MATMUL_DTYPE.value != "none":
+        if set(_MATMUL_DTYPE.value) != {"none"}:
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
         agree(name, outputs, other, expected, tolerance)
         return True
@@ -252,6 +263,7 @@ class LayerBench(runner.Bench):
         ),
         Column("vs (a)", "speedup_over_ragged", "{:.2f}x"),
         Column("vs (b)", "speedup_over_xla", "{:.2f}x"),
+        Column("of bf16", "speedup_of_float8", "{:.2f}x"),
     )
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[LayerCase]:
@@ -284,7 +296,8 @@ class LayerBench(runner.Bench):
         ]
 
     def name(self, row: Row) -> str:
-        return "{shape}, {direction}, {implementation}".format(**row)
+        text = "{shape}, {direction}, {implementation}".format(**row)
+        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def compare(self, rows: list[Row]) -> None:
         compare(rows)
@@ -300,7 +313,7 @@ class LayerBench(runner.Bench):
             title="Throughput of the MoE layer, bfloat16\n" + machine,
             panel=lambda row: row["direction"],
             group=sizes,
-            bar=lambda row: row["implementation"],
+            bar=lambda row: "{implementation} {matmul_dtype}".format(**row).removesuffix(" none"),
             height=lambda row: row.get("tokens_per_s"),
             label="tokens/s of all ranks",
         )
@@ -338,8 +351,8 @@ def sizes(row: Row) -> str:
     return f"{row['shape']}\n{text.format(**row)}"
 
 
-def _matmul_dtype(name: str) -> str:
-    return "none" if name in BASELINES else _MATMUL_DTYPE.value
+def _matmul_dtypes(name: str) -> list[str]:
+    return ["none"] if name in BASELINES else _MATMUL_DTYPE.value
 
 
 def _wire_dtype(name: str) -> str:
@@ -452,17 +465,18 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
     """Returns the function (state of one rank) -> outputs that a `Loop` times.
 
     The function runs the layer `name` of LAYERS. It returns a tuple of the arrays that OUTPUTS
-    names; for the direction "forward", only the first array, the layer's output.
+    names; for the direction "forward", only the first array, the layer's output. A state is
+    (params, x, cotangent), and may have quantized experts as a fourth part.
     """
     layer = make_layer(name, config, capacity)
 
     def forward(state):
-        params, x, _ = state
-        return (layer(params, x),)
+        params, x, _, *quantized = state
+        return (layer(params, x, *quantized),)
 
     def forward_backward(state):
-        params, x, g = state
-        out, backward = jax.vjp(layer, params, x)
+        params, x, g, *quantized = state
+        out, backward = jax.vjp(lambda params, x: layer(params, x, *quantized), params, x)
         # The barrier makes g depend on the output, as in training, so that the backward pass
         # starts after the forward pass.
         out, g = lax.optimization_barrier((out, g))
@@ -470,6 +484,18 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
         return out, dparams.gate, dparams.wi_0, dparams.wi_1, dparams.wo, dx
 
     return forward if direction == "forward" else forward_backward
+
+
+def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
+    """Quantizes the experts of all ranks, `params` of `make_state`, with a leading axis of ranks."""
+    spec = PartitionSpec(AXIS)
+
+    def on_rank(params):
+        params = jax.tree.map(lambda leaf: leaf[0], params)
+        return jax.tree.map(lambda leaf: leaf[None], quantize_experts(params, config))
+
+    quantize = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(quantize)(params)
 
 
 def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
@@ -505,8 +531,10 @@ def compare(rows: list[Row]) -> None:
     """Adds to each row its speed-ups in wall time over the baselines of the same work.
 
     "speedup_over_ragged" compares with ragged_all_to_all and ragged_dot, "speedup_over_xla" with
-    the fastest baseline of plain XLA collectives and this library's grouped matmul.
+    the fastest baseline of plain XLA collectives and this library's grouped matmul, and
+    "speedup_of_float8" a layer whose experts multiply float8 with the same one in bfloat16.
     """
+    runner.compare_float8(rows, ("shape", "tokens", "ranks", "direction", "implementation"))
 
     def work(row):
         return row["shape"], row["tokens"], row["ranks"], row["direction"]

@@ -24,8 +24,9 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-# A function (params, x [T, H]) -> [T, H] on one rank.
-Layer = Callable[[MoEParams, jax.Array], jax.Array]
+# A function (params, x [T, H]) -> [T, H] on one rank. That of `moe.moe_layer` takes quantized
+# experts, too: (params, x, quantized).
+Layer = Callable[..., jax.Array]
 
 
 class Exchange(NamedTuple):
@@ -72,7 +73,9 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
     exchange = chosen.exchange
     if exchange is None:
         own = dataclasses.replace(config, implementation=chosen.implementation)
-        return lambda params, x: moe.moe_layer(params, x, own)[0]
+        return lambda params, x, quantized=None: moe.moe_layer(
+            params, x, own, quantized_experts=quantized
+        )[0]
 
     experts = _ragged_dot_mlp if chosen.ragged_dot else expert_mlp
 

@@ -239,12 +239,7 @@ class MatmulBench(runner.Bench):
 
     def compare(self, rows: list[Row]) -> None:
         """Adds the ratio of each float8 program's rate to that of the same one without float8."""
-        keys = "case", "op", "implementation"
-        plain = {tuple(row[k] for k in keys): row for row in rows if row["matmul_dtype"] == "none"}
-        for row in rows:
-            other = plain.get(tuple(row[k] for k in keys), {})
-            if row["matmul_dtype"] != "none" and "wall" in row and "wall" in other:
-                row["speedup_of_float8"] = other["wall"]["median_us"] / row["wall"]["median_us"]
+        runner.compare_float8(rows, ("case", "op", "implementation"))
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(

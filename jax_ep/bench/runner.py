@@ -286,6 +286,23 @@ def errors_go_into(*rows: Row) -> Iterator[None]:
             row["error"] = measuring.first_line(error)
 
 
+def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
+    """Adds "speedup_of_float8" to rows whose "matmul_dtype" is float8.
+
+    It is the wall time of the row that has the same `keys` and the matmul dtype "none", divided by
+    that of the row.
+    """
+    rows = [row for row in rows if "wall" in row]
+
+    def identity(row: Row) -> tuple[Any, ...]:
+        return tuple(row[key] for key in keys)
+
+    plain = {identity(row): row for row in rows if row["matmul_dtype"] == "none"}
+    for row in rows:
+        if row["matmul_dtype"] != "none" and (other := plain.get(identity(row))):
+            row["speedup_of_float8"] = other["wall"]["median_us"] / row["wall"]["median_us"]
+
+
 def wall_record(wall: WallTime) -> dict[str, float]:
     return {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high}
 

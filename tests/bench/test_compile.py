@@ -28,6 +28,19 @@ def test_every_program_is_compiled(monkeypatch, tmp_path, capsys):
     assert all(program in printed for program in programs)
 
 
+@pytest.mark.slow
+def test_experts_that_multiply_float8_are_compiled_too(monkeypatch, tmp_path):
+    monkeypatch.setitem(layer.SMALL_SHAPES, "qwen3-moe", layer.Shape(128, 128, 4, 2))
+    path = tmp_path / "compile.json"
+    flags = ["--shapes=qwen3-moe", "--ranks=1", "--tokens=32", f"--json={path}"]
+    float8 = "--matmul_dtype=float8_e4m3fn"
+    assert jax_ep.cli.main(["jax_ep", "bench", "compile", *flags, float8]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    names = ["layer", "layer, with gradients", "experts", "experts, with gradients"]
+    assert [row["program"] for row in rows] == names
+    assert all(row["compile_s"] > 0 and row["matmul_dtype"] == "float8_e4m3fn" for row in rows)
+
+
 def test_a_program_is_compiled_anew_each_time():
     """No compilation may use a cache, so that the seconds are those of a program's first call."""
     traces = []

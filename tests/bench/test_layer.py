@@ -192,6 +192,22 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["each_call", "once"])
+def test_float8_is_measured_next_to_bfloat16(when, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = "--shapes=mixtral", "--hidden=128", "--mlp_dim=128", f"--baselines={PLAIN[0]}", "--check"
+    float8 = "--matmul_dtype=none,float8_e4m3fn", f"--quantize={when}"
+    assert bench(*args, *float8, f"--json={path}") == 0
+    rows = json.loads(path.read_text())["rows"]
+    names = [(row["implementation"], row["matmul_dtype"]) for row in rows]
+    assert names == 2 * [("jax_ep", "none"), ("jax_ep", "float8_e4m3fn"), (PLAIN[0], "none")]
+    for plain, row in (rows[:2], rows[3:5]):
+        ratio = plain["wall"]["median_us"] / row["wall"]["median_us"]
+        assert row["checked"] and row["speedup_of_float8"] == pytest.approx(ratio)
+    assert "of bf16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
     check = bench_layer.LayerCase.check
 
@@ -224,17 +240,23 @@ def test_what_cannot_start_in_time_is_reported(capsys):
 def test_speedups_are_over_the_fastest_of_their_own_work():
     def row(implementation, us, **work):
         work = {"shape": "mixtral", "tokens": 8, "ranks": 2, "direction": "forward"} | work
-        return work | {"implementation": implementation, "wall": {"median_us": us}}
+        return (
+            {"matmul_dtype": "none"}
+            | work
+            | {"implementation": implementation, "wall": {"median_us": us}}
+        )
 
     own, other = row("jax_ep", 10.0), row("jax_ep", 10.0, tokens=16)
+    float8 = row("jax_ep", 8.0, matmul_dtype="float8_e4m3fn")
     failed = {key: own[key] for key in ("shape", "tokens", "ranks", "direction")}
     failed |= {"implementation": PLAIN[0], "error": "no"}
     bench_layer.compare([
-        own, other, failed, row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
+        own, float8, other, failed, row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
         row(PLAIN[1], 1.0, direction="forward_backward"), row(bench_layer.RAGGED_DOT, 50.0),
     ])  # fmt: skip
     assert own["speedup_over_xla"] == 2.0
     assert own["speedup_over_ragged"] == 5.0
+    assert float8["speedup_of_float8"] == 1.25 and "speedup_of_float8" not in own
     assert "speedup_over_xla" not in other and "speedup_over_xla" not in failed
 
 
