@@ -213,9 +213,6 @@ class Float8(Format):
 
     power_of_two: bool = False
 
-    # Scales are at least this large, so that the product of a value and a scale is never subnormal.
-    least_scale: ClassVar[float] = 2.0**-117
-
     @classmethod
     def of(
         cls,
@@ -260,6 +257,14 @@ class Float8(Format):
         than the block's largest magnitude.
         """
         return (1 - 2**-22) / self.largest
+
+    @property
+    def least_scale(self) -> float:
+        """The least scale, so that no product of a value and a scale is subnormal in float32.
+
+        It is 2^-117 for float8_e4m3fn.
+        """
+        return 2.0**-126 / float(jnp.finfo(self.dtype).smallest_subnormal)
 
     def encode(self, x: Array, *, divide: bool = False) -> tuple[Array, Array]:
         """Encodes numbers x [..., R, C] as values [..., R, C] and a scale for each block.

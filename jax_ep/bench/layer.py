@@ -487,7 +487,7 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
 
 
 def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
-    """Quantizes the experts of all ranks, `params` of `make_state`, with a leading axis of ranks."""
+    """Quantizes the experts of `params`; all arrays, results too, have a leading axis of ranks."""
     spec = PartitionSpec(AXIS)
 
     def on_rank(params):

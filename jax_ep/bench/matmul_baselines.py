@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.bench.matmul_operations import Case
-from jax_ep.matmul import api, loop, pallas, xla
+from jax_ep.matmul import api, float8, loop, pallas, xla
 from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
@@ -180,7 +180,8 @@ def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | 
 
     `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
     """
-    problem = Problem(matrix, dtype, api.default_platform())
+    has_scales = jnp.dtype(dtype) == float8.DTYPE
+    problem = Problem(matrix, dtype, api.default_platform(), has_scales=has_scales)
     return _backends()[name].unavailable_reason(problem)
 
 

@@ -86,12 +86,14 @@ class Problem:
         known.
       num_rows: R, the number of rows of lhs, which may be a symbolic dimension under `jax.export`;
         None where it is not known.
+      has_scales: whether the operands are quantized, each with an array of scales.
     """
 
     matrix_shape: Sequence[int]
     dtype: Any
     platform: str | None = None
     num_rows: Any = None
+    has_scales: bool = False
 
 
 def symbolic_rows_reason(problem: Problem) -> str | None:

@@ -200,7 +200,7 @@ def drhs_of_each(
 
 
 def _select(implementation: Implementation, platform: str, matrix_shape, num_rows) -> Backend:
-    problem = Problem(tuple(matrix_shape), DTYPE, platform, num_rows)
+    problem = Problem(tuple(matrix_shape), DTYPE, platform, num_rows, has_scales=True)
     return IMPLEMENTATIONS.select(implementation, problem)
 
 

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-# The dtypes that the kernels multiply. Both dimensions of each group's matrix must be multiples of
-# the number.
+# The dtypes that the kernels multiply, without and with scales. Both dimensions of each group's
+# matrix must be multiples of the number.
 _MULTIPLES = {
-    jnp.dtype(jnp.bfloat16): 64,
-    jnp.dtype(jnp.float16): 64,
-    jnp.dtype(jnp.float8_e4m3fn): 128,
+    False: {jnp.dtype(jnp.bfloat16): 64, jnp.dtype(jnp.float16): 64},
+    True: {jnp.dtype(jnp.float8_e4m3fn): 128},
 }
 # If groups have fewer rows than this on average, reading their matrices limits the speed.
 _FEW_ROWS = 64
@@ -47,10 +46,13 @@ def unavailable_reason(problem: Problem) -> str | None:
     if reason := symbolic_rows_reason(problem):
         return reason
     dtype = jnp.dtype(problem.dtype)
-    if dtype not in _MULTIPLES:
-        names = ", ".join(each.name for each in _MULTIPLES)
-        return f"it multiplies {names}, not {dtype}"
-    multiple, sides = _MULTIPLES[dtype], list(problem.matrix_shape)
+    multiples = _MULTIPLES[problem.has_scales]
+    if dtype not in multiples:
+        names = " and ".join(each.name for each in multiples)
+        return (
+            f"it multiplies {names}, not {dtype}{'' if problem.has_scales else ' without scales'}"
+        )
+    multiple, sides = multiples[dtype], list(problem.matrix_shape)
     if any(side % multiple for side in sides):
         return f"it needs both sides of each group's matrix in multiples of {multiple}, not {sides}"
     return _platform_reason(problem.platform)

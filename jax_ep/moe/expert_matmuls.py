@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
-from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, Transposed
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
 from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.float8 import QuantizedMatrices
@@ -194,7 +194,10 @@ class Float8Matmuls(Matmuls):
     keeps_rounded = True
 
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
-        return x if isinstance(x, QuantizedArray) else float8.quantize_rows(x)
+        if not isinstance(x, QuantizedArray):
+            return float8.quantize_rows(x)
+        # Rows that were sent in another format are quantized again.
+        return x if x.format == FLOAT8_ROWS else float8.quantize_rows(x.dequantize())
 
     def saved(self, experts: Experts) -> Experts:
         # The backward pass reads each quantized matrix in one of its two orders, and only the

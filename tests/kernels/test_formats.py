@@ -285,3 +285,13 @@ def test_parts_that_do_not_fit_each_other_are_refused():
 def test_formats_that_do_not_exist_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Float8.of(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_no_number_is_subnormal_in_float32(dtype):
+    """The least number of a block with the least scale must be float32's least normal number."""
+    format = Float8.of(dtype, (1, 128))
+    least = np.float32(jnp.finfo(dtype).smallest_subnormal)
+    assert np.float32(format.least_scale) * least == np.finfo(np.float32).smallest_normal
+    _, scales = format.encode(np.full((1, 128), 1e-38, np.float32))
+    assert scales == np.float32(format.least_scale)

@@ -445,6 +445,15 @@ def test_what_no_kernel_multiplies_lowers_without_one(shape, dtype):
     assert "mosaic_gpu" not in text
 
 
+def test_float8_without_scales_lowers_without_a_kernel():
+    """Only operands with scales, of `jax_ep.matmul.float8`, have float8 kernels."""
+    lhs, rhs, sizes = gradient_shapes(64, 128, 128, 2, jnp.float8_e4m3fn)
+    assert "mosaic_gpu" not in lower_for_cuda(grouped_matmul, lhs, rhs, sizes)
+    operands = [jnp.zeros(x.shape, x.dtype) for x in (lhs, rhs, sizes)]
+    with pytest.raises(ValueError, match="bfloat16 and float16, not float8_e4m3fn without scales"):
+        grouped_matmul(*operands, implementation="pallas")
+
+
 @needs_kernels
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize("implementation", quick([None, "pallas"], None))

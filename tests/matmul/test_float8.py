@@ -22,7 +22,7 @@ SIZES = [3, 0, 150, 21]
 # The last 26 of the 200 rows are in no group.
 ROWS, LIVE = 200, sum(SIZES)
 K, N = 256, 384
-HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, jax.default_backend(), ROWS))
+HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, jax.default_backend(), ROWS, True))
 implementations = pytest.mark.parametrize("implementation", [None, *HERE])
 here = pytest.mark.parametrize("implementation", HERE)
 GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)

@@ -21,13 +21,13 @@ from jax_ep import MoEConfig, MoEParams, reference
 from jax_ep.matmul import float8
 from jax_ep.matmul.api import IMPLEMENTATIONS
 from jax_ep.matmul.backend import Problem
-from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.expert_matmuls import Float8Matmuls, QuantizedExperts
 from jax_ep.placement import Placement, to_experts, to_slots
 
 FLOAT8 = jnp.float8_e4m3fn
 SIZES = [20, 0, 31, 9]
 ROWS, H, F = 64, 256, 128
-HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, jax.default_backend(), ROWS))
+HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, jax.default_backend(), ROWS, True))
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +279,16 @@ def test_the_wire_costs_nothing_more():
             for config in (CONFIG, dataclasses.replace(CONFIG, wire_dtype=FLOAT8))
         )
     np.testing.assert_array_equal(without, with_wire)
+
+
+def test_rows_of_another_format_are_quantized_again():
+    """Rows that were sent with other blocks must not be read as operands of the matmuls."""
+    rows = jax_ep.quantize(x_of(), jax_ep.formats.Float8.of(jnp.float8_e5m2, (1, 128)))
+    matmuls = Float8Matmuls(None)
+    got, want = matmuls.rows(rows), matmuls.rows(rows.dequantize())
+    assert got.format == jax_ep.formats.FLOAT8_ROWS
+    np.testing.assert_array_equal(got.dequantize(), want.dequantize())
+    assert matmuls.rows(got) is got
 
 
 def test_experts_quantized_once_give_the_same():
