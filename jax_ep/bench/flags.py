@@ -49,6 +49,7 @@ class Timing(NamedTuple):
     repeats: Holder
     timer: Holder
     by_kernel: Holder
+    energy: Holder
     default_iterations: Iterations
 
     def iterations_of(self, num_tokens: int) -> int:
@@ -106,7 +107,7 @@ class BenchFlags(Flags):
     def timing(
         self, iterations: int | Iterations, repeats: int, *, least_iterations: int
     ) -> Timing:
-        """Defines --iterations, --repeats, --device_timer and --by_kernel.
+        """Defines --iterations, --repeats, --device_timer, --by_kernel and --energy.
 
         `iterations` and `repeats` are the flags' defaults. Values of --iterations below
         `least_iterations` are an error.
@@ -126,6 +127,11 @@ class BenchFlags(Flags):
             self.device_timer(),
             self.boolean(
                 "by_kernel", "Print each result's device time by kernel, below the table."
+            ),
+            self.boolean(
+                "energy",
+                "Run each loop for two seconds more, and print the energy of an iteration (mJ, all "
+                "GPUs), and the mean power (W) and clock (MHz) of a GPU.",
             ),
             iterations,
         )

@@ -53,7 +53,13 @@ def text(header: str, field: str | None = None, usual: str = "") -> Column:
 
 
 CHECKED = Column("checked", lambda row: "yes" if row.get("checked") else None, left=True)
-WALL = (Column("wall us", "wall.median_us", "{:.1f}"), Column("low..high", _range))
+WALL = (
+    Column("wall us", "wall.median_us", "{:.1f}"),
+    Column("low..high", _range),
+    Column("mJ", "energy.millijoules", "{:.2f}"),
+    Column("W", "energy.watts", "{:.0f}"),
+    Column("MHz", "energy.megahertz", "{:.0f}"),
+)
 SLOWEST = Column("device us", "device.slowest_us", "{:.1f}")
 
 
@@ -85,6 +91,8 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
     ]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     lines += [f"no device time: {error}" for error in blind]
+    unmeasured = sorted({row["energy_error"] for row in rows if row.get("energy_error")})
+    lines += [f"no energy: {error}" for error in unmeasured]
     return ["", *lines] if lines else []
 
 

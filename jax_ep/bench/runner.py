@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_ep.bench import measuring, report
+from jax_ep.bench import energy, measuring, report
 from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
@@ -38,6 +38,7 @@ class Run(NamedTuple):
       seconds: the number of seconds after the start at which the command begins no further
         measurement; None: no limit.
       started: when the command started, in seconds of `time.monotonic`.
+      energy: whether the GPUs' energy, power and clock are measured, too.
     """
 
     check: bool = False
@@ -45,6 +46,7 @@ class Run(NamedTuple):
     timer: str = "none"
     seconds: float | None = None
     started: float = 0.0
+    energy: bool = False
 
     def check_time(self) -> None:
         """Raises TimeoutError if more than `seconds` have passed since the command started."""
@@ -163,6 +165,7 @@ class Case:
                     row["rate_of_first"] = statistics.median(turn[0] / turn[i] for turn in turns)
                 repeats = 1 if slow else min(run.repeats, self.device_repeats)
                 row |= device_times(loop, run.timer, repeats, self.spaced)
+                row |= energy_used(loop) if run.energy else {}
                 row |= self.results(row)
 
 
@@ -262,6 +265,7 @@ def make_run(shared: Shared) -> Run:
         timing.timer.value,
         None if shared.seconds is None else shared.seconds.value,
         started,
+        timing.energy.value,
     )
 
 
@@ -301,6 +305,14 @@ def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
     for row in rows:
         if row["matmul_dtype"] != "none" and (other := plain.get(identity(row))):
             row["speedup_of_float8"] = other["wall"]["median_us"] / row["wall"]["median_us"]
+
+
+def energy_used(loop: Loop) -> dict[str, Any]:
+    """Returns {"energy": what `energy.measure` returns}, or {"energy_error": why it failed}."""
+    try:
+        return {"energy": energy.measure(loop)}
+    except RuntimeError as error:  # the times are valid without the energy
+        return {"energy_error": str(error)}
 
 
 def wall_record(wall: WallTime) -> dict[str, float]:
