@@ -33,7 +33,17 @@ WIRE_DTYPE = flags.DEFINE_enum(
     ["float8_e4m3fn"],
     "Dtype that tokens are sent to their experts in; d_model must be a multiple of 128.",
 )
-MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM, WIRE_DTYPE)
+MATMUL_DTYPE = flags.DEFINE_enum(
+    "matmul_dtype",
+    None,
+    ["float8_e4m3fn"],
+    "Dtype that experts multiply; d_model and mlp_dim must be multiples of 128. Default: bfloat16 "
+    "on GPUs, float32 on CPUs.",
+)
+MODEL_FLAGS = (
+    *(SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM),
+    *(WIRE_DTYPE, MATMUL_DTYPE),
+)
 
 # A token is one byte.
 VOCAB = 256
@@ -64,6 +74,7 @@ class Block(nn.Module):
             num_experts_per_token=TOP_K.value,
             mlp_dim=MLP_DIM.value,
             wire_dtype=WIRE_DTYPE.value,
+            matmul_dtype=MATMUL_DTYPE.value,
             dtype=dtype,
         )(y)
         return x + y, metrics
