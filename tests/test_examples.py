@@ -115,18 +115,21 @@ def test_a_trace_holds_what_the_metrics_count(tmp_path):
 
 
 @pytest.mark.slow
-def test_float8_on_the_wire_trains_alike(tmp_path):
-    """The flag --wire_dtype must change the losses, but only slightly, within the first steps.
+def test_float8_trains_alike(tmp_path):
+    """Float8 on the wire or in the experts must change the losses, but only slightly at first.
 
     pallas_kernels/TUNING.md has the losses of 300 steps.
     """
     losses = []
-    for name, flags in (("plain", []), ("float8", ["--wire_dtype=float8_e4m3fn"])):
-        path = tmp_path / f"{name}.jsonl"
-        train("--steps=12", "--d_model=128", f"--metrics_file={path}", *flags)
+    for dtype in ("plain", "wire_dtype", "matmul_dtype"):
+        path = tmp_path / f"{dtype}.jsonl"
+        flags = [] if dtype == "plain" else [f"--{dtype}=float8_e4m3fn"]
+        train("--steps=12", "--d_model=128", "--mlp_dim=128", f"--metrics_file={path}", *flags)
         losses.append([record["loss"] for record in read_metrics(path)])
-    np.testing.assert_allclose(*losses, rtol=0.03)
-    assert losses[0] != losses[1]
+    plain, *others = losses
+    for found in others:
+        np.testing.assert_allclose(found, plain, rtol=0.03)
+        assert found != plain
 
 
 @pytest.mark.slow
