@@ -1,9 +1,10 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 There are M hosts with G ranks each. A *rail* is the M ranks, one per host, that have the same
-number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns. In
-turn i > 0, a rank receives the rows of the host that is i places after its own host (dispatch), or
-sends sums to that host (combine). Meanwhile the kernels inside the host move another turn's rows.
+number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns,
+one for each host; turn 0 is for the rank's own host. In turn i > 0, a rank receives the rows of the
+host that is i places after its own host (dispatch), or sends sums to that host (combine). Meanwhile
+the kernels inside the host move another turn's rows.
 With a `host_capacity` of C, a rank sends C rows to each other host instead of all T: the first C of
 its tokens that chose experts there.
 """
@@ -27,9 +28,9 @@ from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
-    """The host whose tokens the exchange inside this host moves.
+    """The host whose tokens one call of the exchange inside this host moves.
 
-    In place of a `Source`, `None` means the tokens of all hosts.
+    In place of a `Source`, `None` means that the call moves the tokens of all hosts.
 
     Attributes:
       turn: the distance from this host to the source host, modulo M; 0 for this host itself.

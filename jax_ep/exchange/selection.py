@@ -24,7 +24,7 @@ class Problem:
     Attributes:
       place: the program or the machine on which the exchange is to run.
       axis_name: the mesh axes along which ranks are numbered.
-      rows: the rows that the exchange sends; None for any rows that the kernels support.
+      rows: the rows that the exchange sends; None: some rows that the kernels support.
     """
 
     place: availability.Place
