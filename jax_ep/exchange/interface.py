@@ -170,7 +170,7 @@ class ExchangeInParts(Exchange, Protocol):
         """Sends x [T, H], some of a dispatch's tokens, to their receive-buffer rows.
 
         Returns the receive buffer, [R, H]. `into` is the receive buffer that the previous call
-        returned, to which this call adds the rows of its tokens; None in the first call.
+        returned, into which this call writes the rows of its tokens; None in the first call.
         """
         ...
 
@@ -186,7 +186,7 @@ class ExchangeInParts(Exchange, Protocol):
         """Computes the gradients of a weighted `combine` from the cotangents g of some tokens.
 
         Returns the gradient of y, [R, H], and the gradient of these tokens' weights, [T, K]
-        float32. `into` is the gradient of y that the previous call returned, to which this call
-        adds the rows of its tokens; None in the first call.
+        float32. `into` is the gradient of y that the previous call returned, into which this call
+        writes the rows of its tokens; None in the first call.
         """
         ...

@@ -149,8 +149,8 @@ class Rail:
 
         Returns two arrays [T, M], with an entry for each token and host. The first says whether the
         token chose an expert of the host; for this rank's own host it is False. The second is the
-        number of earlier tokens that chose an expert of the host. A token is sent to the host if
-        this number is below the host_capacity.
+        number of earlier tokens that chose an expert of the host; if it is below the host_capacity,
+        a token that chose such an expert is sent to the host.
         """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)

@@ -438,7 +438,8 @@ def workspace(
             held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
         return held | inside(operation, kernels, of_host)
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
-    # the kernels forward another host's rows. One call for all hosts holds the rows of all of them.
+    # the kernels forward another host's rows. One call for all hosts holds the rows of all hosts.
+    # Without kernels, XLA may hold the rows of all remote hosts.
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
     sent_bytes = _sent_bytes(sizes)
     rail = arrivals * rows_to_host * sent_bytes

@@ -211,8 +211,8 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     Returns [T, H] float32.
     """
     if not config.wire.quantized:
-        # Unquantized sums are sent as floats, not as uints, because XLA for CPUs then fuses more of
-        # the operations before and after the transfer.
+        # Unquantized sums are sent as floats, not as uints, because XLA for CPUs then fuses more
+        # operations into one.
         sums = _swap_ranks(sums, config)
     else:
         sent = _swap_ranks(quantization.bits(sums, config.wire), config)
@@ -247,7 +247,7 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 def _is_alone(config: Config) -> bool:
     """Returns whether each rank exchanges rows with itself only.
 
-    If so, callers skip the collective. XLA would run it even if each rank were a group of its own.
+    If so, callers skip the collective, because XLA would run it even for groups of one rank.
     """
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 

@@ -13,7 +13,7 @@ from pallas_kernels.formats import Array, DType, Format
 class Transposed(Format):
     """A format of matrices [..., R, C], whose transposes [..., C, R] are stored in another format.
 
-    Published models store a layer's matrix as [out, in], where this library multiplies by [in,
+    Published models store a layer's matrix as [out, in], whereas this library takes it as [in,
     out]. Blocks of MXFP4 run along the last axis of the stored matrix, which is `in`. Values and
     scales therefore have the axes of the stored transposes; `QuantizedArray.specs` returns their
     PartitionSpecs.

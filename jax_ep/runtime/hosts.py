@@ -73,7 +73,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns how many hosts a group of communicating ranks spans; or a reason, as `num_hosts`.
+    """Returns how many hosts a group of communicating ranks spans, or a reason as in `num_hosts`.
 
     `host_of_rank` is the result of `hosts_of` for the devices of these ranks, in rank order.
     """
