@@ -1,7 +1,7 @@
-"""Lists the algorithms of each collective, and says which problems each does not support.
+"""Lists the algorithms of each collective, and says why one does not support a given call.
 
-`jax_ep.collectives.api` describes the algorithms. A program for CPUs that names no kernel loads no
-kernels and allocates no symmetric memory.
+`jax_ep.collectives.api` describes the algorithms. The kernels are loaded, and symmetric memory is
+allocated, only where a program may run a kernel: not in a program for CPUs that names none.
 """
 
 from __future__ import annotations

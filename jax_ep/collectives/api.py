@@ -190,8 +190,8 @@ def all_reduce_rms_norm(
     if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
-    # The results vary (vma) over the mesh axes of residual and scale, and over the axes of x other
-    # than the axes of the sum.
+    # The results vary (vma) over the mesh axes over which residual or scale varies. They also vary
+    # over those of x, but for the axes of the sum. The casts give the operands these axes.
     of_x = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
@@ -219,7 +219,8 @@ def _fused(
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
     """Computes the tangents of all_reduce_rms_norm in two steps.
 
-    The tangent of x is summed by `all_reduce`, which is linear; `jax.jvp` differentiates the norm.
+    First `all_reduce`, which is linear, sums the tangent of x over the ranks; then `jax.jvp`
+    differentiates the norm.
     """
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
@@ -270,15 +271,16 @@ def _runs_on_xla(
     num_ranks: int,
     axes: tuple[str, ...],
 ) -> bool:
-    """Returns whether XLA certainly runs the collective, as far as is known during tracing.
+    """Returns whether it is already known during tracing that XLA will run the collective.
 
     If the result is false, the algorithm is selected when the program is lowered. Raises ValueError
-    if the named algorithm certainly cannot run.
+    if it is already known that the named algorithm cannot run.
     """
     problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
     ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
-        # This call raises an error for an unusable JAX_EP_COLLECTIVES_TABLE, also on CPUs.
+        # The table is read only to raise an error if JAX_EP_COLLECTIVES_TABLE is unusable, on CPUs
+        # too.
         table.current()
         return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
     return num_ranks == 1 or algorithm == "xla"

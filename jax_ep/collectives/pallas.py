@@ -35,17 +35,19 @@ from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_chan
 
 Kernel = Callable[..., jax.Array]
 
-# A Hopper GPU has 132 multiprocessors.
+# One thread block for each multiprocessor of a Hopper GPU.
 _MAX_BLOCKS = 132
 _MAX_WARPGROUPS = 4
-# all_reduce_rms_norm uses several waves of thread blocks, so that the sums of one block overlap
-# with the norms of another.
+# all_reduce_rms_norm uses several waves of thread blocks (8 blocks for each multiprocessor), so
+# that one block sums over the ranks while another normalizes its rows.
 _MAX_ROW_BLOCKS = 1056
-# A block gets one warpgroup per 64 tiles, so that small arrays are spread over many blocks.
+# Thread blocks have one warpgroup for each _FEW_TILES tiles of the array, up to _MAX_WARPGROUPS.
+# Small arrays are thus spread over many blocks of one warpgroup.
 _FEW_TILES = 64
-# A warpgroup processes two tiles at a time if it has more than _MANY_ROUNDS tiles to process.
+# If each warpgroup has more than _MANY_ROUNDS tiles to process, it processes two at a time.
 _MANY_ROUNDS = 2
-# A thread of all_reduce_rms_norm holds at most 32 elements of a row.
+# The longest row of all_reduce_rms_norm: a thread holds at most 32 elements of a row, and a thread
+# block has at most 512 threads.
 _MAX_HIDDEN = 16384
 
 _forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
@@ -70,7 +72,8 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
 def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    It checks only the operands and the algorithm's own needs. Call it only where kernels can run.
+    Only the operands and the algorithm's own needs are checked. Whether the program or machine can
+    run kernels at all is not, so call this function only where it can.
     """
     op, x = problem.op, problem.operands[0]
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
@@ -86,7 +89,8 @@ def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     if algorithm == "multimem":
         if reason := jax_compat.multimem_unavailable_reason():
             return reason
-        # Without GPUs, the program is lowered for another machine, whose GPUs are not known.
+        # Without GPUs here, the program is lowered for another machine. Its GPUs are not known, and
+        # are assumed to have multicast memory.
         return multicast.unavailable_reason() if jax.default_backend() == "gpu" else None
     return _low_latency_reason(algorithm, problem) if is_low_latency(algorithm) else None
 
@@ -132,7 +136,7 @@ def no_room_reason(
 def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns the size of a low-latency call: its workers, and the tiles each sends to a peer.
+    """Returns how many workers a low-latency call has, and how many tiles each sends to a peer.
 
     A worker is a warpgroup. It receives from each peer as many tiles as it sends to that peer. The
     arguments are those of `no_room_reason`.
@@ -155,7 +159,8 @@ class PallasCollectives:
     """Implements `jax_ep.collectives.primitives.Collectives` with Pallas kernels.
 
     Attributes:
-      algorithm: the name of the algorithm to run, one of those of the method that is called.
+      algorithm: the name of the algorithm to run, which must be one of the called method's
+        algorithms in `jax_ep.collectives.algorithms.ALGORITHMS`.
       axis_name: the mesh axes of the ranks.
     """
 
@@ -236,11 +241,15 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs the kernel of the algorithm on x [..., S]; returns the kernel's result.
+        """Runs the one of two kernels that the algorithm needs on x; returns the kernel's result.
 
-        `low_latency_kernel` runs if the algorithm is a low-latency one; its plan spreads S elements
-        over thread blocks. Otherwise `kernel` runs; its plan spreads `num_elements`, the elements
-        that a rank's blocks process.
+        Args:
+          kernel: runs unless the algorithm is a low-latency one.
+          low_latency_kernel: runs for a low-latency algorithm. Its plan spreads S elements over
+            thread blocks.
+          x: [..., S]: the padded operand.
+          num_elements: the elements that the thread blocks of a rank process in `kernel`, over
+            which its plan spreads them.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
@@ -251,7 +260,8 @@ class PallasCollectives:
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns the bits of x as unsigned integers, for kernels that only move elements.
 
-        The low-latency kernels move any dtype, so for them x is returned unchanged.
+        The low-latency kernels move elements in their own dtype, so for them x is returned
+        unchanged.
         """
         if is_low_latency(self.algorithm):
             return x
@@ -260,7 +270,13 @@ class PallasCollectives:
 
 @dataclasses.dataclass(frozen=True)
 class _RowGrid:
-    """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups."""
+    """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups.
+
+    Attributes:
+      rows_per_block: the rows that a thread block processes.
+      num_blocks: the number of thread blocks.
+      num_warpgroups: the warpgroups of a thread block, over which the tiles of a row are spread.
+    """
 
     rows_per_block: int
     num_blocks: int
@@ -325,7 +341,7 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Returns the elements to which kernels need an axis of `size` elements padded.
+    """Returns the length to which the kernels need an axis of `size` elements to be padded.
 
     This is `size` rounded up to whole vectors of 16 bytes, and at least one tile.
     """

@@ -51,9 +51,10 @@ class Collectives(Protocol):
 
 
 def _primitive(op: str, **rules: Any) -> Primitive:
-    """Returns the primitive that lowers to the method `op` of the selected `Collectives`.
+    """Returns the primitive ep_<op> of a collective.
 
-    `rules` are further arguments of `jax_compat.define_primitive`.
+    It lowers to the method `op` of the `Collectives` with the selected algorithm. `rules` are
+    further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
     """
 
     def lower(
@@ -91,7 +92,7 @@ def _function(
 ) -> Callable[..., list[jax.Array]]:
     collectives: Collectives = XlaCollectives(axis_name)
     if algorithm != "xla":
-        # This import loads Mosaic.
+        # This import loads Mosaic, which only the kernels need.
         from jax_ep.collectives.pallas import PallasCollectives
 
         collectives = PallasCollectives(algorithm, axis_name)
@@ -115,15 +116,15 @@ def _linear(
 
     def transpose(cotangents, x, **params):
         (g,) = cotangents
-        # This follows JAX's transpose of lax.psum. Where varying axes are tracked, all ranks have
-        # equal cotangents g, so g is the cotangent of each rank's x. Otherwise the ranks'
-        # cotangents are summed.
+        # The transpose of an all_reduce is that of JAX's lax.psum. If JAX tracks over which axes x
+        # varies (vma), all ranks have equal cotangents g, so g is the cotangent of each rank's x.
+        # Otherwise the ranks' cotangents are summed.
         if op == "all_reduce" and (varying := varying_axes(x)):
             return [to_varying(g, varying - varying_axes(g))]
         return LINEAR[transposed].bind(g, **params)
 
     def batch(operands, axes, **params):
-        # The collective works along the leading axis, so the batch axis is moved to the end.
+        # The collective works along the leading axis of x, so the batch axis is moved to the end.
         (x,), (axis,) = operands, axes
         return LINEAR[op].bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 

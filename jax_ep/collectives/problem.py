@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_ep.runtime import availability
 
-# These algorithms of all_reduce_rms_norm sum and normalize in one kernel.
+# The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
 FUSED = (
     "fused",
     "fused_one_shot_ll",

@@ -64,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except ValueError as error:
-        # The text cannot be decoded, is not JSON, or does not pass `_check`.
+        # A ValueError says that the text cannot be decoded, is not JSON, or fails in `_check`.
         problem = f"holds no table of collectives: {error}"
     else:
         return table

@@ -44,7 +44,7 @@ class XlaCollectives:
 
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Calls a function with the mesh's Explicit axes made Auto; shards the result like x.
+    """Calls `function` on x with the mesh's Explicit axes made Auto; shards the result like x.
 
     JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an array whose
     type names a sharding over Explicit axes.

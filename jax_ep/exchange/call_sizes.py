@@ -10,7 +10,7 @@ from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.formats import RowFormat
 
-# An int32 or a float32 has 4 bytes.
+# The bytes of an int32 or a float32.
 WORD = 4
 
 
@@ -63,7 +63,8 @@ class CallSizes:
     def gathered(self, size: int) -> int:
         """Returns the bytes of the result of an all-gather.
 
-        `size` is the bytes gathered from all ranks. A single rank allocates no result: 0.
+        `size` is the bytes of all ranks' arrays together. A single rank gathers nothing and
+        allocates no result, so the bytes are then 0.
         """
         return size if self.num_ranks > 1 else 0
 
@@ -83,7 +84,7 @@ class CallSizes:
 
     @property
     def row(self) -> plans.Row:
-        """The columns, dtype and wire format of a padded row; kernels are planned by it."""
+        """The columns, dtype and wire format of a padded row, by which kernels are planned."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
@@ -97,7 +98,10 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the low-latency kernels, or None if they do not support these sizes."""
+        """The plan of the low-latency kernels, or None if they do not support these sizes.
+
+        The host is assumed to have one GPU for each rank.
+        """
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:

@@ -1,8 +1,8 @@
 """Sends one value per (token, choice), such as its weight, to the row of the choice, and back.
 
-Each call runs one collective over the ranks. Where the exchange may run Pallas kernels, the
-collective comes from `jax_ep.collectives`, which selects the algorithm by a table of measured
-times. Otherwise it is XLA's collective.
+Each call runs one collective of `jax_ep.collectives` over the ranks. If the exchange runs with
+implementation="pallas" or None, the collective selects its algorithm by a table of measured times.
+Otherwise it is XLA's collective.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_ax
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
 
-    Returns [R], one value per row; rows without a choice are zero. `implementation` is that of the
-    exchange, and decides which algorithms the collective may use.
+    Returns [R], one value per row; rows without a choice are zero. `implementation` is the argument
+    of the exchange: it says whether the collective, too, may run Pallas kernels.
     """
     values, routes, collective = _operands(values, handle, implementation)
 
@@ -38,10 +38,11 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends values [R], one per receive-buffer row, back to the rows' (token, choice).
+    """Sends values [R], one per receive-buffer row, back to the (token, choice) of each row.
 
-    Returns [T, K]; choices without a row are zero. It is the transpose of `choices_to_rows`.
-    `implementation` is that of the exchange, and decides which algorithms the collective may use.
+    Returns [T, K]; choices without a row are zero. This function is the transpose of
+    `choices_to_rows`. `implementation` is the argument of the exchange: it says whether the
+    collective, too, may run Pallas kernels.
     """
     values, routes, collective = _operands(values, handle, implementation)
     swap = functools.partial(all_to_all, **collective)
@@ -55,9 +56,9 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
 def _operands(
     values: jax.Array, handle: Handle, implementation: Implementation
 ) -> tuple[jax.Array, Routes, dict[str, Any]]:
-    """Returns the values, the routes, and the keyword arguments of the collective.
+    """Returns the values, the handle's routes, and the collective's `axis_name` and `algorithm`.
 
-    The values and routes are cast to vary over the same mesh axes (vma).
+    The values and routes are cast to vary over the same mesh axes (vma), as the collective needs.
     """
     values, *arrays = match_varying((values, *handle.routes), handle.axis_name)
     algorithm = algorithm_next_to(implementation)

@@ -122,7 +122,7 @@ def dispatch(
     checks.check_bool("zero_unused", zero_unused)
     zero_unused = bool(zero_unused)
     if capacity is None:
-        # A dropless buffer fits all rows, so both overflow rules give the same result.
+        # Without a capacity, the buffer fits all rows, so both overflow rules give the same result.
         overflow = "tail"
     if host_capacity is not None:
         host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
@@ -192,7 +192,7 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
-    """Sends x [T, H'] to the rows that an expert-major dispatch assigned, for `api.dispatch_like`.
+    """Sends x [T, H'] to the receive-buffer rows of a dispatch, for `api.dispatch_like`.
 
     Returns [R, H']. `options` are further arguments of `gradients.configure`.
     """
@@ -201,10 +201,10 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
 
 
 def stand_in_rows(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
-    """Returns zeros [R, H] that have the gradient of the dispatched rows of x [T, H].
+    """Returns zeros [R, H] through which the gradient of quantized received rows reaches x [T, H].
 
-    Callers use them where the rows themselves are quantized, since quantized rows have no gradient;
-    see `gradients.stand_in_rows`. `options` are further arguments of `gradients.configure`.
+    Quantized rows themselves have no gradient; `gradients.stand_in_rows` says how to use the zeros.
+    `options` are further arguments of `gradients.configure`.
     """
     config, x = _config_like(x, handle, options)
     return gradients.stand_in_rows(config, x, handle.routes)
@@ -219,7 +219,7 @@ def _config_like(x: jax.Array, handle: Handle, options: dict[str, Any]) -> tuple
 
 
 def check_handle(handle: Handle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its mesh axes."""
+    """Raises ValueError unless the handle's routes are for all N ranks along its mesh axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
@@ -239,7 +239,7 @@ def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
 
 
 def _static(handle: Handle) -> dict[str, Any]:
-    """Returns the arguments of `gradients.configure` that the handle of a dispatch determines."""
+    """Returns the arguments of `gradients.configure` that a call takes from a dispatch's handle."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,

@@ -117,7 +117,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array | QuantizedArray:
-    """Sends x [T, H] to the rows that an earlier dispatch assigned, which its `routes` describe.
+    """Sends x [T, H] along the `routes` of an earlier dispatch, to the same receive-buffer rows.
 
     Returns the received rows, [R, H] or rank-major [N, T, H], in x's dtype, or as a
     `QuantizedArray` if `config.quantized`.
@@ -156,11 +156,12 @@ dispatch_like.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
-    """Returns zeros [R, H] that have the gradient of the dispatched rows of x [T, H].
+    """Returns zeros [R, H] through which the gradient of quantized received rows reaches x [T, H].
 
-    Received rows that stay quantized have no gradient. A function of quantized rows, such as a
-    float8 matmul, takes these zeros as another operand, ignores their values, and returns the
-    cotangent of the rows as the cotangent of the zeros. The gradient then reaches x.
+    Received rows that stay quantized have no gradient. A function of these rows, such as a float8
+    matmul, therefore takes the zeros as another operand. It ignores their values, and returns the
+    cotangent of the rows as the cotangent of the zeros. That cotangent is sent back to the ranks of
+    the tokens as if the zeros were dispatched rows of x.
     """
     assert config.capacity is not None
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)

@@ -24,10 +24,12 @@ Received = tuple[jax.Array, ...]
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` argument of `jax_ep.collectives` calls in a program with an exchange.
+    """Returns the `algorithm` argument for calls of `jax_ep.collectives` next to an exchange.
 
-    `implementation` is that of the exchange. If the exchange may run Pallas kernels, the result is
-    None, with which collectives may select Pallas kernels, too; otherwise it is "xla".
+    `implementation` is the argument of the exchange. For "pallas" and None the result is None, with
+    which a collective may select Pallas kernels, too. For "xla" and "two_level" it is "xla": the
+    exchange then runs no Pallas kernels, or its ranks are on several hosts, between which Pallas
+    collectives cannot run.
     """
     return None if implementation in (None, "pallas") else "xla"
 
@@ -72,9 +74,10 @@ class Config:
 
     @property
     def ranks_of_hosts(self) -> list[list[int]] | None:
-        """The ranks of each host, as the `axis_index_groups` of JAX's collectives.
+        """The groups of ranks that exchange rows, for the `axis_index_groups` of JAX's collectives.
 
-        It is None if all ranks exchange rows with each other.
+        They are the ranks of each host; or None, for a single group, if all ranks exchange rows
+        with each other.
         """
         if self.ranks_per_host is None:
             return None
@@ -90,8 +93,8 @@ class Config:
     def of_cotangents(self) -> Self:
         """The configuration of the exchange that computes the gradient of this one.
 
-        It sends rows in the format `grad_wire`. Gradients of higher order send rows in their own
-        dtype.
+        That exchange sends the cotangents of rows in the format `grad_wire`. Its own gradient, of
+        second order, sends rows unquantized.
         """
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
@@ -113,7 +116,10 @@ class Exchange(Protocol):
         ...
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to the rows that a dispatch assigned; returns received rows [R, H]."""
+        """Sends x [T, H] to the receive-buffer rows that a dispatch assigned to its tokens.
+
+        Returns the received rows, [R, H].
+        """
         ...
 
     def combine(
@@ -161,9 +167,10 @@ class ExchangeInParts(Exchange, Protocol):
     def dispatch_like(
         self, x: jax.Array, routes: Routes, config: Config, into: Received | None = None
     ) -> Received:
-        """Sends x [T, H], some of the tokens of a dispatch, to their rows; returns [R, H].
+        """Sends x [T, H], some of a dispatch's tokens, to their receive-buffer rows.
 
-        `into` is the previous call's result, which receives the rows; None in the first call.
+        Returns the receive buffer, [R, H]. `into` is the receive buffer that the previous call
+        returned, into which this call writes the rows of its tokens; None in the first call.
         """
         ...
 
@@ -176,9 +183,10 @@ class ExchangeInParts(Exchange, Protocol):
         config: Config,
         into: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the gradients of a weighted `combine` for some of the tokens.
+        """Computes the gradients of a weighted `combine` from the cotangents g of some tokens.
 
-        Returns the gradients of y, [R, H], and of these tokens' weights, [T, K] float32. `into` is
-        the gradient of y from the previous call, which receives the rows; None in the first call.
+        Returns the gradient of y, [R, H], and the gradient of these tokens' weights, [T, K]
+        float32. `into` is the gradient of y that the previous call returned, into which this call
+        writes the rows of its tokens; None in the first call.
         """
         ...

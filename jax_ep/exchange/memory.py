@@ -38,7 +38,8 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# Maps an operation of LOCAL to the exchange operation that needs the same buffers on one rank.
+# Maps each operation of LOCAL to the operation of an exchange that computes it on one rank alone,
+# and therefore needs the same buffers.
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
@@ -113,10 +114,10 @@ def workspace_bytes(
 def result_bytes(
     operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
 ) -> dict[str, int]:
-    """Returns the bytes of the rows in an operation's result: name -> bytes per rank.
+    """Returns the bytes of the rows that an operation returns: name -> bytes per rank.
 
-    The arguments are those of `workspace_bytes`. The results left out are `group_sizes` and other
-    counts, which are small, and the routes, which `workspace_bytes` counts.
+    The arguments are those of `workspace_bytes`. Not counted are `group_sizes` and other counts,
+    because they are small, and the routes, because `workspace_bytes` counts them.
     """
     given = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
     given.apply_defaults()
@@ -134,14 +135,17 @@ def result_bytes(
         "group_by_expert": ("grouped tokens", shape.capacity),
         "combine": ("combined tokens", shape.num_tokens),
         "dispatch_grad": ("gradient of x", shape.num_tokens),
-        # For this local operation `_checked` has replaced the number of tokens by N * T.
+        # For this local operation, `_checked` has replaced the tokens per rank, T, by N * T.
         "sum_by_token": ("sums by token", shape.num_tokens),
     }[operation]
     return {name: shape.rows(count)}
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`, and returns the sizes of the exchange to count."""
+    """Checks the arguments of `workspace_bytes`; returns the sizes from which buffers are counted.
+
+    `given` has the arguments as attributes.
+    """
     operation, layout, capacity = given.operation, given.layout, given.capacity
     num_ranks, num_tokens, num_experts = given.num_ranks, given.num_tokens, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
@@ -177,7 +181,8 @@ def _checked(given: Any) -> CallSizes:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
     if operation in LOCAL:
-        # A local operation is counted as the exchange of a single rank with N * T tokens.
+        # A local operation runs as the exchange of a single rank with N * T tokens, and is counted
+        # as such.
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
     if layout == "rank":
@@ -220,7 +225,7 @@ def _pallas_dispatch(shape: CallSizes) -> dict[str, int]:
 
 def _pallas_dispatch_like(shape: CallSizes) -> dict[str, int]:
     if shape.by_rank:
-        # In the rank-major layout, dispatch_like runs the kernel of dispatch.
+        # In the rank-major layout, dispatch_like runs the kernel of dispatch, with its buffers.
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
     return {name: held[name] for name in ("padded rows", "received rows")}
@@ -237,7 +242,7 @@ def _pallas_combine(shape: CallSizes) -> dict[str, int]:
 def _pallas_combine_grad(shape: CallSizes) -> dict[str, int]:
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    if shape.wire.quantized:  # XLA multiplies received quantized rows by the weights
+    if shape.wire.quantized:  # XLA, not a kernel, multiplies the received rows by the weights
         return _pallas_dispatch_like(shape) | xla.grad_of_rows_workspace(shape)
     # The kernel takes padded copies of g (T rows), y and the gradient of y (R rows each).
     return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}

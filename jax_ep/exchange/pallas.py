@@ -1,7 +1,8 @@
 """Implements the exchange with Pallas kernels: the functions of `interface.Exchange`.
 
-Each function pads rows to the width that the kernels need. `pallas_kernels.exchange.plan` gives it
-the number of thread blocks and the sizes of buffers. Importing this module imports Mosaic.
+Each function pads rows to the width that the kernels need, and runs a kernel. The kernel's *plan*,
+from `pallas_kernels.exchange.plan`, states the number of thread blocks and the sizes of buffers.
+Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def dispatch(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] to the rows that a dispatch assigned; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to a dispatch's receive-buffer rows; see `ExchangeInParts.dispatch_like`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
@@ -104,8 +105,9 @@ def _combine(
 ) -> jax.Array:
     """Sums padded rows y by token and sends the sums to the tokens' ranks; returns [T, H].
 
-    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` is [N, T, K]: the row of y of each
-    choice or, if `by_rank`, its local expert, which is -1 where the choice adds nothing.
+    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` is [N, T, K], with an entry for each
+    choice: the choice's row of y; or, if `by_rank`, its local expert, which is -1 where the choice
+    adds nothing.
     """
     fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows
@@ -192,7 +194,10 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the kernels' keyword arguments for the GPUs and for the layout of experts' blocks."""
+    """Returns keyword arguments that the kernels of expert-major calls share.
+
+    They are the GPUs of the ranks, and the options for the experts' blocks in a receive buffer.
+    """
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -223,7 +228,7 @@ def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan
 
 
 def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
-    """Converts `sizes` (N, T, K), and E from `config`, to the `Sizes` that plans are made from."""
+    """Returns the `Sizes` from which plans are made; `sizes` are (N, T, K), `config` gives E."""
     num_ranks, num_tokens, top_k = sizes
     return plans.Sizes(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts

@@ -53,7 +53,8 @@ def group_by_expert(
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
-    # The leaves are the array of rows, or the values and the scales of a QuantizedArray.
+    # The leaves are the array of rows; or, for a QuantizedArray, its values and its scales. The
+    # dispatch permutes the first leaf, and dispatch_like permutes the other one in the same way.
     leaves, tree = jax.tree.flatten(received.tokens)
     first, *others = (leaf.reshape(flat) for leaf in leaves)
     grouped = dispatch(

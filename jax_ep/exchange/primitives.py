@@ -38,9 +38,9 @@ _Shape: Any = jax.ShapeDtypeStruct
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
     """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`.
 
-    The exchange of the rows' cotangents is checked, too. `list_words` is the number of 4-byte words
-    that describe a token's choices, as in `selection.Rows`. Conditions that depend on the program's
-    devices are checked only when the program is lowered.
+    The exchange that sends the rows' cotangents is checked, too. Conditions that depend on the
+    program's devices are checked only when the program is lowered. `list_words` is the number of
+    4-byte words that describe a token's choices: K, or 2 K if weights are sent with the choices.
     """
     for each in (config, config.of_cotangents):
         problem = _problem(each, rows, list_words, availability.TRACED)
@@ -67,8 +67,8 @@ def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchan
     if isinstance(last, (Routes, RankRoutes)):
         list_words = last.topk_idx.shape[1]
     else:
-        # A dispatch has no routes yet. Its operands are x, the choices [T, K], and in the
-        # rank-major layout weights [T, K] or None.
+        # The operands of a dispatch are x, the choices [T, K], and in the rank-major layout weights
+        # [T, K] or None. All but x are sent as words that describe a token's choices.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
     problem = _problem(config, rows, list_words, availability.Lowered(program))
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
@@ -114,8 +114,9 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        # JAX lowers a primitive once for equal parameters. Fields of config that do not change the
-        # exchange are therefore reset, so that they cause no second lowering.
+        # JAX lowers a primitive again if its parameters differ. The fields of config that do not
+        # change this exchange are therefore reset, so that calls that differ only in them share a
+        # lowering.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
             config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused

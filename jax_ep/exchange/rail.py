@@ -1,9 +1,10 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 There are M hosts with G ranks each. A *rail* is the M ranks, one per host, that have the same
-number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns. In
-turn i > 0, a rank receives the rows of the host that is i places after its own host (dispatch), or
-sends sums to that host (combine). Meanwhile the kernels inside the host move another turn's rows.
+number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns,
+one for each host; turn 0 is for the rank's own host. In turn i > 0, a rank receives the rows of the
+host that is i places after its own host (dispatch), or sends sums to that host (combine). Meanwhile
+the kernels inside the host move another turn's rows.
 With a `host_capacity` of C, a rank sends C rows to each other host instead of all T: the first C of
 its tokens that chose experts there.
 """
@@ -27,9 +28,9 @@ from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
-    """The host whose tokens the exchange inside this host moves.
+    """The host whose tokens one call of the exchange inside this host moves.
 
-    In place of a `Source`, `None` means the tokens of all hosts.
+    In place of a `Source`, `None` means that the call moves the tokens of all hosts.
 
     Attributes:
       turn: the distance from this host to the source host, modulo M; 0 for this host itself.
@@ -70,18 +71,22 @@ class Rail:
 
     @classmethod
     def of(cls, num_hosts: int, config: Config) -> Rail:
-        """Makes the rail of this rank, on which each host gets all T rows."""
+        """Makes this rank's rail, over the mesh axes of `config`.
+
+        It sends all T rows to each host; `of_tokens` applies the host_capacity.
+        """
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
         return cls(
             config, num_hosts, ranks_per_host, lax.axis_index(config.axis_name) // ranks_per_host
         )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns a copy of this rail for tokens with the choices topk_idx [T, K].
+        """Returns a copy of this rail, completed for tokens with the choices topk_idx [T, K].
 
-        `kernels` says whether Pallas kernels run inside a host. If they do and T is small,
-        `at_once` is set: one call then takes the tokens of all hosts, since each call costs a fixed
-        time. With a host_capacity below T, `sent_tokens` and `received_tokens` are set.
+        `kernels` says whether Pallas kernels run inside a host. If they do and T is small, the copy
+        has `at_once`: one call of the kernels takes the tokens of all hosts, since each call costs
+        a fixed time. With a host_capacity below T, the copy has `sent_tokens` and
+        `received_tokens`.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
@@ -106,7 +111,10 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange among a host's ranks, which does not quantize rows."""
+        """The configuration of the exchange among a host's ranks.
+
+        Rows are quantized only to cross between hosts, so this exchange does not quantize them.
+        """
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
@@ -120,7 +128,10 @@ class Rail:
         return self.config.host_capacity
 
     def drops(self, num_tokens: int) -> bool:
-        """Returns whether host_capacity lets a rank send fewer than all `num_tokens` to a host."""
+        """Returns whether a host_capacity is set that is below T, which is `num_tokens`.
+
+        If so, a rank may have to drop tokens that chose experts of another host.
+        """
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
@@ -134,10 +145,12 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Numbers, for each other host, the tokens that chose an expert of that host.
+        """Finds and numbers, for each other host, the tokens that chose an expert of that host.
 
-        Returns two arrays [T, M]: whether the token chose the host, and the number of earlier
-        tokens that chose it.
+        Returns two arrays [T, M], with an entry for each token and host. The first says whether the
+        token chose an expert of the host; for this rank's own host it is False. The second is the
+        number of earlier tokens that chose an expert of the host; if it is below the host_capacity,
+        a token that chose such an expert is sent to the host.
         """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
@@ -154,7 +167,7 @@ class Rail:
 
     @property
     def _groups(self) -> list[list[int]]:
-        """The ranks of each rail, as the `axis_index_groups` of JAX's collectives."""
+        """The M ranks of each of the G rails, for the `axis_index_groups` of JAX's collectives."""
         return [
             list(range(number, self.num_ranks, self.ranks_per_host))
             for number in range(self.ranks_per_host)
@@ -188,7 +201,7 @@ class Rail:
 
         Returns the x that arrives from the host `distance` places before this one.
         """
-        # XLA's default schedule for GPUs overlaps a ppermute, but not an all_gather, with kernels.
+        # By default, XLA for GPUs overlaps a ppermute with kernels, but not an all_gather. A
         # ppermute needs the axes in the mesh's order, so ranks are renumbered for it.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
@@ -198,15 +211,16 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Sends results to the rail's ranks (one on each host) whose tokens they are for.
+        """Sends results, one row for each token, back to the rail's ranks that sent the tokens.
 
         Args:
           others: [M, T, ...], or [M, C, ...] with a host_capacity: the results that this rank
-            computed for the tokens of each host.
+            computed for the tokens that came from each host.
           own: [T, ...]: the results that this rank computed for its own tokens.
 
         Yields:
-          For each host, by number: its results for this rank's tokens, [T, ...].
+          For host 0, 1, ..., M - 1: the results, [T, ...], that the rail's rank on this host
+          computed for this rank's tokens.
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
@@ -214,9 +228,10 @@ class Rail:
             yield jnp.where(self.host == host, own, part)
 
     def _by_token(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
-        """Scatters results [C, ...], which `host` returned, to the tokens sent there: [T, ...].
+        """Scatters the results `part` [C, ...] to the tokens that were sent to `host`: [T, ...].
 
-        `like` [T, ...] gives the shape and dtype. Without `sent_tokens`, `part` has all T already.
+        The results of the other tokens are zero. `like` is an array of the result's shape and
+        dtype. If all T tokens were sent (`sent_tokens` is None), returns `part` [T, ...] unchanged.
         """
         if self.sent_tokens is None:
             return part
@@ -227,16 +242,17 @@ class Rail:
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
         """Sends rows x [T, ...] to the rail's rank on each host; calls `add` for each source host.
 
-        The rows of the next host arrive while `add` handles the rows of one host; this host's own
-        rows come first. With `at_once`, `add` is called once, for all hosts.
+        `add` first gets this rank's own rows. While it handles the rows from one host, the rows
+        from the next host arrive. With `at_once`, `add` is called only once, with the rows from all
+        hosts.
 
         Args:
           x: [T, ...]: this rank's rows.
-          add: called as `add(source, rows, state)`; returns the new state. The first state is None,
-            and a source of None means all hosts.
+          add: called as `add(source, rows, state)`. `source` is the host from which `rows` came;
+            None: all hosts. `state` is the result of the previous call; None in the first call.
 
         Returns:
-          The last state.
+          The result of the last call of `add`.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -244,33 +260,36 @@ class Rail:
         for turn in range(1, self.num_hosts):
             arriving = self._shift(self._for_host(x, self.host - turn), -turn)
             state = add(self._source(turn - 1, self.host), rows, state)
-            # Without this barrier XLA sends the rows of all turns first, and no transfer but the
-            # last one overlaps with a kernel.
+            # Without this barrier, XLA sends the rows of all turns first. Only the last of these
+            # transfers then overlaps with a kernel.
             if self.kernels:
                 x, arriving, state = lax.optimization_barrier((x, arriving, state))
             rows = arriving
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Picks the rows of x [T, ...] to send to host `host` % M.
+        """Picks the rows of x [T, ...] that this rank sends to the host of number `host` modulo M.
 
-        Returns x, or the [C, ...] rows of `sent_tokens` with a host_capacity of C.
+        Returns them as [C, ...], padded with zeros, if `sent_tokens` limits them to C (the
+        host_capacity); otherwise returns x.
         """
         if self.sent_tokens is None:
             return x
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Computes the sums for each host's tokens, and sends them to the rail's rank there.
+        """Computes sums for each host's tokens, and sends them to the rail's rank on that host.
 
         While the sums for one host are sent, the sums for the next host are computed; the sums for
         this host's own tokens are computed last. With `at_once`, one call computes all sums.
 
         Args:
-          sums: computes this host's sums for the tokens of a source, or for None of all hosts.
+          sums: called as `sums(source)`; returns the sums for the tokens that came from the host
+            `source`; for None, from all hosts.
 
         Yields:
-          For each host, by number: its sums for this rank's tokens, [T, ...].
+          For host 0, 1, ..., M - 1: the sums, [T, ...], that the rail's rank on this host computed
+          for this rank's tokens.
         """
         if self.at_once:
             own, others = self.split([sums(None)])
@@ -279,14 +298,15 @@ class Rail:
         here = self.host
         returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
-            # The barriers make XLA run the turns in order. XLA removes a barrier's operand whose
-            # result is unused, so the next turn uses the `here` that the barrier returns.
+            # The barriers make XLA run the turns in order. XLA removes an operand of a barrier if
+            # the result for it is not used. Each turn therefore computes with the `here` that the
+            # previous turn's barrier returned.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
             if returned:
                 part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
             returned.append(self._shift(part, turn))
-        # The barrier keeps XLA from fusing the computation of `own` with the sum over hosts: the
-        # sum over hosts waits for the network, and `own` need not.
+        # The barrier keeps XLA from fusing the computation of `own` with the sum over hosts. That
+        # sum waits for the network, so `own` would be computed too late.
         own = lax.optimization_barrier(sums(self._source(0, here)))
         parts = [own]
         for turn, part in enumerate(returned, 1):
@@ -299,7 +319,8 @@ class Rail:
         return Source(turn, (here + turn) % self.num_hosts)
 
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """Selects, from this rank's rows and the rows received by `send`, those of a source host.
+        """Selects the rows of one source host, from this rank's own rows and the received rows.
+
         Args:
           own: [T, ...]: this rank's rows.
           sent: [M, T, ...] or [M, C, ...]: the rows that `send` returned for `own`.
@@ -317,15 +338,15 @@ class Rail:
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the entries of a source's tokens from an array for the tokens of all ranks.
+        """Selects the entries of one source host from an array with an entry for every token.
 
         Args:
           by_rank: [N, T, ...], such as routes: entries by source rank and token.
           source: the host whose tokens' entries to select; None: all hosts.
 
         Returns:
-          [G, tokens, ...], by the source rank's number within its host. The tokens are the same, in
-          the same order, as in the result of `rows`. Entries of padding are -1.
+          [G, tokens, ...]: for each rank of this host, the entries of the tokens whose rows `rows`
+          returns on that rank, in the same order. Where these rows are padding, the entry is -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:
@@ -338,10 +359,11 @@ class Rail:
         return picked if source.turn == 0 else self._received_of(picked, source.host)
 
     def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
-        """Selects the entries of the tokens that `host` sends to this host.
+        """Selects the entries of those tokens that the ranks of `host` send to this host.
 
-        `picked` [G, T, ...] has the entries of all tokens of the host's G ranks. Returns
-        [G, C, ...], or `picked` where hosts get all T tokens; entries of padding are -1.
+        `picked` [G, T, ...] has an entry for each token of the G ranks of `host`. If a
+        host_capacity limits the sent tokens to C, returns [G, C, ...], where an entry is -1 if
+        fewer tokens were sent. Otherwise all T tokens are sent, and the result is `picked`.
         """
         if self.received_tokens is None:
             return picked
@@ -351,9 +373,15 @@ class Rail:
     def split(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Splits results into those for this rank's own tokens and those for other hosts' tokens.
 
-        `parts` are the results for the tokens of each `Source`, in the order of turns; or with
-        `at_once` one array for the tokens of all hosts. Returns two arrays: [T, ...], and [M, T,
-        ...] by host, or [M, C, ...] with a host_capacity of C.
+        Args:
+          parts: the results that the exchange inside this host computed, one row for each token. In
+            turns: one array for each source host, this host first. With `at_once`: a single array
+            for the tokens of all hosts, in the order of `rows`.
+
+        Returns:
+          The results for this rank's own tokens, [T, ...]; and the results for the tokens from each
+          host, [M, T, ...], or [M, C, ...] with a host_capacity of C. In the second array, the
+          entry of this host is unspecified.
         """
         if not self.at_once:
             by_turn = jnp.stack([jnp.zeros_like(parts[1]), *parts[1:]])
@@ -368,9 +396,10 @@ class Rail:
 
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
-    """Picks the rows of x [T, ...] whose numbers are `tokens` [..., C].
+    """Picks the rows of x [T, ...] at the indices `tokens` [..., C]; returns [..., C, ...].
 
-    The number T, which pads `tokens`, gives a row of the value `fill`.
+    `tokens` may be padded with the index T, at which x has no row. The result there is a row of the
+    value `fill`.
     """
     bits = quantization.bits(x)
     none: Any = np.asarray(fill).astype(bits.dtype)[()]
@@ -379,7 +408,7 @@ def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
 
 
 def _in_mesh_order(axis_name: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Sorts mesh axes in the order of the enclosing `shard_map`'s mesh.
+    """Sorts the ranks' mesh axes in the order of the enclosing `shard_map`'s mesh.
 
     Returns the sorted axes and an array [N]: for each rank, numbered along `axis_name`, its number
     along the sorted axes.

@@ -141,9 +141,10 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
-    """Sends x [T, H'] to the ranks of a rank-major dispatch, for `api.dispatch_like`.
+    """Sends rows x [T, H'] to the ranks to which a rank-major dispatch sent its tokens.
 
-    Returns [N, T, H']. `options` are further arguments of `gradients.configure`.
+    `api.dispatch_like` calls this function. Returns [N, T, H']. `options` are further arguments of
+    `gradients.configure`.
     """
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.shape[1])
@@ -153,7 +154,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
 
 
 def check_handle(handle: RankHandle) -> None:
-    """Raises ValueError unless the handle's routes fit the number of ranks along its mesh axes."""
+    """Raises ValueError unless the handle's routes are for all N ranks along its mesh axes."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if len(handle.routes.local_topk_idx.shape) != 3 or handle.shape[0] != num_ranks:
         raise ValueError(
@@ -163,7 +164,7 @@ def check_handle(handle: RankHandle) -> None:
 
 
 def _static(handle: RankHandle) -> dict[str, Any]:
-    """Returns the arguments of `gradients.configure` that the handle of a dispatch determines."""
+    """Returns the arguments of `gradients.configure` that a call takes from a dispatch's handle."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,

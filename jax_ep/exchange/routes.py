@@ -134,7 +134,8 @@ def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
     topk_idx is [T, K] int32; values outside [0, num_experts) choose no expert.
     """
-    # With the axis of experts first, XLA fuses the comparison and the sum into one kernel.
+    # The axis of experts comes first, [E, T·K], because XLA then fuses the comparison and the sum
+    # into one kernel.
     chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
@@ -162,15 +163,17 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     fit in `capacity` rows; it is max(counts) if all rows fit. `counts` [L] are the rows sent to
     each local expert.
     """
-    # Sizes are in units of expert_alignment rows. The quota is the largest m for which
+    # The sizes below are in units of expert_alignment rows: `blocks` are the sizes of the experts'
+    # blocks, and `room` is the size of the buffer. The quota is the largest m for which
     # sum(min(blocks, m)) is at most `room`.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
-    # Entry i says whether the buffer has room if no block may be larger than block i.
+    # Entry i of `whole` says whether all blocks fit if each is cut to at most the size of block i.
     whole = used <= room
     least = jnp.max(jnp.where(whole, blocks, 0))
     rest = room - jnp.max(jnp.where(whole, used, 0))
-    # The blocks larger than `least` share the rest of the room.
+    # The quota is at least `least`, the size of the largest such block i. The larger blocks share
+    # equally the room that is left.
     larger = jnp.sum(~whole, dtype=jnp.int32)
     quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
     return jnp.where(larger == 0, jnp.max(counts), quota)

@@ -1,6 +1,7 @@
-"""Lists the implementations of the exchange, and says which problems each does not support.
+"""Lists the implementations of the exchange, and says why one does not support a given exchange.
 
-The module of an implementation is imported only where it runs, since the kernels load Mosaic.
+The module of an implementation is imported only in programs that run it, because the kernels load
+Mosaic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Problem:
     Attributes:
       place: the program or the machine on which the exchange is to run.
       axis_name: the mesh axes along which ranks are numbered.
-      rows: the rows that the exchange sends; None for any rows that the kernels support.
+      rows: the rows that the exchange sends; None: some rows that the kernels support.
     """
 
     place: availability.Place

@@ -88,15 +88,15 @@ class TwoLevel:
         return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to the rows that a dispatch assigned; see `Exchange.dispatch_like`."""
+        """Sends x [T, H] to a dispatch's receive-buffer rows; see `Exchange.dispatch_like`."""
         words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
             if not rail.kernels:
-                # The barrier makes XLA add one host after the other. Otherwise it may hold the
-                # gathered rows of all hosts at once.
+                # The barrier makes XLA move the tokens of one host after the other. Otherwise XLA
+                # may hold the gathered tokens of all hosts at once.
                 rows, received = lax.optimization_barrier((rows, received))
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
@@ -111,8 +111,8 @@ class TwoLevel:
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
         """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
-        # Inside a host, sums are sent as float32, so that nothing is rounded before the sum over
-        # the host's ranks is complete.
+        # Ranks of one host send each other their sums as float32, so that nothing is rounded before
+        # the sum over these ranks is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
         sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
@@ -132,8 +132,8 @@ class TwoLevel:
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the gradients of a weighted combine; see `Exchange.combine_grad`.
 
-        If the wire is quantized, only transfers between hosts are: received rows are converted to
-        g's dtype before the exchange inside the host forwards them.
+        If `config.wire` is a quantized format, the rows of g are quantized only to cross between
+        hosts. They are converted back to g's dtype before the exchange inside a host forwards them.
         """
         words, _ = _words(g, config.wire)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
@@ -143,8 +143,8 @@ class TwoLevel:
         def add(source: Source | None, rows: jax.Array, grads: Any) -> Any:
             dy, dweights_so_far = grads or (None, [])
             if not rail.kernels:
-                # The barrier makes XLA add one host after the other. Otherwise it may hold an
-                # array of dy's size for each host at once.
+                # The barrier makes XLA handle the tokens of one host after the other. Otherwise XLA
+                # may hold an array of dy's size for each host at once.
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
             parts = _from_words(rows, g, config.wire)
@@ -186,7 +186,8 @@ class TwoLevel:
             rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:
-                # Reshapes parts [G, M·T, ...] to [M, G, T, ...].
+                # The exchange inside the host returned [G, M·T, ...], by the source rank's number
+                # within its host. This reshapes each array to [M, G, T, ...], with the host first.
                 shape = rail.ranks_per_host, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
             return [
@@ -194,7 +195,8 @@ class TwoLevel:
                 for whole, part in zip(received or [None] * len(parts), parts, strict=True)
             ]
 
-        # Reshapes each array [M, G, T, ...] to [N, T, ...].
+        # `each_host` returns arrays [M, G, T, ...], by source host and rank of the host. This
+        # reshapes each of them to [N, T, ...], by source rank.
         tokens, *lists = (
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
@@ -233,9 +235,11 @@ class TwoLevel:
           rows: the rows that the exchange inside a host moves.
           topk_idx: [T, K] int32: the choices of this rank's tokens.
           dtype: the dtype in which the exchange inside a host moves rows; None: that of `rows`.
-          list_words: the 4-byte words that describe a token's choices; None: K.
-          sums: whether the call only sums rows. On hosts with one rank each, XLA's exchange then
-            computes the sums, since it is faster than the kernels.
+          list_words: the 4-byte words that describe a token's choices: K, or 2 K if weights are
+            sent with the choices. None: K.
+          sums: whether the call is a combine, which only sums rows, unlike combine_grad. On hosts
+            with one rank each, XLA's exchange then computes the sums, since it is faster than the
+            kernels.
         """
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
@@ -257,9 +261,12 @@ class TwoLevel:
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the choices of this rank's tokens and of the tokens that `rail.send` brings here.
 
-        The choices are numbers of this host's experts: an expert of this host has a number in [0, E
-        / M), and any other value is out of this range. The shapes are [T, K], and [M, T, K], or [M,
-        C, K] with a host_capacity of C.
+        The choices are renumbered for this host, whose experts get the ids 0 to E / M - 1. An id
+        outside this range stands for another host's expert or for no expert.
+
+        Returns:
+          The choices of this rank's tokens, [T, K]; and the choices of the tokens from each host,
+          [M, T, K], or [M, C, K] with a host_capacity of C.
         """
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first = rail.host * rail.inside.num_experts
@@ -283,10 +290,11 @@ class TwoLevel:
         """
         rows = rail.by_rank(routes.rows, source)
         if choices is None:
-            # XLA's exchange reads only `Routes.rows`.
+            # XLA's exchange reads only `Routes.rows`, so the other fields need not be this host's.
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels fill padding with zeros, and find it from the counts of all hosts' rows. The
-        # counts of a host's ranks are therefore summed over hosts.
+        # The kernels fill the padding of an expert's block with zeros. To find it, they need the
+        # number of rows in the block, from all hosts. The counts are therefore summed over the
+        # ranks, one on each host, that have the same number within their hosts.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -299,7 +307,8 @@ class TwoLevel:
 def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
     """Decodes the packed rows [T, ...] that each host returned, and adds them in float32.
 
-    y has the rows' dtype and width; returns the sum [T, H] in y's dtype.
+    y has the width and dtype of the rows before packing; its values are not read. Returns the sum
+    [T, H] in y's dtype.
     """
     total: Any = None
     for bits in returned:
@@ -317,7 +326,10 @@ def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
 def _place(
     whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
 ) -> jax.Array:
-    """Writes `part` [...] to entry `index` of `whole` [count, ...]; None stands for zeros."""
+    """Writes `part` [...] to entry `index` of `whole` [count, ...], and returns the result.
+
+    If `whole` is None, the other entries are zero.
+    """
     if whole is None:
         whole = jnp.full_like(part, 0, shape=(count, *part.shape))
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
@@ -327,21 +339,28 @@ def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
     """Packs rows x [T, H] as unsigned words to send between hosts.
 
     XLA may convert floats to another dtype while it moves them, which changes the payload of a NaN;
-    it leaves unsigned words as they are. Returns the words, and the dtype as which the exchange
-    inside a host moves them.
+    it leaves unsigned words as they are.
+
+    Returns:
+      The words: for unquantized rows, uints [T, H] as wide as x's dtype; for quantized rows, 32-bit
+      words. And the dtype to which the exchange inside a host casts the bits of a word: x's dtype,
+      or float32 for quantized rows.
     """
     bits = quantization.bits(x, wire)
     if not wire.quantized:
         return bits, x.dtype
-    # The padding makes rows a multiple of ROW_BYTES; the kernels would copy any other rows to pad
-    # them.
+    # Rows are padded to a multiple of ROW_BYTES here, since the kernels would otherwise make padded
+    # copies of the rows.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
 def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
-    """Unpacks rows that `_words` packed; x has the rows' width and dtype before packing."""
+    """Unpacks rows that `_words` packed; returns the arrays of the wire format.
+
+    x has the width and dtype of the rows before packing; its values are not read.
+    """
     if wire.quantized:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
         words = words[..., : wire.row_bytes(x.shape[-1], x.dtype)]
@@ -349,14 +368,15 @@ def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces choices [T, K] outside [0, num_experts) by -1."""
+    """Replaces choices [T, K] outside [0, num_experts) by -1, as `_narrow` needs them."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers in [-1, most] to uint16 if all fit, to halve the bytes. -1 becomes 65535.
+    """Converts integers in [-1, most] to uint16, to halve the bytes that are sent.
 
-    If they do not fit, returns `numbers` unchanged.
+    -1 becomes 65535, so the conversion needs a `most` below 65535. Where `most` is larger, returns
+    `numbers` unchanged.
     """
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
@@ -386,7 +406,8 @@ def workspace(
     """
     num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
-    # On hosts with one rank each, XLA computes sums even where the kernels can run.
+    # On hosts with one rank each, XLA computes sums even where the kernels can run: see
+    # `TwoLevel._of_call`.
     kernels = kernels and not (sums and ranks_per_host == 1)
     at_once = kernels and num_tokens <= FEW_TOKENS
     tokens_of_call = num_tokens
@@ -401,8 +422,8 @@ def workspace(
         wire=PLAIN,
         quantized=False,
     )
-    # Rank-major kernels take rows sorted by rank within the host. XLA copies rows between this
-    # order and the order of all ranks.
+    # The rank-major kernels of a host take and return rows sorted by the source rank's number
+    # within its host. XLA copies rows between this order and the order of all N source ranks.
     in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
     weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
     held = {
@@ -416,26 +437,30 @@ def workspace(
         if kernels and of_host.dtype != sizes.dtype:
             held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
         return held | inside(operation, kernels, of_host)
-    # With kernels, the rows of at most two remote hosts are held: one host's rows arrive while the
-    # kernels forward another host's rows.
+    # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
+    # the kernels forward another host's rows. One call for all hosts holds the rows of all hosts.
+    # Without kernels, XLA may hold the rows of all remote hosts.
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
     sent_bytes = _sent_bytes(sizes)
     rail = arrivals * rows_to_host * sent_bytes
-    # With a host_capacity, the rows to send are first gathered into a buffer of equal size.
+    # With a host_capacity, the rows to send are first picked from x into another buffer, which is
+    # as large as the buffer of received rows.
     held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail
     held["quantized rows"] = sizes.quantized_rows(num_tokens)
     received = {"received rows": sizes.quantized_rows(sizes.capacity)}
     if operation == "combine_grad" and not sizes.by_rank:
-        # The exchange inside a host moves rows in their own dtype.
+        # Received rows are decoded before the exchange inside a host, so it moves them in their own
+        # dtype.
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
     elif sizes.wire.quantized:
-        # The exchange inside a host forwards quantized rows as 32-bit words.
+        # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
         of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
         held |= received
     name = operation if operation == "combine_grad" else "dispatch_like"
     parts = inside(name, kernels, of_host)
     if "gathered tokens" in parts:
-        # XLA holds the gathered tokens of this host and of one other host.
+        # XLA gathers the tokens of one source host after the other. At most it holds the gathered
+        # tokens of this host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
         held |= _routing_workspace(sizes, num_hosts)
@@ -445,7 +470,7 @@ def workspace(
 
 
 def _sent_bytes(sizes: CallSizes) -> int:
-    """Returns the bytes of a row sent between hosts.
+    """Returns the bytes of a row as `_words` packs it to cross between hosts.
 
     Quantized rows are padded to a multiple of ROW_BYTES (128 bytes).
     """
@@ -456,10 +481,16 @@ def _sent_bytes(sizes: CallSizes) -> int:
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers, name -> bytes, of the sums that a combine sends between hosts.
+    """Returns the buffers of the sums that a combine sends between hosts: name -> bytes per rank.
 
-    The buffers hold returned sums, sums for other hosts before they are sent, and the sums for this
-    host. `at_once` says whether one call computes the sums for all hosts.
+    They hold this rank's sums for the tokens of other hosts, the sums that other hosts return for
+    this rank's tokens, and this host's own sums for these tokens.
+
+    Args:
+      sizes: the sizes of the exchange among all ranks.
+      num_hosts: M, the number of hosts.
+      rows_to_host: the rows that a rank sends to each other host: T, or the host_capacity.
+      at_once: whether one call computes the sums for the tokens of all hosts.
     """
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     held = 2 * num_hosts if at_once else num_hosts

@@ -35,7 +35,8 @@ def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
     """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
-    # Routes need one all-gather: each rank's message has its choices and their counts.
+    # One all-gather brings all that a rank needs to compute its routes: the message of each rank
+    # has the rank's choices and their counts.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
@@ -54,7 +55,7 @@ def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
 def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, RowGroups]:
-    """Computes this rank's routes and blocks of rows from the messages of all ranks.
+    """Computes this rank's routes, and its experts' blocks of rows, from the messages of all ranks.
 
     `messages` [N, 2 T·K + E] int32 are the gathered results of `message_of_choices`. topk_idx [T,
     K] are the choices of this rank.
@@ -80,7 +81,7 @@ def read_messages(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] to the rows that a dispatch assigned; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to a dispatch's receive-buffer rows; see `ExchangeInParts.dispatch_like`."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
@@ -121,7 +122,8 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of a weighted combine; see `ExchangeInParts.combine_grad`.
 
-    `send` is the `dispatch_like` function with which g is sent.
+    `send` is the function that sends g to the receive-buffer rows: this module's `dispatch_like`,
+    or that of the Pallas kernels.
     """
     g_rows = config.wire.decode(send(g, routes, config), g.dtype)
     stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
@@ -142,8 +144,8 @@ def choices_to_rows(
 ) -> jax.Array:
     """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
 
-    Returns [R], one value per row; rows without a choice are zero. `capacity` is R, and `stack`
-    gathers an array [...] from all ranks to [N, ...].
+    Returns [R], one value per row; rows without a choice are zero. `capacity` is R. `stack` is an
+    all-gather: it maps an array [...] on each rank to the stacked arrays of all ranks, [N, ...].
     """
     zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
     places = _places(routes.rows, capacity)
@@ -153,14 +155,15 @@ def choices_to_rows(
 def rows_to_choices(
     values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Sends values [R], one per receive-buffer row, back to the rows' (token, choice).
+    """Sends values [R], one per receive-buffer row, back to the (token, choice) of each row.
 
-    Returns [T, K]; choices without a row are zero. It is the transpose of `choices_to_rows`. `swap`
-    is an all-to-all: it sends an array [N, ...] by destination rank, and returns one by source
-    rank.
+    Returns [T, K]; choices without a row are zero. This function is the transpose of
+    `choices_to_rows`. `swap` is an all-to-all: it sends entry r of an array [N, ...] to rank r, and
+    returns the received entries, [N, ...], by source rank.
     """
     by_rank = swap(_fill(values, routes.rows))
-    # Each choice has a row on at most one rank, so one term is not zero, and the sum is exact.
+    # Each choice has a row on at most one rank, so at most one term of the sum is not zero, and the
+    # sum is exact.
     return jnp.sum(by_rank, axis=0)
 
 
@@ -172,7 +175,8 @@ def rank_dispatch(
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    # Ids outside [0, E) are tested here, since the subtraction in `local` may overflow for them.
+    # `local` alone does not exclude the ids outside [0, E): for these, the subtraction may overflow
+    # to the id of a local expert.
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)
     here &= (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(quantization.bits(x, config.wire), config)
@@ -196,7 +200,8 @@ def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Arra
     g is [N, T, K], by source rank of the tokens; returns [T, K] for this rank's tokens.
     """
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
-    # Each choice's expert is on one rank, so one term is not zero, and the sum is exact.
+    # Each choice's expert is on one rank, so at most one term of the sum is not zero, and the sum
+    # is exact.
     return jnp.sum(returned, axis=0)
 
 
@@ -206,7 +211,8 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     Returns [T, H] float32.
     """
     if not config.wire.quantized:
-        # Unquantized sums are sent as floats: XLA for CPUs fuses less if they are sent as uints.
+        # Unquantized sums are sent as floats, not as uints, because XLA for CPUs then fuses more
+        # operations into one.
         sums = _swap_ranks(sums, config)
     else:
         sent = _swap_ranks(quantization.bits(sums, config.wire), config)
@@ -241,7 +247,7 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 def _is_alone(config: Config) -> bool:
     """Returns whether each rank exchanges rows with itself only.
 
-    Callers then skip the collective, which XLA would run even for groups of one rank.
+    If so, callers skip the collective, because XLA would run it even for groups of one rank.
     """
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
@@ -269,9 +275,10 @@ def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
 
 
 def _places(rows: jax.Array, capacity: int) -> jax.Array:
-    """Flattens rows [N, T, K]; `capacity` replaces each number outside [0, capacity).
+    """Flattens the rows of choices, [N, T, K], to the indices [N·T·K] of a scatter.
 
-    A scatter to `capacity` rows with mode="drop" then skips choices that have no row.
+    Choices without a row, whose number is outside [0, capacity), get the index `capacity`. A
+    scatter to `capacity` rows with mode="drop" then skips them.
     """
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
@@ -281,7 +288,7 @@ def _places(rows: jax.Array, capacity: int) -> jax.Array:
 
 
 def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
-    """Returns the arrays of a call that are counted as its buffers: name -> bytes per rank.
+    """Returns the arrays that the XLA program of one call holds as buffers: name -> bytes per rank.
 
     `operation` is one of `jax_ep.exchange.memory.OPERATIONS`, but not one that is local to a rank.
     """
@@ -348,7 +355,7 @@ def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
 
 
 def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers of XLA's computation of the gradients of y and weights: name -> bytes."""
+    """Returns the buffers in which XLA computes the gradients of y and weights: name -> bytes."""
     numbers = WORD * sizes.pairs * sizes.top_k
     return {
         "g in the rows": sizes.rows(sizes.capacity),

@@ -43,7 +43,8 @@ class MXFloat4(Format):
 
     @property
     def relative_error(self) -> float:
-        # The largest error is that of a number just below 8 times the scale, which becomes 6 times.
+        # The relative error is largest for a number just below 8 times the scale, which is stored
+        # as 6 times the scale.
         return 1 / 4
 
     def encode(self, x: Array) -> tuple[Array, Array]:

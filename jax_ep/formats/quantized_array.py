@@ -86,7 +86,9 @@ class QuantizedArray:
         return dataclasses.replace(self, dtype=dtype)
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-        """Returns the numbers: values times scales in float32, rounded to `dtype`.
+        """Decodes the array: multiplies values by scales in float32, and rounds to `dtype`.
+
+        A `dtype` of None means the dtype of this array.
 
         Raises:
           ValueError: `dtype` is not floating, or the shapes of values and scales do not fit each
@@ -107,9 +109,10 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 
 
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
-    """Makes a `QuantizedArray` of any two leaves, without checks.
+    """Makes a `QuantizedArray` of any two leaves, without the checks of the constructor.
 
-    JAX also flattens trees of this structure whose leaves are specs, axes or None, not arrays.
+    JAX also makes trees of this structure whose leaves are not arrays but PartitionSpecs, the axes
+    of a vmap, or None. The checks would refuse these.
     """
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
@@ -164,6 +167,6 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
     values, scales = format.encode(x)
     if isinstance(values, jax.Array):
         # XLA for GPUs may omit a rounding to a narrow dtype if the program widens the result
-        # again. The barrier keeps the rounding of the values.
+        # again. The barrier keeps it from omitting the rounding of the values.
         values = lax.optimization_barrier(values)
     return QuantizedArray(values, scales, format, x.dtype)

@@ -13,9 +13,10 @@ from pallas_kernels.formats import Array, DType, Format
 class Transposed(Format):
     """A format of matrices [..., R, C], whose transposes [..., C, R] are stored in another format.
 
-    Published models store the matrix of a layer as [out, in], the transpose of [in, out] here, and
-    the blocks of MXFP4 run along `in`. Values and scales have the axes of the stored transposes;
-    `QuantizedArray.specs` returns how they are sharded.
+    Published models store a layer's matrix as [out, in], whereas this library takes it as [in,
+    out]. Blocks of MXFP4 run along the last axis of the stored matrix, which is `in`. Values and
+    scales therefore have the axes of the stored transposes; `QuantizedArray.specs` returns their
+    PartitionSpecs.
 
     Attributes:
       transposes: the format in which the transposes are stored.

@@ -55,7 +55,7 @@ def mosaic_unavailable_reason() -> str | None:
     try:
         from pallas_kernels.fabric import mosaic
     except (ImportError, AttributeError) as error:
-        # The installed Pallas lacks a name that the module uses.
+        # The import fails if the installed Pallas lacks a name that the module uses.
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
     reason = mosaic.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
@@ -106,8 +106,8 @@ def tracing_unavailable_reason() -> str | None:
 def traced_devices_unavailable_reason() -> str | None:
     """Returns why the kernels cannot run on the devices of the traced mesh, or None if they may.
 
-    Call it only if the caller of the operation named the kernels. For other calls its answer is too
-    early, since the traced program may still be lowered for other devices.
+    Call this function only if the user named the kernels, as in implementation="pallas". Otherwise
+    it is too early to decide, since the traced program may still be lowered for other devices.
     """
     platform = jax_compat.platform_of_traced_mesh()
     if platform is not None and platform != "gpu":
@@ -159,7 +159,7 @@ def program_unavailable_reason(
         default = jax.default_backend()
         return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
     if not is_here:
-        # The program is lowered for another machine, which is assumed to run kernels.
+        # The program is lowered for another machine, which is assumed to be able to run kernels.
         return None
     if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
         return reason
@@ -179,7 +179,8 @@ def program_unavailable_reason(
                 if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
     if ranks_per_host is not None:
-        # All hosts must lower to the same exchange, so a reason on one host counts on all hosts.
+        # All hosts must lower to the same exchange. If the GPUs of one host do not share memory,
+        # the kernels are therefore refused on all hosts.
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -194,17 +195,19 @@ class Place(Protocol):
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        """Returns why kernels cannot run here, or None if they can or if it is not known.
+        """Returns why kernels cannot run in this place; None if they can or if it is not known yet.
 
         The arguments are those of `program_unavailable_reason`.
         """
         ...
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        """Returns the number of hosts that the ranks along some mesh axes span, if it is above 1.
+        """Returns how many hosts the ranks along some mesh axes span, if they can exchange rows.
 
-        Returns a reason (str) if the ranks do not span several hosts of equally many consecutive
-        ranks, and None if the hosts are not known.
+        Returns:
+          The number of hosts, 2 or more. Or a reason (str) why the ranks cannot exchange rows
+          between hosts, such as that all are on one host. Or None if the hosts are not known yet,
+          because the program is still being traced.
         """
         ...
 
@@ -247,7 +250,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The `Place` of a list of devices, of which each has one rank, in rank order."""
+    """The `Place` that consists of a list of devices: device i runs rank i."""
 
     devices: Sequence[jax.Device]
 

@@ -164,7 +164,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
     Args:
       ordinal: the GPU's ordinal.
       num_bytes: the least size.
-      exportable: whether the memory can be passed to `export_fd`.
+      exportable: whether `export_fd` will be able to export the memory to other processes.
 
     Returns:
       The handle, and the size in bytes: `num_bytes` rounded up to the driver's granularity.
@@ -184,7 +184,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Releases a handle of memory; the memory itself stays allocated while it is mapped."""
+    """Releases a handle of memory; the memory itself stays allocated as long as it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
@@ -228,7 +228,10 @@ def retain(address: int) -> int:
 
 
 def is_exportable(handle: int) -> bool:
-    """Returns whether the memory of a handle can be passed to `export_fd`."""
+    """Returns whether memory was created so that `export_fd` can export it to other processes.
+
+    `handle` names the memory.
+    """
     properties = _Properties()
     _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
     return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
@@ -337,7 +340,10 @@ def _context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """Opens a stream that does not wait for other streams, and waits for its work at the end."""
+    """Opens a CUDA stream on a GPU, whose work does not wait for the work of other streams.
+
+    On exit, waits until the work of the stream is done, and closes the stream.
+    """
     stream = ctypes.c_void_p()
     with _context(ordinal):
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))

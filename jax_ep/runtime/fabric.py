@@ -1,4 +1,8 @@
-"""Makes the objects (`Gpus`, `Channels`) through which the ranks of a kernel communicate."""
+"""Makes the objects through which the ranks of a kernel communicate.
+
+A `Gpus` tells a kernel where the symmetric memory of its peers is. `Channels` are for kernels that
+use the low-latency protocol.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from pallas_kernels.fabric.symmetric import Gpus
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
-    A kernel needs it to address the symmetric memory of its peers.
+    A kernel needs the result to address the symmetric memory of its peers.
 
     Args:
       axis_name: the mesh axes of the ranks.
-      like: an operand of the kernel. The operand with this device's index, which is part of the
-        result, is cast to vary over the same mesh axes.
+      like: an operand of the kernel. The result holds another operand, this device's index in the
+        mesh, which is cast to vary over the same mesh axes as `like`.
       ranks_per_host: None if all ranks along the axes communicate with each other; otherwise the
         number of ranks of a host, if ranks communicate only with the ranks of their host. These
         ranks are consecutive and form a block of the mesh.
@@ -31,7 +35,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    # `runtime.availability` refuses kernels if the ranks of a host do not form a block.
+    # `runtime.availability` has refused kernels if the ranks of a host do not form a block.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
@@ -42,11 +46,11 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     """Returns the address of GPU 0's heap, and for each device of the mesh the number of its heap.
 
-    Heaps are the symmetric memory of a host's GPUs. `num_places` is the number of the mesh's
-    devices, which are listed in row-major order.
+    A heap is the symmetric memory of one GPU of the host. `num_places` is the number of devices in
+    the mesh. The result lists the devices in the row-major order of the mesh.
     """
     domain = domain_of(num_places)
-    # `runtime.availability` refuses kernels if the GPUs do not share memory.
+    # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain
     if domain is None:
         return memory_map.BASE, tuple(range(num_places))
@@ -79,8 +83,8 @@ def num_gpus(fabric: Gpus) -> int:
 def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
     """Returns the GPUs of this host that share symmetric memory, or why they share none.
 
-    Returns None for a program for another machine: this machine has no GPUs, or fewer devices than
-    the program's mesh, which has `num_places` devices.
+    Returns None if the program is lowered for another machine, which is assumed if this machine has
+    no GPUs, or fewer devices than the `num_places` devices of the program's mesh.
     """
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None

@@ -17,11 +17,11 @@ from jax_ep.runtime import jax_compat, settings
 
 
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
-    """Returns M, the number of hosts that the N ranks along some mesh axes span, or a reason.
+    """Returns M, the number of hosts that the N ranks along some mesh axes span.
 
     Each host must have N / M consecutive ranks, and M must be the same for every group of ranks
-    along the axes. Otherwise, or if the hosts are not known, the result is a reason (str) that
-    completes "the ranks cannot exchange between hosts: ...".
+    along the axes. If this is not so, or if the hosts are not known, the result is instead a reason
+    (str) that completes "the ranks cannot exchange between hosts: ...".
 
     Args:
       program: the program that is being lowered.
@@ -57,10 +57,11 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """Returns for each device a value that is equal for devices of one host.
+    """Returns for each device a value that is equal for the devices of one host only.
 
-    The value is None where JAX does not say which host it is. `devices` are `jax.Device` objects,
-    or integers, the devices' indices in the mesh, where the devices are not known.
+    The value is None where JAX does not say on which host the device is. `devices` are `jax.Device`
+    objects. If these are not known and JAX_EP_DEVICES_PER_HOST is set, `devices` are instead the
+    indices of the devices in the mesh.
     """
     per_host = settings.devices_per_host()
     if per_host is not None:
@@ -72,7 +73,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns the number of hosts that communicating ranks span, or a reason as in `num_hosts`.
+    """Returns how many hosts a group of communicating ranks spans, or a reason as in `num_hosts`.
 
     `host_of_rank` is the result of `hosts_of` for the devices of these ranks, in rank order.
     """
@@ -113,7 +114,9 @@ def ranks_along(
 
 
 def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:
-    """Returns the sizes, along each mesh axis, of the block that consecutive ranks form.
+    """Returns the shape of the blocks that consecutive ranks form in the mesh.
+
+    For example, along axes of sizes [4, 8] each 16 consecutive ranks form a block of [2, 8].
 
     Args:
       sizes: the sizes of the ranks' mesh axes; ranks are numbered in row-major order.
@@ -138,8 +141,8 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
 def _host_of(device: jax.Device) -> Any:
     """Returns a value that is equal for devices of one host, or None if the host is not known.
 
-    The value is the process index on CPUs and in a single process, and otherwise the slice index of
-    XLA.
+    On CPUs, and where JAX has a single process, the value is the process index. Otherwise it is
+    XLA's slice index.
     """
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index

@@ -71,9 +71,9 @@ _OPTIONAL = {
 
 
 def optional_names_missing() -> list[str]:
-    """Returns the optional names that this JAX lacks, each as "name: consequence".
+    """Returns the names in `_OPTIONAL` that this JAX lacks, each as "name: consequence".
 
-    This loads Mosaic.
+    This loads Mosaic, since some of the names are kernels of JAX.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -85,7 +85,8 @@ def devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except AssertionError as error:
-        # JAX raises an AssertionError without a text for JAX_PLATFORMS=cuda without a GPU.
+        # On a machine without a GPU, JAX_PLATFORMS=cuda makes JAX raise an AssertionError that has
+        # no text.
         raise RuntimeError(
             f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform of this machine"
         ) from error
@@ -118,7 +119,7 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts x to vary also over the mesh axes `axes` (vma), none of which x varies over yet."""
+    """Casts x to vary (vma) over the mesh axes `axes`, too; it must not vary over them already."""
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
@@ -152,10 +153,10 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Calls a function with the mesh's Explicit axes made Auto, and replicates its results there.
+    """Calls a function with the mesh's Explicit axes made Auto.
 
     Inside `shard_map`, the only Explicit axes are those that the `shard_map` leaves out. The
-    results are replicated over them. Without Explicit axes, this is a plain call.
+    results of the function are replicated over them. Without Explicit axes, this is a plain call.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -266,9 +267,9 @@ class Primitive(Protocol):
 
 
 class _Inline:
-    """Stands in for a primitive where JAX lacks a name that primitives need.
+    """Stands in for a primitive in a JAX that lacks a name needed to define primitives.
 
-    `bind` runs `compute` in place of the primitive.
+    `bind` calls the function `compute` on the operands instead of recording a primitive.
     """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
@@ -366,7 +367,10 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
 
 
 def _type_of_linear(operand: Any) -> Any:
-    """Returns the type of a transpose rule's operand: an array, or JAX's placeholder for one."""
+    """Returns the type of an operand that JAX passed to a transpose rule.
+
+    The operand is an array or, where it has no value, JAX's placeholder with the array's type.
+    """
     kind = getattr(operand, "aval", None)
     return jax.typeof(operand) if kind is None else kind
 
@@ -379,8 +383,14 @@ def _without_unused_results(
 ) -> tuple[list[bool], Any]:
     """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`.
 
-    JAX calls it as (used, equation), and from jax 0.12 on as (used, live operands, equation).
-    Returns which operands are still used, and the new equation, or None if no result is used.
+    Args:
+      unused: the rule.
+      used: for each result of the equation, whether it is used.
+      live_and_equation: (equation,); from jax 0.12 on (live operands, equation).
+
+    Returns:
+      For each operand of the equation, whether it is still used; and the new equation, or None if
+      no result is used.
     """
     equation = live_and_equation[-1]
     if not any(used):
@@ -400,8 +410,8 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # XLA stores the result of partition_id directly; for `lax.axis_index` it would launch a
-    # separate kernel.
+    # XLA writes the result of partition_id to memory directly. For `lax.axis_index`, it would
+    # launch a kernel of its own.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -428,8 +438,9 @@ def place() -> jax.Array:
     return _place_p.bind()
 
 
-# JAX caches lowered programs and may run them on other devices, unless the program contains a
-# primitive of this set. The variable is None where JAX lacks the set.
+# JAX caches lowered programs, and may run a cached program on other devices than it was lowered
+# for. It does not do so if the program contains a primitive of this set. None where JAX lacks the
+# set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
 _devices_p: Primitive = define_primitive(
@@ -446,7 +457,10 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Returns why JAX may reuse a lowered program on other devices, or None if it does not."""
+    """Returns why JAX may run a lowered program on other devices, or None if it does not.
+
+    Programs with kernels must not run on other devices, since they hold addresses of GPU memory.
+    """
     if _requires_devices is None:
         return (
             "this JAX may run what is lowered for some GPUs on others: it lacks "
@@ -580,7 +594,10 @@ def is_rocm(device: jax.Device) -> bool:
 
 
 def looks_for_nans() -> bool:
-    """Returns whether `jax_debug_nans` or `jax_debug_infs` is set."""
+    """Returns whether JAX checks all results for NaN or infinities.
+
+    It does so if `jax_debug_nans` or `jax_debug_infs` is set.
+    """
     config = jax.config
     return bool(config.jax_debug_nans or config.jax_debug_infs)  # type: ignore[attr-defined]
 
@@ -599,7 +616,8 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# These kernels of JAX use the NVLink switch. Importing them loads Mosaic.
+# The kernels of JAX that use the NVLink switch. They are listed by path, because importing them
+# loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",

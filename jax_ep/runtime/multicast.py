@@ -12,12 +12,11 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Returns why GPUs have no NVLink multicast memory, or None if they may have it.
+    """Returns why GPUs have no NVLink multicast memory, or None if the CUDA driver reports it.
 
     The driver's answer describes the hardware only. Where an administrator, a container or the
     fabric manager forbids multicast, the driver may still report it, and kernels that use it fail
-    when they run. To detect this, one would have to allocate multicast memory; this function does
-    not.
+    when they run. This function does not allocate multicast memory, so it does not detect this.
 
     Args:
       devices: the GPUs to ask about; None: all of `jax.devices()`.

@@ -27,7 +27,7 @@ _KEY = "jax_ep/symmetric_memory/{process}"
 _OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
 _SOCKET = "socket"
-# Linux allows a little more characters than this in the path of a UNIX socket.
+# The most characters in the path of a UNIX socket here; Linux allows a few more.
 _MAX_PATH = 100
 _MAX_DESCRIPTORS = 64
 _MAX_MESSAGE = 1 << 20
@@ -37,7 +37,7 @@ Message = dict[str, Any]
 
 
 class Refused(Exception):
-    """Raised if processes cannot share memory; its text is the reason."""
+    """Raised if processes cannot share memory; the text of the exception is the reason."""
 
 
 class Store(Protocol):
@@ -55,14 +55,18 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Publishes to all hosts why the GPUs of `process` share no memory; None: they share it."""
+    """Publishes to all hosts why the GPUs of `process`, which is this one, share no memory.
+
+    A `reason` of None says that they share it.
+    """
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
 def reported(store: Store, process: int, timeout_s: float) -> str | None:
-    """Waits until `process` has called `report`, and returns the reason that it published, or None.
+    """Returns the reason that `process` published by `report`; None if its GPUs share memory.
 
-    Raises RuntimeError if that takes longer than `timeout_s` seconds.
+    Waits until that process has called `report`. Raises RuntimeError if that takes longer than
+    `timeout_s` seconds.
     """
     key = _OUTCOME_KEY.format(process=process)
     try:
@@ -196,13 +200,13 @@ class Meeting:
         return messages
 
     def agree(self, message: Message) -> dict[int, Message]:
-        """Sends a message to the other processes; returns the messages of all, by process.
+        """Sends a message to the other processes; returns the messages of all processes, by number.
 
         Raises `Refused` if a message has a key "failure", or if a process ended or took too long.
         """
         messages = {self._process: message}
-        # Another process may have begun just before this process's deadline, and has a deadline of
-        # its own. This process therefore waits for another `timeout_s`.
+        # Another process may have begun just before this process's deadline, and its own deadline
+        # is then up to `timeout_s` later. This process therefore waits for another `timeout_s`.
         self._deadline = max(self._deadline, time.monotonic() + self._timeout_s)
         try:
             self._tell(message)
@@ -245,7 +249,10 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to the socket of each other process; `_gone` gets the processes that ended."""
+        """Connects to the socket of each other process.
+
+        Adds to `_gone` each process that cannot be reached, such as one that ended, with the error.
+        """
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -273,8 +280,9 @@ class Meeting:
     def _accept(self, others: Sequence[int]) -> None:
         """Waits until each of the other processes has connected; raises `Refused` if one has ended.
 
-        A process that fails connects and sends its reason before it closes its own socket. Waiting
-        connections are therefore accepted before a process counts as ended.
+        A process that fails still connects, and sends the reason, before it closes its own socket.
+        This process therefore accepts all waiting connections before it counts a process as ended,
+        so that it does not miss the reason.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -291,12 +299,13 @@ class Meeting:
                 if not ready:
                     raise self._late(missing[0])
                 for key in ready:
-                    # Peers send nothing over this connection, so a readable one was closed.
+                    # Peers send nothing over the connections in `_to`. If one is readable, the peer
+                    # has closed it.
                     selector.unregister(key.fileobj)
                     self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
-        """Accepts a connection, and keeps it if a process in `missing` of this user opened it."""
+        """Accepts one connection. Keeps it if it is from this user and a process in `missing`."""
         connection, _ = self._listener.accept()
         self._cleanup.enter_context(connection)
         connection.settimeout(self._left())
@@ -312,16 +321,17 @@ class Meeting:
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
         for connection in self._to.values():
-            # Errors are ignored here: `_receive` raises the error for a process that has ended.
+            # Sending fails if a process has ended. That error is ignored here, because `_receive`
+            # raises one that names the process.
             with contextlib.suppress(OSError):
                 connection.settimeout(self._left())
                 socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
                 connection.sendall(data)
 
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
-        """Receives the next message and file descriptors of a process.
+        """Receives the next message of a process, and the file descriptors sent with it.
 
-        Callbacks that close the descriptors are added to `received`.
+        Adds callbacks to `received` that close the descriptors, for the case of a later error.
         """
         connection = self._from[process]
         connection.settimeout(self._left())

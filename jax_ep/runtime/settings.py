@@ -10,7 +10,7 @@ import os
 from pallas_kernels.fabric import memory_map
 
 _TIMEOUT_SECONDS = 100.0
-# Kernels hold the timeout in nanoseconds as a 64-bit integer.
+# Kernels hold the timeout in nanoseconds as a 64-bit integer, which has room for this many seconds.
 _LONGEST_TIMEOUT_SECONDS = 1e9
 
 
@@ -52,7 +52,10 @@ def devices_per_host() -> int | None:
 
 
 def _positive_int(name: str, most: int | None = None) -> int | None:
-    """Returns the integer of an environment variable, or None if the variable is not set."""
+    """Returns the integer of an environment variable, or None if the variable is not set.
+
+    Raises ValueError unless the integer is positive and at most `most` (None: no limit).
+    """
     text = os.environ.get(name)
     if text is None:
         return None

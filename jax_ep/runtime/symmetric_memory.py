@@ -125,8 +125,8 @@ def unavailable_reason_of(process: int) -> str | None:
     """Returns why the GPUs of a process on another host do not share memory, or None if they do.
 
     Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
-    JAX_EP_TIMEOUT_SECONDS: any answer given then might differ from the answer that the other
-    process finds, and the two processes would run programs that communicate differently.
+    JAX_EP_TIMEOUT_SECONDS. A guess would not do: if that process found another answer, the two
+    processes would run programs that communicate differently.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
@@ -157,7 +157,7 @@ def describe() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A process that takes part in setting up symmetric memory, with what it needs for this.
+    """A process that takes part in setting up symmetric memory, and what the set-up needs of it.
 
     Attributes:
       process: its `jax.process_index()`.
@@ -182,7 +182,11 @@ class Participant:
 
 @functools.cache
 def _domain() -> Domain | str:
-    """Sets up symmetric memory on this host, and reports success or the reason to all hosts."""
+    """Sets up symmetric memory on this host.
+
+    Publishes to the processes of all hosts that it succeeded, or why the GPUs of this process do
+    not share memory.
+    """
     found = _set_up_here()
     if (store := processes.store()) is not None:
         reason = (
@@ -249,7 +253,8 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            # Without its callbacks, `undo` leaves the memory mapped.
+            # If the set-up fails, `undo` unmaps all memory. After a success its callbacks are
+            # removed, so that the memory stays mapped.
             undo.pop_all()
             return found
     except (Refused, cuda_driver.Error) as reason:
@@ -257,9 +262,10 @@ def set_up(me: Participant) -> Domain | str:
 
 
 def _card(me: Participant) -> Message:
-    """Returns what other processes must know of this process before they share memory with it.
+    """Returns this process's card: what others must know of it before they share memory with it.
 
-    The result has the versions of the software, the host's and the user's id, and the GPUs.
+    The card has the versions of the software, the ids of the host and of the user, and a list of
+    the process's GPUs. If the driver cannot name a GPU, a key "failure" holds the reason.
     """
     card: Message = {
         "memory_map": memory_map.VERSION,
@@ -280,9 +286,10 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Selects the cards of the processes on this process's host.
+    """Selects, from all cards by process number, those of the processes on this process's host.
 
-    A card is the result of `_card`. Raises `Refused` if these processes cannot share memory.
+    A card is the result of `_card`. Raises `Refused` if the cards show that these processes cannot
+    share memory, for example because their versions of JAX differ.
     """
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
@@ -318,8 +325,8 @@ class _Sharing:
     """Sets up symmetric memory on behalf of one process, step by step.
 
     Attributes:
-      places: for each GPU of the host, by number, its process and its entry in the result of
-        `_card`.
+      places: for each GPU of the host, by number: its process, and the GPU's entry in the card of
+        this process (see `_card`).
       local: maps the number of each GPU of this process to the driver's ordinal.
     """
 
@@ -328,7 +335,8 @@ class _Sharing:
     ) -> None:
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
-        # The GPUs of a single process keep the driver's order.
+        # If there are several processes, their GPUs are numbered by PCI address. The GPUs of a
+        # single process are numbered in the driver's order.
         if not self._alone:
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
         self.local = {
@@ -342,8 +350,9 @@ class _Sharing:
     def offer(self) -> tuple[Message, list[int]]:
         """Allocates the heaps of this process's GPUs, and finds XLA's memory pools on them.
 
-        Returns a message and file descriptors, from which other processes can map the heaps and
-        pools.
+        Returns a message that describes the heaps and pools, and the file descriptors through which
+        other processes can map them. If a step fails, the message has a key "failure" instead, and
+        there are no descriptors.
         """
         descriptors: list[int] = []
         offers = []
@@ -366,8 +375,9 @@ class _Sharing:
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
         """Maps the heaps and pools that other processes offer; returns the outcome as a message.
 
-        `messages` are the results of `offer`, by process. The outcome has a key "failure", or lists
-        the pairs of GPUs without access to each other.
+        `messages` are the other processes' results of `offer`, by process. If a step fails, the
+        returned message has a key "failure" with the reason. Otherwise its key "no_access" lists
+        (one, other, reason) for each GPU `one` that cannot address the memory of GPU `other`.
         """
         try:
             for process, (message, descriptors) in messages.items():
@@ -395,7 +405,7 @@ class _Sharing:
         messages: Mapping[int, tuple[Message, list[int]]],
         outcomes: Mapping[int, Message],
     ) -> Domain:
-        """Makes the domain from the messages of all processes; it is the same in each process.
+        """Makes the `Domain` from the messages of all processes, so it is equal in all of them.
 
         Args:
           message: this process's result of `offer`.
@@ -429,9 +439,18 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Allocates, maps and fills the heap of a GPU of this process; returns its bytes as mapped.
+        """Allocates and maps the heap of a GPU of this process, and writes its initial contents.
 
-        Appends to `descriptors` a file descriptor of the heap, if there are other processes.
+        If there are other processes, appends to `descriptors` a file descriptor through which they
+        can map the heap.
+
+        Args:
+          g: the GPU's number on the host.
+          ordinal: the driver's number of the GPU.
+          descriptors: the list of file descriptors.
+
+        Returns:
+          The bytes of the heap, as mapped.
         """
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
@@ -445,11 +464,14 @@ class _Sharing:
         return length
 
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
-        """Returns the start and the bytes of XLA's memory pool on a GPU of this process.
+        """Returns the start address and the bytes of XLA's memory pool on GPU g of this process.
 
-        A pool that the driver's virtual-memory API did not allocate cannot be shared between
-        processes. For such a pool, a single process gets (0, 0), since XLA lets its GPUs address
-        each other's memory anyway; with several processes this raises `Refused`.
+        Gives all GPUs of this process access to the pool. If there are other processes, appends to
+        `descriptors` a file descriptor through which they can map it.
+
+        Only a pool that the driver's virtual-memory API allocated can be shared between processes.
+        For any other pool, this raises `Refused` if there are several processes. A single process
+        gets (0, 0), since XLA lets its GPUs address each other's memory anyway.
         """
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
@@ -524,7 +546,7 @@ class _Sharing:
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
         """Maps memory of GPU g at an address, and gives this process's GPUs access to it.
 
-        GPU pairs without access are recorded in `_no_access`.
+        `handle` is the driver's handle of the memory. `_allow` records the GPUs without access.
         """
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
@@ -533,7 +555,8 @@ class _Sharing:
     def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
         """Gives the GPUs `numbers` of this process access to mapped memory of GPU g.
 
-        GPUs that cannot get access are recorded in `_no_access`, unless it is GPU g itself.
+        If the driver refuses a GPU, records the pair (that GPU, g), with the driver's reason, in
+        `_no_access`. If it refuses GPU g itself, raises the driver's error.
         """
         for one in numbers:
             try:
@@ -549,7 +572,7 @@ class _Sharing:
 
 
 def _array_address(device: jax.Device) -> int:
-    """Returns the address of a new array that XLA allocates on a device.
+    """Returns the address of a new array on a device, which lies in XLA's memory pool there.
 
     Raises `Refused` where JAX does not give addresses. The array is made in another thread: this
     thread may be tracing, and an array made while tracing has no address.
@@ -567,7 +590,7 @@ def _array_address(device: jax.Device) -> int:
 
 
 def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:
-    """Returns False if XLA's slice index shows that two GPUs are on different hosts."""
+    """Returns whether two GPUs may be on one host: XLA's slice index does not rule it out."""
     slices = {getattr(each, "slice_index", None) for each in (device, mine)}
     return len(slices) == 1 or None in slices
 
