@@ -642,8 +642,8 @@ class _KnownRoutes(_Routes):
     sender reads the rows that its tokens have at a rank from that rank's memory.
     """
 
-    # [N, T·K] int32 in each rank's global memory: for each source rank, the row of that rank's
-    # receive buffer that each choice has.
+    # Each rank has such an array in its global memory: [N, T·K] int32, the row of its own receive
+    # buffer that each choice of each source rank's tokens has.
     rows: Any
 
     def sources(self) -> list[Any]:
