@@ -1,9 +1,9 @@
 """Finds where each expert's rows are in an expert-major receive buffer, and zeroes unused rows.
 
 The positions follow from how often each rank chose each expert. The rows of one expert are a group.
-A group consists of a row for each token that chose the expert, and of rows of zeros that pad the
-group to a multiple of the alignment. The rows after the last group are unused. R is the number of
-rows of a rank's buffer:
+A group consists of a row for each choice of the expert, and of rows of zeros that pad the group to
+a multiple of the alignment. The rows after the last group are unused. R is the number of rows of a
+rank's buffer:
 
     rows of a rank:   group of expert 0    group of expert 1               R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
