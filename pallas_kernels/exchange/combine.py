@@ -82,7 +82,7 @@ def combine(
       y: [R, H], the expert outputs in the R rows of the receive buffer; H · itemsize is a multiple
         of 128 bytes.
       topk_weights: [T, K] float32, the routing weights by which rows are multiplied, or None for a
-        sum without weights. With `by_rank`, rows are weighted already, and this must be None.
+        sum without weights. It is None with `by_rank`, whose rows are weighted sums already.
       topk_idx: [T, K] int32, the experts that this rank's tokens choose.
       rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
         rank's tokens or, with `by_rank`, the choice's local expert. An entry is less than 0 where
