@@ -89,8 +89,8 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that received more than R rows dropped rows such that each of its experts
-        kept at most the same number; else it dropped the rows from R on.
+      fair: how the dispatch dropped rows at a rank to which more than R would have gone, as given
+        to the dispatch.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
       into: dy of an earlier call with the same counts, or None. If given, the rows of this call's
         tokens are written into it, and all its other rows keep their values.

@@ -75,12 +75,13 @@ def dispatch(
       topk_idx: [T, K] int32, the experts that each token chooses.
       num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
-        the rows from R on.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which all rows fit; the result `rows` is R
+        for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
@@ -161,7 +162,8 @@ def dispatch_like(
       counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
         each expert.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
       expert_alignment: the rows of each expert start at a multiple of this number, as given to
         `dispatch`.

@@ -69,8 +69,9 @@ class ExpertRows:
       alignment: the rows of each expert start at a multiple of this number.
       parts: the number of columns and the dtype of each part of a row: its values and, if rows are
         quantized, its scales.
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; else it drops the rows from R on.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which all rows fit. If false, the rank drops
+        the rows from row R on.
       zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
       adds: whether the kernel writes into a receive buffer whose unused rows an earlier call has
         zeroed; `fill` does nothing if true.
@@ -144,7 +145,7 @@ class ExpertRows:
         """Finds where each expert's rows start and end in the receive buffer of the expert's rank.
 
         Writes `scratch.group_ends`. If `fair`, each expert of a rank keeps at most q rows, where q
-        is the largest number with which all rows of the rank's experts fit in the capacity. A
+        is the largest number for which the rows that the rank's experts keep fit in the capacity. A
         choice whose row would come after its expert's q rows is dropped.
 
         Args:

@@ -68,9 +68,9 @@ def dispatch(
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
-        the rows from R on.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which all rows fit; the result `rows` is R
+        for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:

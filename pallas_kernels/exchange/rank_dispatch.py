@@ -2,7 +2,8 @@
 
 T is the number of tokens of each rank. The row of a token at a peer follows from the source rank
 and the token alone, and a token has one row at a peer however many of its experts the peer has. So
-ranks exchange nothing before they send rows, and copy no row after it has arrived:
+ranks exchange nothing before they send rows, and copy no row after it has arrived. In the diagram,
+rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
     rank s, sender                              rank d
     x[t] --> ring -------------- link --------> tokens[s·T + t]
@@ -62,7 +63,8 @@ def rank_dispatch(
       topk_weights: [T, K] float32, the routing weights to send, or None.
       num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its ring in shared memory.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
 

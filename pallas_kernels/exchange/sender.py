@@ -116,7 +116,8 @@ class Sender:
 
     Attributes:
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its ring in shared memory.
       num_tokens: T, the number of this rank's tokens.
       row: the size of an input row, and of the row in the format it is sent in.
       num_words: the number of int32 words that each array of routing data has for a token. The list
