@@ -32,7 +32,8 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
     """All-reduces x [S] floating over the low-latency protocol; returns the sum [S] on every rank.
 
     In one shot, every rank sends its whole input to all ranks, and sums all inputs. `place` [1]
-    int32 is the index of this GPU in the mesh in row-major order.
+    int32 is the index of this GPU in the mesh in row-major order. `channels` is the memory of the
+    protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -50,7 +51,8 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
     """All-reduces x [N, S] floating over the low-latency protocol; returns [N, S] on every rank.
 
     In two shots, rank r receives shard x[r] of all ranks, sums these shards, and sends the sum to
-    all ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major order.
+    all ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels`
+    is the memory of the protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:

@@ -33,7 +33,7 @@ _DONE = 0
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """The choices that a collective's kernel is compiled with: its number of blocks, for example.
+    """The choices that a collective's kernel is compiled with, such as its number of blocks.
 
     Attributes:
       num_blocks: the number of thread blocks per rank.

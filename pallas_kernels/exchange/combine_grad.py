@@ -89,11 +89,12 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: how the dispatch dropped rows at a rank to which more than R would have gone, as given
-        to the dispatch.
+      fair: the `fair` argument of the dispatch, which says how a rank dropped rows if more than R
+        would have arrived.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
-      into: dy of an earlier call with the same counts, or None. If given, the rows of this call's
-        tokens are written into it, and all its other rows keep their values.
+      into: the dy of the previous call if the tokens of one dispatch are divided among several
+        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
+        rows of this call's tokens are written into it, and all its other rows keep their values.
 
     Returns:
       dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in

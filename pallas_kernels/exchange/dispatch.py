@@ -80,8 +80,8 @@ def dispatch(
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
       fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which all rows fit; the result `rows` is R
-        for a dropped row. If false, the rank drops the rows from row R on.
+        more rows than a common limit, the largest with which the remaining rows fit; the result
+        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
@@ -171,8 +171,9 @@ def dispatch_like(
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
-      into: the result of an earlier call with the same counts, or None. If given, the rows of this
-        call's tokens are written into it, and all its other rows keep their values.
+      into: the result of the previous call if the tokens of one dispatch are divided among several
+        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
+        rows of this call's tokens are written into it, and all its other rows keep their values.
 
     Returns:
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
@@ -441,7 +442,7 @@ class _Kernel:
         tokens: Sequence[Any],
         scratch: _Scratch,
     ) -> None:
-        """Waits until the first row of a token is in the ring, and writes it to its other rows.
+        """Waits until a token's first row is in the ring, and writes it to the token's other rows.
 
         The token is the i-th of the `count` tokens listed in `scratch.step_copies`. `begun` is the
         number of tokens that earlier steps have copied. `tokens` is the receive buffer, an array

@@ -70,8 +70,8 @@ class ExpertRows:
       parts: the number of columns and the dtype of each part of a row: its values and, if rows are
         quantized, its scales.
       fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which all rows fit. If false, the rank drops
-        the rows from row R on.
+        more rows than a common limit, the largest with which the remaining rows fit. If false, the
+        rank drops the rows from row R on.
       zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
       adds: whether the kernel writes into a receive buffer whose unused rows an earlier call has
         zeroed; `fill` does nothing if true.

@@ -69,8 +69,8 @@ def dispatch(
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
       fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which all rows fit; the result `rows` is R
-        for a dropped row. If false, the rank drops the rows from row R on.
+        more rows than a common limit, the largest with which the remaining rows fit; the result
+        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:

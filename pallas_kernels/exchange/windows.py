@@ -2,7 +2,8 @@
 
 Routing data is a flat array [T·K] with an entry for each of the K choices of each token, such as
 the receive-buffer row of the choice. A window is the slice of such an array that a thread block
-holds in shared memory at a time.
+holds in shared memory at a time. From a window, kernels list the valid entries of each token, such
+as the rows that it has on one rank.
 """
 
 from __future__ import annotations
