@@ -4,9 +4,11 @@ Block b of every rank handles the same rows of [T, H]. Each of its warpgroups ha
 every row.
 
   one_shot  a block reads its rows from all ranks, sums them in registers, and normalizes the sums;
-  two_shot  on each rank, block b sums one N-th of its rows' tiles, and writes the sums to the
+  two_shot  on each rank, block b sums one N-th of the tiles of its rows, and writes the sums to the
             `normalized` output of all N ranks; once the sums of all ranks have arrived, each rank
             normalizes the rows in place.
+
+Here x is the input, and the results are the normalized rows and the new residual:
 
     one_shot   x of all ranks -- link --> sums in registers --> + residual --> RMSNorm --> results
     two_shot   x of all ranks -- link --> sums of a share --> link --> normalized of all ranks
@@ -37,8 +39,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
 from pallas_kernels.fabric.low_latency import Endpoint
 
-# The kind of signal by which a block says that it has written its sums to all ranks (two_shot), or
-# that it has read all ranks' inputs (one_shot).
+# The kind of signal by which a block says that it has made its last access to other ranks' memory:
+# it has written its sums to all ranks (two_shot), or has read all ranks' inputs (one_shot).
 _SUMMED = 0
 
 
@@ -66,9 +68,10 @@ def all_reduce_rms_norm(
       hidden: how many of the H columns are data. The other columns are zeros, and the mean is taken
         over `hidden` columns.
       two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
-        every rank sums all of it.
+        every rank sums all data itself.
       fabric: how ranks reach each other.
-      plan: the number of blocks, and of warpgroups that share a row. `plan.num_vectors` is ignored.
+      plan: the number of blocks, and of warpgroups per block, which share each row.
+        `plan.num_vectors` is ignored.
 
     Returns:
       normalized: [T, H] of x's dtype, the normalized new residual times `scale`.
@@ -105,14 +108,19 @@ def low_latency_all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
 
-    Takes the arguments of `all_reduce_rms_norm`, with `channels`, the protocol's memory, instead of
-    `fabric`, and with `place`, [1] int32, the index of this GPU in the mesh in row-major order.
-    Returns results with the same bits. With `two_shot`, a block handles N rows, one of which each
-    rank sums.
+    Takes the arguments of `all_reduce_rms_norm` except `fabric`, and returns results with the same
+    bits. With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of
+    them.
+
+    Args:
+      place: [1] int32, the index of this GPU in the mesh in row-major order.
+      x, residual, scale, eps, hidden, two_shot, plan: as for `all_reduce_rms_norm`.
+      channels: the protocol's memory, by which ranks reach each other.
 
     Raises:
       ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the plan has too many
-        warpgroups for the protocol; or a warpgroup sends more tiles than the protocol has room for.
+        warpgroups for the protocol; or a warpgroup sends more tiles than its channels have room
+        for.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -139,30 +147,32 @@ def low_latency_all_reduce_rms_norm(
 class _Refs(NamedTuple):
     """The operands and results of the kernel, in global memory."""
 
-    # [T, H], the input, which peers read unless the low-latency protocol sends it.
+    # [T, H], the input. Peers read it, except over the low-latency protocol, where this rank sends
+    # it.
     x: Any
     # [T, H], the residual.
     residual: Any
     # [H], the RMSNorm weight.
     scale: Any
-    # [T, H], the normalized rows. In two shots without the low-latency protocol, peers write their
-    # sums here.
+    # [T, H], the normalized rows, a result. In a two-shot kernel without the low-latency protocol,
+    # peers first write the sums of rows here, which are then normalized in place.
     normalized: Any
-    # [T, H], the sum over ranks plus the residual.
+    # [T, H], the sum over ranks plus the residual, a result.
     new_residual: Any
 
 
 class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
-    # [2, warps] float32, each warp's sum of a row's squares. Consecutive rows use different halves.
+    # [2, warps] float32: each warp's part of the sum of a row's squares. Consecutive rows alternate
+    # between the two halves, so that a row does not overwrite sums that are still being read.
     squares: Any
     # A barrier by which the block's warpgroups wait for each other.
     together: Any
 
 
 class _Row(NamedTuple):
-    """A row to normalize, with the tiles that this warpgroup handles of it in registers."""
+    """A row to normalize: the tiles of it that this warpgroup handles, in registers."""
 
     # The index of the row in [T, H].
     index: Any
@@ -170,7 +180,7 @@ class _Row(NamedTuple):
     sums: Sequence[jax.Array]
     # The tiles of the row's residual.
     residual: Sequence[jax.Array]
-    # The tiles of the RMSNorm weight.
+    # The RMSNorm weight in the columns of these tiles.
     scale: Sequence[jax.Array]
 
 
@@ -178,8 +188,8 @@ class _Row(NamedTuple):
 class _Body:
     """The kernels of `all_reduce_rms_norm` and `low_latency_all_reduce_rms_norm`.
 
-    An instance called is the body of the kernel without the low-latency protocol. With it, the
-    bodies are `one_shot_low_latency` and `two_shot_low_latency`.
+    Calling an instance runs the kernel's body without the low-latency protocol. With the protocol,
+    the bodies are the methods `one_shot_low_latency` and `two_shot_low_latency`.
 
     Attributes:
       num_rows: T, the number of rows.
@@ -189,9 +199,9 @@ class _Body:
       hidden: the number of columns that are data.
       eps: a constant added to the mean square.
       two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
-        every rank sums all of it.
-      fabric: how ranks reach each other; over the low-latency protocol, its `Channels`.
-      plan: the number of blocks, and of warpgroups that share a row.
+        every rank sums all data itself.
+      fabric: how ranks reach each other; over the low-latency protocol, the protocol's `Channels`.
+      plan: the number of blocks, and of warpgroups per block, which share each row.
     """
 
     num_rows: int
@@ -236,7 +246,8 @@ class _Body:
     def _one_row(self) -> bool:
         """Whether each block has exactly one row.
 
-        The block then loads the residual before it waits for peers.
+        The block then loads the row's residual before it waits for peers, so that the load takes no
+        extra time.
         """
         return self.plan.num_blocks == self.num_rows
 
@@ -292,10 +303,12 @@ class _Body:
             self._wait()
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """The body of the one-shot kernel over the low-latency protocol.
+        """Runs the body of the one-shot kernel over the low-latency protocol, in one warpgroup.
 
-        Every block handles `rows_per_block` rows. In place of rows past the end, it computes the
-        last row again, so that all blocks send and receive equally many tiles.
+        Every block handles `rows_per_block` rows. Where these pass the last row of x, the block
+        computes the last row again, so that all blocks send and receive equally many tiles.
+        `endpoint` is the warpgroup's connection to its peers, and `arrays` are the kernel's
+        operands and results.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.rows_per_block
@@ -311,10 +324,12 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, i % 2, scratch)
 
     def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """The body of the two-shot kernel over the low-latency protocol.
+        """Runs the body of the two-shot kernel over the low-latency protocol, in one warpgroup.
 
-        A block handles N rows. Rank r receives and sums row r of them, and sends the sum to all
-        ranks. In place of rows past the end, the last row is computed again.
+        A block handles N rows. For row r of them, all ranks send their inputs to rank r, which sums
+        them and sends the sum to all ranks. Where the N rows pass the last row of x, the last row
+        is computed again. `endpoint` is the warpgroup's connection to its peers, and `arrays` are
+        the kernel's operands and results.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.fabric.num_ranks
@@ -336,17 +351,21 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of ref[row], a row in global memory, into registers."""
+        """Loads this warpgroup's tiles of ref[row], a row in global memory, into registers.
+
+        `row` is empty if `ref` is a single row, [H].
+        """
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
         ]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
-        """Sums every N-th tile of the block's rows, and writes the sums to all ranks.
+        """Sums this rank's share of the block's rows over ranks, and writes the sums to all ranks.
 
-        The block has `num_rows` rows, from row `first` on. The sums go to `refs.normalized`, where
-        the rows are later normalized in place.
+        The share is every N-th tile of the rows. The block has `num_rows` rows, from row `first`
+        on. The sums go to `refs.normalized` of every rank, where each rank later normalizes the
+        rows in place.
         """
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
@@ -366,8 +385,8 @@ class _Body:
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
         """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
 
-        In one shot, it reads and sums the inputs of all ranks. In two shots, it loads the sums that
-        ranks have written to `refs.normalized`.
+        A one-shot kernel reads the inputs of all ranks and sums them. A two-shot kernel loads the
+        sums that all ranks have written to `refs.normalized` of this rank.
         """
         if not self.two_shot:
             return [
@@ -386,9 +405,14 @@ class _Body:
     ) -> None:
         """Adds the residual to a row of sums, normalizes the result, and stores both.
 
-        Stores to `refs.new_residual` and `refs.normalized`. `half`, 0 or 1, says which half of
-        `scratch.squares` is used. `signal`, if given, is called once all warpgroups of the block
-        have read their parts of the row.
+        Args:
+          row: the sums, the residual and the RMSNorm weight in this warpgroup's tiles of the row.
+          refs: this rank's arrays. The sum of row and residual goes to `new_residual`, and the
+            normalized row to `normalized`.
+          half: which half of `scratch.squares` to use, 0 or 1. Consecutive rows must alternate.
+          scratch: the kernel's shared memory.
+          signal: called once all warpgroups of the block have their sums of the row in registers,
+            so that peers may be told that the block has read their inputs; None to call nothing.
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
@@ -407,8 +431,8 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        # The tests' simulator runs a warpgroup as one thread. It needs this barrier to see that the
-        # warpgroup's threads have waited for each other.
+        # On a GPU, `_meet` suffices. The simulator that checks kernels in tests runs a warpgroup as
+        # one thread, and needs this barrier to see that its threads have met.
         fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -421,8 +445,10 @@ class _Body:
     def _my_tiles(self) -> list[Any]:
         """Returns the tiles of a row that this warpgroup handles, as slices of the columns.
 
-        The last tile of a row is moved back so that it ends with the row, and overlaps the tile
-        before. Every warpgroup has `tiles_of_warpgroup` tiles; some may have the last tile too.
+        All tiles have the same length, so the last tile of a row is moved back until it ends with
+        the row, and may overlap the tile before. Every warpgroup has `tiles_of_warpgroup` tiles. If
+        the row has too few tiles for that, several warpgroups have its last tile, and store the
+        same values to it.
         """
         return [self._slice(index) for index in self._my_indices()]
 
@@ -436,9 +462,10 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes the elements of a tile that another tile has too, so that a sum counts them once.
+        """Zeroes the elements of a tile that the row's previous tiles contain too.
 
-        `value` has an element for each element of this warpgroup's i-th tile, such as its square.
+        So a sum over the tiles of all warpgroups counts each column of the row once. `value` has an
+        element for each column of this warpgroup's i-th tile: the square of the row there.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
@@ -454,10 +481,11 @@ class _Body:
         plgpu.barrier_wait(scratch.together)
 
     def _signal(self, *, release: bool) -> None:
-        """Signals to peers that this block has written its sums, or read all ranks' inputs.
+        """Signals to peers that this block has made its last access to their memory.
 
-        The block's warpgroups must have waited for each other before. `release` is whether the
-        signal makes the block's writes visible to peers.
+        In a two-shot kernel it has written its sums, and in a one-shot kernel it has read all
+        ranks' inputs. The block's warpgroups must have waited for each other before. `release` is
+        whether a peer that sees the signal also sees what the block wrote before.
         """
 
         @pl.when(lax.axis_index("warpgroup") == 0)

@@ -1,12 +1,15 @@
-"""The collectives over the low-latency protocol: faster for payloads of up to a few megabytes.
+"""The collectives over the low-latency protocol, for payloads of up to a few megabytes.
 
 Each collective has the same name as in `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
-and returns the same bits. In those modules ranks wait for each other's signals; in the low-latency
-protocol, which `fabric.low_latency` describes, a receiver polls the payload itself.
+and returns the same bits. In those modules ranks wait for each other's signals. In the low-latency
+protocol, which `fabric.low_latency` describes, a receiver polls the payload itself, which is faster
+for such payloads.
 
 In each collective, `place` is [1] int32, the index of this GPU in the mesh in row-major order,
 `channels` is the protocol's memory, by which ranks reach each other, and `plan` gives the number of
-blocks. S is a whole number of 16-byte vectors and at least one tile.
+blocks and of warpgroups per block. S, the number of elements of an input or of a shard, is a whole
+number of 16-byte vectors and at least one tile, the part of an array that a warpgroup sends at a
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
     """All-reduces x [S] floating over the low-latency protocol; returns the sum [S] on every rank.
 
     In one shot, every rank sends its whole input to all ranks, and sums all inputs. `place` [1]
-    int32 is the index of this GPU in the mesh.
+    int32 is the index of this GPU in the mesh in row-major order. `channels` is the memory of the
+    protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -44,10 +48,11 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """All-reduces x [N, S] floating over the low-latency protocol; returns the sum on every rank.
+    """All-reduces x [N, S] floating over the low-latency protocol; returns [N, S] on every rank.
 
-    In two shots, rank r receives and sums shard x[r] of all ranks, and sends the sum to all ranks.
-    `place` [1] int32 is the index of this GPU in the mesh.
+    In two shots, rank r receives shard x[r] of all ranks, sums these shards, and sends the sum to
+    all ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels`
+    is the memory of the protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -65,7 +70,8 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks.
 
-    `place` [1] int32 is the index of this GPU in the mesh.
+    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
+    memory of the low-latency protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -85,7 +91,8 @@ def reduce_scatter(
 ) -> jax.Array:
     """Reduce-scatters x [N, S] floating: rank r receives shard x[r] of all ranks and sums it.
 
-    Returns the sum, [S]. `place` [1] int32 is the index of this GPU in the mesh.
+    Returns the sum, [S]. `place` [1] int32 is the index of this GPU in the mesh in row-major order.
+    `channels` is the memory of the low-latency protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -98,7 +105,8 @@ def reduce_scatter(
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
 
-    `place` [1] int32 is the index of this GPU in the mesh.
+    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
+    memory of the low-latency protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -118,8 +126,9 @@ def _sums_of_shard(
 ) -> Iterator[tuple[Any, jax.Array]]:
     """Sends each peer r the shard x[r], and sums the shards that this rank receives.
 
-    `where` has this worker's tiles, slices of a shard. Yields a pair for each tile: the slice, and
-    the sum of all ranks' tiles there.
+    Each worker (a warpgroup) does so for its own tiles. `where` has this worker's tiles, as slices
+    of a shard. `x_ref` is [N, S] in this rank's memory. Yields a pair for each tile: the slice, and
+    the sum over ranks of this rank's shard in that slice.
     """
     for index, tile in enumerate(where):
         endpoint.send(
@@ -138,7 +147,8 @@ def _store_what_arrives(
 ) -> None:
     """Receives this worker's tiles from each peer, and stores them to out_ref[peer].
 
-    `where` has the tiles, slices of the last axis. `out_ref` is [N, S] in this rank's memory.
+    A worker is a warpgroup, and `where` has its tiles, as slices of the last axis of `out_ref`.
+    `out_ref` is [N, S] in this rank's memory. Only the dtype of `x` is used.
     """
     for index, tile in enumerate(where):
         parts = endpoint.receive(index, (tile.size,), x.dtype, exact=True)
@@ -158,9 +168,10 @@ def _call(
 ) -> jax.Array:
     """Runs the kernel of a collective over the low-latency protocol, and returns its result.
 
-    The last axes of x and of the result have the same size, S, and are cut into tiles. Every worker
-    (a warpgroup) gets the same number of tiles. The last tile is moved back so that it ends with
-    the axis. Several workers may have this tile; they write the same values.
+    The last axes of x and of the result have the same size, S, and are cut into tiles of the same
+    length. Every worker (a warpgroup) gets the same number of tiles. The last tile is moved back
+    until it ends with the axis, so it may overlap the tile before. If there are too few tiles,
+    several workers have the last tile, and write the same values to it.
 
     Args:
       body: called with a worker's `Endpoint`, the worker's tiles as slices of the last axis, and
@@ -170,7 +181,7 @@ def _call(
       shape: the result's shape, [..., S].
       channels: the protocol's memory, by which ranks reach each other.
       plan: the number of blocks, and of warpgroups per block.
-      sends_per_tile: the number of tiles that `body` sends to each peer for each tile of a worker.
+      sends_per_tile: how many tiles `body` sends to each peer for each of the worker's tiles.
       name: the kernel's name in profiles and messages.
     """
     size, tile = shape[-1], tile_length(x.dtype)
@@ -209,24 +220,26 @@ def call(
     """Runs a kernel over the low-latency protocol.
 
     Args:
-      body: the kernel's body, called in every warpgroup with its `Endpoint`, references to operands
-        and results, and shared memory by name.
+      body: the kernel's body, called in every warpgroup with the warpgroup's `Endpoint` (its
+        connection to its peers), with references to the operands and results in this rank's memory,
+        and with shared memory as keyword arguments.
       place: [1] int32, the index of this GPU in the mesh in row-major order.
       operands: the kernel's inputs.
       out_type: the shape and dtype of each result on one rank.
       channels: the protocol's memory, by which ranks reach each other.
       plan: the number of blocks, and of warpgroups per block.
-      num_sends: the number of tiles that `body` sends to each peer in each warpgroup. It receives
-        as many tiles from each peer.
+      num_sends: the number of tiles that `body` sends to each peer in each warpgroup. A warpgroup
+        receives as many tiles from each peer.
       name: the kernel's name in profiles and messages.
-      scratch_types: the types of the shared memory that `body` takes, by name.
+      scratch_types: the types of the shared memory that `body` takes, by the name of the keyword
+        argument.
 
     Returns:
       The kernel's results, as `out_type` describes them.
 
     Raises:
-      ValueError: the plan has more warpgroups than the protocol has room for, or a warpgroup sends
-        more tiles to a peer.
+      ValueError: the protocol has no room for so many warpgroups on a rank, or for so many tiles
+        from a warpgroup to a peer.
     """
     room = tiles_of_channel(channels.memory.num_gpus)
     if plan.num_workers > MAX_WORKERS or num_sends > room:

@@ -4,9 +4,10 @@ A collective's payload is a flat array, cut into tiles that are distributed over
 all blocks. A thread moves 16 bytes with each instruction, directly between registers and any rank's
 memory, without shared memory. The link's latency is hidden by many threads with a few loads each.
 
-After `fabric.connect`, a kernel may read the inputs of all ranks. A block ends only after the block
-of the same index on every other rank has made its last access to another rank's memory. So when the
-kernel has ended, no rank reads this rank's input or writes to its output any more.
+After `fabric.connect`, which waits for the addresses of all ranks' buffers, a kernel may read the
+inputs of all ranks. A block ends only after the block of the same index on every other rank has
+made its last access to another rank's memory. So when the kernel has ended, no rank reads this
+rank's input or writes to its output any more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DONE = 0
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """The static choices of one call of a collective's kernel.
+    """The choices that a collective's kernel is compiled with, such as its number of blocks.
 
     Attributes:
       num_blocks: the number of thread blocks per rank.
@@ -51,7 +52,10 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns, within a kernel, the index of this warpgroup among all blocks' warpgroups."""
+        """Returns the index of this warpgroup among the warpgroups of all blocks, a scalar int32.
+
+        It may only be called within a kernel.
+        """
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 
@@ -67,9 +71,10 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 class FlatTiles:
     """Distributes the tiles of `num_shards` shards of equal size over a kernel's warpgroups.
 
-    The last tile of a shard is moved back so that it ends with the shard. It may overlap the
-    previous tile; both write the same values to the overlap. The size of a shard may thus be any
-    whole number of 16-byte vectors that is at least one tile.
+    A shard is a flat array, cut into tiles of the same length. The last tile of a shard is moved
+    back until it ends with the shard, and may overlap the tile before. The two tiles must then
+    store the same values to the overlap. So the size of a shard may be any whole number of 16-byte
+    vectors that is at least one tile.
     """
 
     # The number of elements of a shard.
@@ -92,7 +97,7 @@ class FlatTiles:
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """Calls `body(shard, where)` for every tile that this warpgroup handles.
 
-        `shard` is the index of a shard, and `where` the slice of the shard that is the tile.
+        `shard` is the index of the tile's shard, and `where` the slice of that shard.
         Neighbouring warpgroups take different shards, to spread the load over the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
@@ -109,20 +114,21 @@ class FlatTiles:
 
 
 def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
-    """Loads a tile into registers; `ref` is contiguous, 1D and in any rank's global memory."""
+    """Loads a tile into registers from `ref`, contiguous, 1D and in any rank's global memory."""
     return vectors.load(fabric, ref, vector_length(ref.dtype))
 
 
 def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
-    """Stores a tile from registers to `ref`, which is 1D and in any rank's global memory."""
+    """Stores a tile from registers to `ref`, contiguous, 1D and in any rank's global memory."""
     vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
-    """Loads the tile at `indices` of every rank's `ref`, and sums the tiles in rank order.
+    """Loads the tile ref[indices] from the memory of every rank, and sums the tiles in rank order.
 
-    Returns the float32 sum in registers, with the same bits on every rank. The ranks begin to read
-    at different peers, to spread the load over the links.
+    `ref` is this rank's reference to a buffer that every rank has. The last of `indices` is the
+    slice that is the tile. Returns the float32 sum in registers, with the same bits on every rank.
+    Ranks begin to read at different peers, to spread the load over the links.
     """
     num_ranks = fabric.num_ranks
     stagger = num_ranks > 2 and not fabric.interpret
@@ -130,15 +136,17 @@ def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
     parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
     if stagger:
-        # `parts` begins with the tile of rank `first`. It is rotated to begin with that of rank 0.
+        # `parts` begins with the tile of rank `first`. It is rotated to begin with the tile of rank
+        # 0, so that all ranks sum in the same order.
         parts = vectors.rotate(fabric, parts, first, vector_length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
-    """Stores a tile from registers to `indices` of every rank's `ref`, in global memory.
+    """Stores a tile from registers to ref[indices] in the global memory of every rank.
 
-    Each rank begins with its own memory, to spread the load over the links.
+    `ref` is this rank's reference to a buffer that every rank has. Each rank begins with its own
+    memory, so that ranks do not all write to the same rank at once.
     """
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
@@ -163,8 +171,8 @@ def call(
 
     Args:
       fabric: the ranks, and how they reach each other.
-      body: the kernel's body, called with references to the operands and the output in every
-        warpgroup.
+      body: the kernel's body, called in every warpgroup with references to the operands and the
+        output.
       plan: the number of blocks, and of warpgroups per block.
       operands: the kernel's inputs.
       out_type: the shape and dtype of the output on one rank.

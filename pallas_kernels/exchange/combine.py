@@ -3,9 +3,9 @@
 The owner of a token is the rank that dispatched it. Block b of every rank handles the same range of
 tokens of every owner, a step of a few tokens at a time, with these warpgroups:
 
-  scout    lists the rows of each (owner, token) of the next step, and signals to peers that the
-           sums of a step are in their receive buffers, and that the sums received for a step have
-           been read;
+  scout    lists, for each (owner, token) of the next step, the rows of y to add, where y has the
+           expert outputs. It signals to peers when the sums of a step are in their receive buffers,
+           and when this rank has read the sums that it received for a step;
   workers  compute the sums of a step, a tile of some columns at a time. A worker loads the tile of
            a sum's rows from memory into registers, several rows at once, and adds them in float32,
            multiplied by their weights. It stores the sum in the owner's receive buffer, rounded to
@@ -13,11 +13,13 @@ tokens of every owner, a step of a few tokens at a time, with these warpgroups:
            the workers finish this rank's own tokens of the previous step: they wait until the sums
            of every rank have arrived, add them in rank order, and write the result.
 
+In the diagram, token t of rank s chose experts a and b of rank d, and an expert of rank e:
+
     rank d, workers                                 rank s, owner of token t, workers
     y[row of expert a] --> registers                receive buffer
     y[row of expert b] --> sum in float32 = link => [step, from rank d, t] --> registers
                                                     [step, from rank e, t] --> sum in rank order
-    signal: a step's sums are there ==============> scout waits for it     --> out[t]
+    signal: a step's sums are there ==============> workers wait for it    --> out[t]
 
 All threads have loads of several rows under way, and rows do not pass through shared memory. The
 receive buffer is a ring of steps: the sums of step i may be written to a peer's receive buffer once
@@ -52,8 +54,9 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The two kinds of signal between ranks. _PUT: the sums of a step are in the receive buffer. _READ:
-# the receiver has read them, so the sender may overwrite them.
+# The two kinds of signal between ranks. _PUT says that the sender's sums for a step are in the
+# receiver's buffer. _READ says that the receiver has read the sums of a step, so that they may be
+# overwritten.
 _PUT, _READ = 0, 1
 
 
@@ -78,14 +81,15 @@ def combine(
     Args:
       y: [R, H], the expert outputs in the R rows of the receive buffer; H · itemsize is a multiple
         of 128 bytes.
-      topk_weights: [T, K] float32, or None for a sum without weights.
+      topk_weights: [T, K] float32, the routing weights by which rows are multiplied, or None for a
+        sum without weights. It is None with `by_rank`, whose rows are weighted sums already.
       topk_idx: [T, K] int32, the experts that this rank's tokens choose.
       rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
-        rank's tokens or, with `by_rank`, the choice's local expert. It is less than 0 where the
-        choice is of another rank's expert.
+        rank's tokens or, with `by_rank`, the choice's local expert. An entry is less than 0 where
+        the choice is of another rank's expert.
       fabric: how ranks reach each other.
-      plan: the number of blocks and workers, the tokens of a step, and the depth of the receive
-        buffer.
+      plan: the number of blocks and of worker warpgroups, the number of tokens that are signalled
+        together, and how many such steps the receive buffer holds.
       num_experts: E, the number of experts on all ranks together.
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
         where the owner is the token's rank.
@@ -142,7 +146,8 @@ class _Refs(NamedTuple):
     weights: Any
     # [T, H], the result.
     out: Any
-    # The receive buffer, which peers write to: an array for each part (values, then scales).
+    # The receive buffer, which peers write their sums to: an array for each part of a sum (values,
+    # then scales). Its axes are block, step, source rank, token of the step, and column.
     received: Sequence[Any]
 
 
@@ -150,25 +155,29 @@ class _Scratch(NamedTuple):
     """The shared memory of the combine kernel.
 
     A step is the tokens between two signals. It has a sum for each of its tokens and each owner,
-    the rank whose token it is; the index of a sum is token · N + owner. Arrays with a leading 2
-    have a half for even steps and one for odd steps.
+    the rank whose token it is; the index of a sum is token · N + owner. Arrays whose first axis is
+    2 have one half for even steps and one for odd steps.
     """
 
-    # [N, window] int32, the rows of y of a step's choices, by owner.
+    # [N, window] int32: for each owner, the row of y of each choice of its tokens of a step.
     window_rows: Any
-    # [N, window] float32, the routing weights of the same choices.
+    # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
-    # [2, sums] int32, the number of rows of each sum; NOWHERE if the sum is not sent.
+    # [2, sums] int32, how many rows of y each sum adds. NOWHERE if the sum is not sent, since the
+    # token chose no expert of this rank.
     list_counts: Any
     # [2, sums, listed_rows] int32, the rows of y that each sum adds.
     list_rows: Any
     # [2, sums, listed_rows] float32, the weights of the rows in `list_rows`.
     list_weights: Any
-    # [2] barriers; one completes when the scout has listed the sums of a step.
+    # 2 barriers, for even and for odd steps: each completes when the scout has listed the rows of a
+    # step's sums.
     listed: Any
-    # [2] barriers; one completes when the workers have sent the sums of a step.
+    # 2 barriers, for even and for odd steps: each completes when the workers have sent the sums of
+    # a step.
     put: Any
-    # [2] barriers; one completes when the workers have read the received sums of a step.
+    # 2 barriers, for even and for odd steps: each completes when the workers have read the sums
+    # that this rank received for a step.
     read: Any
 
 
@@ -178,14 +187,14 @@ class _Combine:
 
     Attributes:
       num_tokens: T, the number of tokens of each rank.
-      row: the size of a row of y, and of a sum in the format it is sent in.
+      row: the size of a row of y, and of a sum in the format in which sums are sent.
       top_k: K, the number of experts chosen for each token.
       num_local_experts: L, the number of experts of each rank.
       capacity: R, the number of rows of y.
       weighted: whether rows are multiplied by routing weights.
       by_rank: whether y is rank-major, with one row for each token and owner.
       fabric: how ranks reach each other.
-      plan: the number of blocks and workers, and the tokens of a step.
+      plan: the number of blocks and of worker warpgroups, and the number of tokens of a step.
       window: the slice of the routing data that holds one step's tokens.
     """
 
@@ -227,9 +236,9 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """The length of the list of a sum's rows: K, or 1 if y is rank-major.
+        """The length of the list of the rows that one sum adds.
 
-        The length is padded to a multiple of `rows_at_once`.
+        It is K, or 1 if y is rank-major, padded to a multiple of `rows_at_once`.
         """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
@@ -240,12 +249,15 @@ class _Combine:
 
     @property
     def reused(self) -> bool:
-        """Whether the receive buffer holds fewer steps than a block has, so that it is reused."""
+        """Whether the receive buffer holds fewer steps than a block sends.
+
+        Later steps then overwrite the sums of earlier steps, which the receiver must have read.
+        """
         return self.steps_per_block > self.receive_steps
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The positions, among operands and results, of the buffers that peers access.
+        """The positions of the buffers that peers access, in the list of operands and results.
 
         Peers read this rank's weights, if there are any, and write to its receive buffer.
         """
@@ -297,16 +309,18 @@ class _Combine:
         return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs the scout warpgroup: lists the sums of each step, and exchanges signals with peers.
+        """Runs the scout warpgroup: lists the rows of each step's sums, and signals to peers.
 
-        The workers read the lists of rows from shared memory.
+        The lists are in shared memory, where the workers read them. The signals say that the sums
+        of a step have been sent, and that received sums have been read.
         """
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
             """Lists the rows of a step's sums, and lets the workers begin the step.
 
-            Waits first until peers have read the earlier sums that this step's sums overwrite.
+            Before that, waits until peers have read the sums of the earlier step that this step's
+            sums overwrite in their receive buffers.
             """
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
@@ -316,15 +330,16 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Every worker has sent the sums of step `step - 1`, so the list of step `step + 1` may
-            # overwrite the list of that step.
+            # Steps `step - 1` and `step + 1` use the same half of the lists. Every worker has sent
+            # the sums of step `step - 1`, so its lists may be overwritten.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
-            # Peers wait for this signal before they send step `step - 1 + receive_steps`. If there
-            # is no such step, no signal is sent.
+            # This signal says that the sums received for step `step - 1` have been read. Peers wait
+            # for it before they send step `step - 1 + receive_steps`, which overwrites those sums.
+            # It is sent only if there is such a step.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def signal_read() -> None:
                 plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
@@ -334,10 +349,10 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Writes the list of rows to add, with their weights, for every sum of a step.
+        """Lists the rows of y, with their weights, that each sum of a step adds.
 
-        A step has a sum for each owner rank and each of `step_tokens` tokens. The lists are in
-        shared memory, where the workers read them.
+        A step has a sum for each owner and each of `step_tokens` tokens, where the owner is the
+        rank whose token it is. Writes the lists to shared memory, where the workers read them.
         """
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
@@ -379,10 +394,12 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs a worker warpgroup: for each step, sends its sums, and then adds received sums.
+        """Runs a worker warpgroup: for each step, sends sums, then adds up sums of the step before.
 
-        A step is `step_tokens` tokens of every rank. The received sums that it adds are those of
-        the previous step, so that they have had time to arrive.
+        A step is `step_tokens` tokens of every rank. For each step, the warpgroup sums the rows of
+        the step's tokens and sends these sums to the tokens' ranks. Then it adds up the sums that
+        other ranks have sent for this rank's tokens of the previous step; they have had time to
+        arrive. `worker` is the index of the warpgroup among the workers of the block.
         """
         num_steps = self._range()[2]
 
@@ -416,15 +433,16 @@ class _Combine:
     ) -> None:
         """Calls `body(token, item)` for this worker's share of a step's work items.
 
-        Each token has `per_token` items, which are distributed over the workers one by one. `token`
-        is the token's index within the step, and `item` is from 0 to per_token - 1.
+        A work item is, for example, one tile of the sum of one token. Each token has `per_token`
+        items, which are distributed over the workers in turn. `token` is the token's index within
+        the step, and `item` the item's index within the token.
         """
         workers = jnp.int32(self.plan.num_workers)
         tokens = jnp.minimum(
             self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        # The distribution continues from step to step: the first item of a step goes to the worker
-        # after the one that had the last item of the previous step.
+        # Items are distributed in turn across steps, so that workers have equal shares: the first
+        # item of a step goes to the worker after the one that had the previous step's last item.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 
@@ -440,8 +458,8 @@ class _Combine:
     ) -> None:
         """Sums the rows of a step's tokens, and writes the sums to the owners' receive buffers.
 
-        The owner of a token is the rank that dispatched it. A worker handles every
-        `plan.num_workers`-th tile of the sums.
+        The owner of a token is the rank that dispatched it. The tiles of all sums are distributed
+        in turn over the block's `plan.num_workers` workers, of which this is number `worker`.
         """
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
@@ -476,8 +494,8 @@ class _Combine:
 
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # The sum starts from -0.0, and a row that is missing counts as -0.0: x + -0.0 has
-                # the bits of x for every x.
+                # The sum starts from -0.0, and entries of the list without a row add -0.0. Both
+                # change no bit of the sum, since x + -0.0 has the bits of x for every x.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
@@ -493,19 +511,26 @@ class _Combine:
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
-        """Returns the slice of columns of a tile in each part of a sum (values, then scales)."""
+        """Returns the slice that a tile has in each part of a sum.
+
+        The first slice is of the sum's values. If sums are quantized, the second is of its scales.
+        """
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]
 
     @property
     def held(self) -> int:
-        """The number of elements of a tile in registers, padded to whole vectors of all threads."""
+        """The number of elements that a warpgroup's registers hold of a tile.
+
+        It is the tile's length, padded so that all threads hold the same number of whole vectors.
+        """
         return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
         """Waits for all ranks' sums for this rank's tokens of a step, and writes totals to `out`.
 
-        A total adds the sums of all ranks for one token, in rank order and in float32.
+        A token's total is the sum of the sums that all ranks sent for it, in float32 and in rank
+        order. This worker, number `worker`, handles its share of the totals' tiles.
         """
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)
@@ -531,7 +556,7 @@ class _Combine:
                 for ref, part in zip(refs.received, self._columns(tile), strict=True)
             ]
             if not self.row.wire.quantized:
-                # The total starts from 0.0, so that it is never -0.0.
+                # The total starts from 0.0, so that a total of zero is never -0.0.
                 total = vectors.constant(fabric, self.held, 0.0, self.vector)
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)

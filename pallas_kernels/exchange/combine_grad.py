@@ -4,11 +4,11 @@ The owner of a token is the rank that dispatched it. y has the expert outputs, a
 are the gradients of y and of the routing weights. Block b of every rank handles the same range of
 tokens of every owner, with these warpgroups:
 
-  scout    lists the rows of each (owner, token), and fetches the token's cotangent from its owner
-           into a ring in shared memory; for a dropped choice it writes zero to the owner's
+  scout    lists the rows of y of each (owner, token), and fetches the token's cotangent from its
+           owner into a ring in shared memory; for a dropped choice it writes zero to the owner's
            dweights;
-  filler   writes zeros to the rows of dy that have no token, and to dweights where this rank's
-           choices are of no expert;
+  filler   writes zeros to the rows of dy that have no token, and to dweights where the id that a
+           token of this rank chose is no expert's;
   workers  multiply each cotangent with the token's rows of y. The inner product goes to the owner's
            dweights, and the cotangent times the weight to the row of dy. Rows are loaded from
            memory into registers, several at a time.
@@ -18,8 +18,8 @@ tokens of every owner, with these warpgroups:
                                                 worker --> dy[row] = weight * g
     dweights[choice] <== link =================  sum of g * y[row]
 
-Worker w takes every cotangent whose number is w modulo the number of workers. For few tokens,
-`low_latency_combine_grad` is faster.
+The scout numbers the cotangents of a block in order. Worker w takes every cotangent whose number is
+w modulo the number of workers. For few tokens, `low_latency_combine_grad` is faster.
 
 A cotangent crosses the link once per (token, rank), read by the rank that needs it. The dispatch
 has told every rank which tokens it received, so a block waits for its peers only at its end: it
@@ -49,7 +49,8 @@ from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vect
 
 # The kind of signal by which a block says that it has made its last access to its peers' memory.
 _DONE = 0
-# The scout writes this in place of a cotangent's number of rows, to tell a worker to stop.
+# In the ring, each cotangent comes with its number of rows of y. After the last cotangent, the
+# scout passes this value instead of that number, to tell a worker to stop.
 _END = -1
 # A thread holds this many 16-byte vectors of a row in registers at a time.
 _VECTORS_AT_ONCE = 2
@@ -88,11 +89,12 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that received more than R rows dropped rows such that each of its experts
-        kept at most the same number; else it dropped the rows from R on.
+      fair: the `fair` argument of the dispatch, which says how a rank dropped rows if more than R
+        would have arrived.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
-      into: dy of an earlier call with the same counts, or None. If given, the rows of this call's
-        tokens are written into it, and all its other rows keep their values.
+      into: the dy of the previous call if the tokens of one dispatch are divided among several
+        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
+        rows of this call's tokens are written into it, and all its other rows keep their values.
 
     Returns:
       dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in
@@ -102,7 +104,8 @@ def combine_grad(
         y, summed in the same order on every run. It is zero for choices that are of no expert or
         were dropped.
     """
-    # A worker must wait for every completion of its stages' barriers, so no stage has two workers.
+    # A worker must wait for every completion of the barriers of the stages that it reads. So a
+    # stage must always be read by the same worker.
     if plan.num_stages % plan.num_workers:
         raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
@@ -155,13 +158,14 @@ class _Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
+    # of its tokens.
     rows: Any
-    # [N, count_width] int32, how many choices of each source rank are of each expert.
+    # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
     counts: Any
-    # [R, H], the gradient of y.
+    # [R, H], the gradient of y, a result.
     dy: Any
-    # [T·K] float32, the gradient of the weights, which peers write to.
+    # [T·K] float32, the gradient of the routing weights, a result. Peers write to it.
     dweights: Any
 
 
@@ -173,25 +177,28 @@ class _Scratch(NamedTuple):
     """
 
     experts: ExpertScratch
-    # [N, window] int32, the rows of y of the next tokens' choices, by owner.
+    # [N, window] int32: for each owner, the row of y of each choice of its next tokens.
     window_rows: Any
-    # [N, window] float32, the routing weights of the same choices.
+    # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
-    # [S, columns], the cotangents.
+    # [S, columns], the cotangents in the S stages of the ring.
     stages: Any
-    # [S, 2] int32: [s, 0] is the number of rows listed for stage s, or _END; [s, 1] is the owner.
+    # [S, 2] int32. For stage s, [s, 0] is the number of listed rows of y, or _END; [s, 1] is the
+    # owner of the token.
     notes: Any
-    # [S, listed_rows] int32, the rows of y of each stage's token.
+    # [S, listed_rows] int32: for the token in each stage, its rows of y on this rank.
     list_rows: Any
-    # [S, listed_rows] int32, the index in the owner's dweights of the choice of each listed row.
+    # [S, listed_rows] int32: for each row in `list_rows`, the index of its choice in the owner's
+    # dweights, token · K + choice.
     list_choices: Any
-    # [S, listed_rows] float32, the routing weight of each listed row.
+    # [S, listed_rows] float32: for each row in `list_rows`, its routing weight.
     list_weights: Any
-    # [workers, ROWS_OF_COTANGENT, warps] float32, each warp's part of an inner product.
+    # [workers, ROWS_OF_COTANGENT, warps] float32, each warp's part of the inner products that a
+    # worker computes at a time.
     sums: Any
-    # [S] barriers; one completes when a cotangent has arrived in its stage.
+    # [S] barriers, one for each stage: it completes when a cotangent has arrived in the stage.
     full: Any
-    # [S] barriers; one completes when a worker has used the cotangent of its stage.
+    # [S] barriers, one for each stage: it completes when a worker has used the stage's cotangent.
     empty: Any
 
     @property
@@ -229,7 +236,10 @@ class _CombineGrad:
 
     @property
     def listed_rows(self) -> int:
-        """The length of a cotangent's list of rows: K, padded to whole ROWS_OF_COTANGENT."""
+        """The length of the list of rows of y that belong to one cotangent.
+
+        It is K, padded to a multiple of ROWS_OF_COTANGENT.
+        """
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch(self) -> _Scratch:
@@ -271,15 +281,16 @@ class _CombineGrad:
             self._weigh(warpgroup - 2, refs, scratch)
 
     def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs the scout warpgroup: fills the ring with cotangents and the lists of their rows."""
+        """Runs the scout warpgroup: fills the ring with cotangents and lists of their rows of y."""
         fabric, window, ring = self.fabric, self.window, scratch.ring
         num_ranks = fabric.num_ranks
         first_token, end_token = self.token_range()
 
         def scout_window(index: jax.Array, turn: jax.Array) -> jax.Array:
-            """Passes the tokens of one slice of the routing data to the workers.
+            """Passes the cotangents of some tokens to the workers.
 
-            `turn` is the number of cotangents passed before. Returns the number after the slice.
+            They are the tokens of slice number `index` of the routing data. `turn` is how many
+            cotangents have been passed before. Returns how many have been passed after the slice.
             """
             window_token = first_token + index * window.tokens
             owners = [self.owner(i) for i in range(num_ranks)]
@@ -309,7 +320,7 @@ class _CombineGrad:
 
         lax.fori_loop(0, self.plan.num_workers, end, None)
         fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_stages)
-        # The ring is empty: the workers have read all cotangents and written all dweights.
+        # The ring is empty now, so the workers have read all cotangents and written all dweights.
         self.finish()
 
     def _scout_pair(
@@ -323,10 +334,19 @@ class _CombineGrad:
     ) -> jax.Array:
         """Fills a stage of the ring with a token's cotangent and the list of the token's rows.
 
-        Writes zero to the owner's dweights for each dropped choice. The owner of the token is the
-        rank that dispatched it. `start` is the index of the first entry of the loaded routing data.
-        `turn` is the number of cotangents passed to the ring so far. Returns their number after
-        this token; a token without a row on this rank adds none.
+        Also writes zero to the owner's dweights for each dropped choice.
+
+        Args:
+          token: the token's index in its owner.
+          owner: the rank that dispatched the token.
+          start: the index in the routing data of the first entry that is loaded in shared memory.
+          turn: how many cotangents have been passed to the ring before.
+          refs: the kernel's operands and results.
+          scratch: the kernel's shared memory.
+
+        Returns:
+          How many cotangents have been passed after this token: `turn` + 1, or `turn` if the token
+          has no row on this rank.
         """
         fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         entry = token * top_k
@@ -356,7 +376,10 @@ class _CombineGrad:
         return turn + (count > 0).astype(jnp.int32)
 
     def _weigh(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs a worker warpgroup: multiplies its share of the cotangents with their rows of y."""
+        """Runs a worker warpgroup: multiplies its share of the cotangents with their rows of y.
+
+        `worker` is the index of the warpgroup among the workers of the block.
+        """
         ring = scratch.ring
 
         def take_stage(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -373,8 +396,8 @@ class _CombineGrad:
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
             )
             lax.fori_loop(0, parts, weigh_rows, None)
-            # An asynchronous bulk copy overwrites the stage next. The fence orders it after the
-            # reads.
+            # The scout next overwrites the stage by an asynchronous bulk copy. This fence orders
+            # that copy after this warpgroup's reads.
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[stage])
             return turn + self.plan.num_workers, count != _END
@@ -392,8 +415,16 @@ class _CombineGrad:
     ) -> None:
         """Multiplies a cotangent with up to ROWS_OF_COTANGENT rows of y, and with their weights.
 
-        Writes the inner products to the owner's dweights and the weighted cotangent to dy. `stage`
-        is the ring stage of the cotangent, and the rows begin at index `first` of its list.
+        For each row, writes the inner product of cotangent and row to the owner's dweights, and the
+        cotangent times the row's weight to dy.
+
+        Args:
+          worker: the index of this warpgroup among the workers of the block.
+          stage: the stage of the ring that holds the cotangent.
+          owner: the rank that dispatched the cotangent's token.
+          first: the index of the first of the rows in the stage's list of rows.
+          refs: the kernel's operands and results.
+          scratch: the kernel's shared memory.
         """
         fabric, vector = self.fabric, vector_length(self.dtype)
         at_once = range(ROWS_OF_COTANGENT)
@@ -401,14 +432,16 @@ class _CombineGrad:
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
-        # A block of columns has one vector for each thread.
+        # The cotangent is multiplied a block of columns at a time: one vector for each thread.
         block = LANES * vector
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
-            """Multiplies neighbouring blocks of columns, beginning at column `start`.
+            """Multiplies the cotangent with the rows in some neighbouring blocks of columns.
 
-            `sizes` is the number of columns of each block. Writes the weighted cotangent to dy, and
-            returns `totals` plus the elementwise products with each row of y.
+            The first block begins at column `start`, and `sizes` has the number of columns of each
+            block. Writes the cotangent times the weight to each row of dy. `totals` has for each
+            row an array of partial inner products, one for each column of a block. Returns `totals`
+            plus the products of these blocks.
             """
             parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
             loaded = [
@@ -426,7 +459,8 @@ class _CombineGrad:
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
                     if columns.size > part.size:
-                        # The stage is not initialized past the end of the row.
+                        # The loads of the cotangent pass the end of the row, where its stage holds
+                        # undefined values. Their products must not count.
                         inside = fb.iota(fabric, columns.size, vector) < part.size
                         product = jnp.where(inside, product, jnp.zeros_like(product))
                     if fabric.interpret:
@@ -457,7 +491,7 @@ class _CombineGrad:
                 choice = scratch.list_choices[stage, first + i]
                 vectors.store_total(fabric, scratch.sums.at[worker, i], of_owner, choice)
 
-        # The next call overwrites the partial sums.
+        # The next call overwrites `scratch.sums`, which all threads must have read before.
         fabric.barrier()
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:
@@ -466,14 +500,15 @@ class _CombineGrad:
         return first, first + count
 
     def num_windows(self) -> jax.Array:
-        """Returns how many slices of the routing data cover this block's tokens, a scalar int32."""
+        """Returns in how many slices this block loads its routing data, a scalar int32."""
         first, end = self.token_range()
         return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
 
     def owner(self, i: jax.Array | int) -> jax.Array:
-        """Returns the rank whose tokens this block handles i-th, a scalar int32.
+        """Returns the owner in the i-th (token, owner) pair of this block, a scalar int32.
 
-        The order differs between blocks, to spread the load over the links.
+        The block handles each of its token indices for all N owners in succession. The order of the
+        owners differs between blocks, to spread the load over the links.
         """
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
@@ -481,8 +516,8 @@ class _CombineGrad:
     def finish(self) -> None:
         """Signals that this block is done with its peers' memory, and waits for the peers' signals.
 
-        Before the call, the block's reads from peers must have arrived, and its writes to peers
-        must have been issued.
+        The kernel may end after the call. Before the call, the block's reads from peers must have
+        completed, and its writes to peers must have been issued.
         """
         fabric = self.fabric
         fabric.delay_point(1)
@@ -493,8 +528,8 @@ class _CombineGrad:
     def _fill(self, refs: _Refs, scratch: _Scratch) -> None:
         """Runs the filler warpgroup: zeroes the elements of dy and dweights that no worker writes.
 
-        They are the rows of dy without a token, which `ExpertRows.fill` zeroes, and the dweights of
-        this rank's choices whose id is no expert's.
+        In dy they are the rows without a token, which `ExpertRows.fill` zeroes. In dweights they
+        are the choices of this rank's tokens whose id is no expert's.
         """
         fabric, top_k, num_experts = self.fabric, self.top_k, self.experts.num_experts
         self.experts.fetch_counts(refs.counts, scratch.experts)

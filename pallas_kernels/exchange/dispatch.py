@@ -7,7 +7,10 @@ Block b of every rank handles the same range of tokens, with three warpgroups:
             rank that gets it, with a list of all its rows there;
   receiver  waits for each step of tokens, and copies a token that several experts of this rank get
             from its first row to its other rows;
-  filler    writes zeros to the rows of this rank's output that receive no token.
+  filler    writes zeros to the rows of this rank's receive buffer that get no token.
+
+In the diagram, rank s sends its token t to rank d, where `tokens` is the receive buffer and `rows`
+is the list of the rows of each token:
 
     rank s, sender                     rank d                                     rank d, receiver
     x[t] --> ring -------- link -----> tokens[first row of t] --> ring ---------> tokens[other rows]
@@ -16,8 +19,8 @@ Block b of every rank handles the same range of tokens, with three warpgroups:
 
 So a row crosses the link once per (token, rank) and is copied to further rows in local memory,
 without a staging buffer. A rank's kernel ends only after the last rows sent to the rank have
-arrived. A peer that reads this rank's inputs does so before its own last signal, so that the inputs
-may be freed when the kernel ends.
+arrived. If a peer reads this rank's inputs, it does so before its last signal, for which this
+rank's kernel waits. So the inputs may be freed when the kernel ends.
 
 `dispatch` computes the receive-buffer row of each top-k choice. `dispatch_like` sends other data of
 the same tokens to the rows that an earlier call computed.
@@ -72,12 +75,13 @@ def dispatch(
       topk_idx: [T, K] int32, the experts that each token chooses.
       num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
-        the rows from R on.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which the remaining rows fit; the result
+        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
@@ -124,7 +128,7 @@ def dispatch(
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
-        # Peers write to the receive buffer and to the lists of rows.
+        # Peers write to the receive buffer and to the result `rows`, which follow the 2 operands.
         shared=tuple(range(2, 2 + num_parts + 1)),
     )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
     parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
@@ -158,7 +162,8 @@ def dispatch_like(
       counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
         each expert.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the rings.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
       expert_alignment: the rows of each expert start at a multiple of this number, as given to
         `dispatch`.
@@ -166,8 +171,9 @@ def dispatch_like(
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
-      into: the result of an earlier call with the same counts, or None. If given, the rows of this
-        call's tokens are written into it, and all its other rows keep their values.
+      into: the result of the previous call if the tokens of one dispatch are divided among several
+        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
+        rows of this call's tokens are written into it, and all its other rows keep their values.
 
     Returns:
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
@@ -197,7 +203,8 @@ def dispatch_like(
         num_warpgroups=3,
         out_type=tokens if into is None else [],
         scratch_types=dict(scratch=kernel.scratch()),
-        # Peers read operand 1, the rows of their tokens, and write to the receive buffer.
+        # Peers read operand 1, which has the rows that their tokens get here, and write to the
+        # receive buffer, which follows the 3 operands.
         shared=(1, *range(3, 3 + len(row.parts))),
     )
     operands = (
@@ -213,24 +220,30 @@ def dispatch_like(
 class _Scratch(NamedTuple):
     """The shared memory of the kernels of `dispatch` and `dispatch_like`.
 
-    The receiver has a ring of C stages, in which it holds rows that it copies to further rows.
+    The receiver has a ring of C stages. A stage holds the received row of a token while the
+    receiver copies it to the token's further rows on this rank.
     """
 
     sender: SenderScratch
     experts: ExpertScratch
-    # [N, window] int32, the receive-buffer rows of a step's tokens of each source rank.
+    # [N, window] int32: for each source rank, the rows of this rank's receive buffer that the
+    # choices of one step's tokens get.
     step_rows: Any
-    # [tokens of a step · N, K] int32, the rows of each token that has several rows on this rank.
+    # [tokens of a step · N, K] int32: a list of the step's tokens that have several rows on this
+    # rank, with the row of each of their K choices. NOWHERE where a choice has no row here.
     step_copies: Any
-    # [C, columns] for each part of a row (values, then scales): the stages of the receiver's ring.
+    # The stages of the receiver's ring: an array [C, columns] of values and, if rows are quantized,
+    # one of scales.
     copies: Sequence[Any]
-    # [C] barriers; one completes when a row has arrived in its stage of `copies`.
+    # [C] barriers, one for each stage of `copies`: it completes when a row has arrived there.
     copy_full: Any
     # A barrier that completes when the sender has found where each expert's rows are.
     groups_known: Any
-    # [count_width + LANES] int32, the next free row of each expert; None in `dispatch_like`.
+    # [count_width + LANES] int32, the next free row of each expert of all ranks, in the receive
+    # buffer of the expert's rank. None in `dispatch_like`.
     next_rows: Any = None
-    # A barrier that completes when the receiver has connected to peers; None in `dispatch_like`.
+    # A barrier that completes when the receiver has called `fabric.connect`, after which the sender
+    # may write to peers. None in `dispatch_like`, where the sender calls it.
     connected: Any = None
 
 
@@ -238,7 +251,8 @@ class _Scratch(NamedTuple):
 class _Kernel:
     """The common base of the kernels of `dispatch` and `dispatch_like`.
 
-    It has the receiver warpgroup, which copies tokens to further rows, and the shared memory.
+    It implements the receiver warpgroup, which copies a received token to its further rows on this
+    rank, and describes the shared memory.
 
     Attributes:
       sender: sends this rank's tokens to all ranks.
@@ -271,9 +285,10 @@ class _Kernel:
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether the number `row` is a row of the receive buffer, a scalar bool.
+        """Returns whether `row`, a scalar int32, is a row of the receive buffer; a scalar bool.
 
-        It is false for a dropped choice, whose row is R or more, and for NOWHERE, which is -1.
+        The result is false for the row of a dropped choice, which is R or more, and for NOWHERE,
+        which is -1.
         """
         return (row >= 0) & (row < self.experts.capacity)
 
@@ -294,8 +309,8 @@ class _Kernel:
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
             """Waits for a step, a few tokens of each rank, and copies the tokens to further rows.
 
-            `begun` is the number of tokens copied in earlier steps. Returns this number after the
-            step.
+            Only tokens with several rows on this rank are copied. `begun` is the number of tokens
+            that earlier steps copied. Returns `begun` plus the number that this step copied.
             """
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
@@ -308,8 +323,8 @@ class _Kernel:
 
         @pl.when(num_tokens == 0)
         def wait_for_peers() -> None:
-            # A block without tokens has no steps to wait for, but in `dispatch_like` peers may
-            # still read this rank's `rows`.
+            # A block without tokens has no steps to wait for. It waits for its peers all the same,
+            # since in `dispatch_like` they may still be reading this rank's `rows`.
             self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -322,13 +337,22 @@ class _Kernel:
         rows: Any,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Lists the tokens of a step that have several rows on this rank; returns their count.
+        """Lists the tokens of a step that have several rows on this rank.
 
-        A step is `sender.step_tokens` consecutive tokens of every source rank.
-        Writes scratch.step_copies[:count, :K], the receive-buffer rows of each listed token, with
-        NOWHERE for choices without a row here. Tokens of this rank itself are left out, since the
-        sender writes them to all their rows. The block handles `num_tokens` tokens of every source
-        rank, from `first_token` on.
+        A step is `sender.step_tokens` consecutive tokens of every source rank. Writes the list to
+        scratch.step_copies[:count, :K]: for each listed token, the receive-buffer rows of its K
+        choices, with NOWHERE for choices without a row here. Tokens of this rank itself are left
+        out, since the sender writes them to all their rows.
+
+        Args:
+          step: the number of the step, from 0.
+          first_token: the first token of this block, the same for every source rank.
+          num_tokens: the number of tokens of this block from every source rank.
+          rows: [N, T·K] int32 in global memory, the row on this rank of each choice.
+          scratch: the kernel's shared memory.
+
+        Returns:
+          count: the number of listed tokens, a scalar int32.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
@@ -349,8 +373,8 @@ class _Kernel:
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     held = held + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    # If the token has a single row, `count` is not raised below, and the next token
-                    # overwrites this entry.
+                    # Every token is written to entry `count` of the list. If the token has only one
+                    # row, `count` is not raised below, so the next token overwrites the entry.
                     scratch.step_copies[count, choice] = place
                 count = count + (held > 1).astype(jnp.int32)
             return count
@@ -365,8 +389,9 @@ class _Kernel:
     ) -> None:
         """Copies each token listed in `scratch.step_copies` from its first row to its other rows.
 
-        `count` tokens are listed. `begun` tokens have been copied in earlier steps, so the first
-        copy uses stage `begun` modulo C of the receiver's ring, which has C stages.
+        `count` is the number of listed tokens, and `begun` the number of tokens that earlier steps
+        have copied through the receiver's ring of C stages. So the first listed token uses stage
+        `begun` modulo C. `tokens` is the receive buffer, an array for each part of a row.
         """
         num_copies = self.sender.plan.num_copy_stages
 
@@ -390,7 +415,8 @@ class _Kernel:
     ) -> None:
         """Starts to copy the first row of the i-th listed token to a stage of the receiver's ring.
 
-        The ring has C stages, and the token uses stage (begun + i) modulo C.
+        The ring has C stages, and the token uses stage (begun + i) modulo C, since earlier steps
+        have copied `begun` tokens. `tokens` is the receive buffer, an array for each part of a row.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         first = jnp.int32(fb.NOWHERE)
@@ -416,15 +442,18 @@ class _Kernel:
         tokens: Sequence[Any],
         scratch: _Scratch,
     ) -> None:
-        """Waits for the copy of the i-th listed token's first row; writes it to its other rows.
+        """Waits until a token's first row is in the ring, and writes it to the token's other rows.
 
-        `count` tokens are listed. `begun` tokens were copied in earlier steps.
+        The token is the i-th of the `count` tokens listed in `scratch.step_copies`. `begun` is the
+        number of tokens that earlier steps have copied. `tokens` is the receive buffer, an array
+        for each part of a row.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         stage = lax.rem(begun + i, jnp.int32(num_copies))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
-            # Unless the list ends, num_copies - 1 reads have been started after this one.
+            # The ring is kept full: num_copies - 1 copies have been started after this one, and may
+            # stay under way. Near the end of the list there are fewer, so all are waited for.
             lax.cond(
                 i + num_copies <= count,
                 lambda: short_copies.wait(fabric, num_copies - 1),
@@ -475,7 +504,8 @@ class _Dispatch(_Kernel):
     """The kernel of `dispatch`, which computes the row of each choice and sends the tokens."""
 
     def scratch(self) -> _Scratch:
-        # A choice whose id is no expert's is counted in the entries after those of the experts.
+        # The entry at `count_width`, after those of the experts, is for choices whose id is no
+        # expert's: `take_rows` takes their rows from this entry, and the rows are ignored.
         next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
         return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
 
@@ -511,16 +541,18 @@ class _Dispatch(_Kernel):
 
         @pl.when(warpgroup == 1)
         def receive() -> None:
-            # The receiver waits for the peers' addresses here, while the sender counts choices.
+            # `connect` waits until the addresses of the peers' buffers have arrived. The receiver
+            # calls it, since the sender is still counting choices.
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
 
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts how many of this rank's choices are of each expert, and sends this to all ranks.
+        """Counts how many of this rank's choices are of each expert, and sends the counts to all.
 
-        Block 0 alone counts, since a GPU starts it before other blocks. `choices` is [T·K] int32,
-        the experts that this rank's tokens choose, with padding.
+        The counts are [count_width] int32 and go to every rank, this one included. Block 0 alone
+        counts, since a GPU starts it before other blocks. `choices` is [T·K] int32 with padding in
+        global memory, the experts that this rank's tokens choose.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -534,10 +566,11 @@ class _Dispatch(_Kernel):
             fabric.barrier()
 
     def _count_earlier(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts how often this rank's tokens in lower blocks choose each expert.
+        """Counts how often each expert is chosen by the tokens before this block's.
 
-        Writes the counts to `scratch.next_rows`. `choices` is [T·K] int32, the experts that this
-        rank's tokens choose, with padding.
+        These are this rank's tokens that blocks with lower indices handle. Writes the counts to
+        `scratch.next_rows`. `choices` is [T·K] int32 with padding in global memory, the experts
+        that this rank's tokens choose.
         """
         fb.clear(scratch.next_rows, self.experts.count_width)
         self.fabric.barrier()
@@ -546,9 +579,10 @@ class _Dispatch(_Kernel):
         self.fabric.barrier()
 
     def _count(self, choices: Any, end: Any, bins: Any) -> None:
-        """Adds a histogram over experts of the first `end` choices to `bins`.
+        """Counts how many of the first `end` choices are of each expert, and adds this to `bins`.
 
-        `choices` is [T·K] int32 in global memory with padding, and `bins` int32 in shared memory.
+        `choices` is [T·K] int32 with padding in global memory, the expert of each choice. `bins` is
+        int32 in shared memory, with an entry for each expert.
         """
         fabric, num_choices = self.fabric, self.sender.window.total
         width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
@@ -566,18 +600,21 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Finds a token's rows in its list of words; implements two methods of `sender.Routes`.
+    """Implements the methods of `sender.Routes` that find a token's rows in its list for a rank.
 
-    The list has the receive-buffer row of each of the token's K choices at one rank.
+    The list has K words: for each of the token's choices, its row in the rank's receive buffer, or
+    NOWHERE if the choice is of another rank's expert.
     """
 
     kernel: _Kernel
     scratch: _Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the first row of a token at a peer, or NOWHERE if it has none or all are dropped.
+        """Returns the row of a rank's receive buffer to which the sender writes a token.
 
-        `words` has the row of each choice at the peer. `i` is not used.
+        It is the row of the token's first choice that has one on the rank. Returns NOWHERE if no
+        choice has one, or if all are dropped. `words` is the token's list for the rank, the row of
+        each choice. `i` is not used.
         """
         del i
         place = jnp.int32(fb.NOWHERE)
@@ -586,10 +623,11 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns a token's rows on this rank after its first one, [K - 1] scalar int32.
+        """Returns a token's rows on this rank except the one that `row` returns.
 
-        `words` has the row of each choice on this rank. An entry is NOWHERE if its choice is of
-        another rank, is dropped, or has the first row.
+        `words` is the token's list for this rank, the row of each choice. The result has K - 1
+        scalar int32, one for each choice but the first, which never has a further row. An entry is
+        NOWHERE if its choice is of another rank's expert, is dropped, or has the row of `row`.
         """
         found, places = jnp.bool_(False), []
         for row in words:
@@ -603,22 +641,27 @@ class _Routes:
 class _KnownRoutes(_Routes):
     """Implements `sender.Routes` with the rows that an earlier dispatch computed.
 
-    Each rank holds the rows of the tokens that it received, so a sender reads its tokens' rows from
-    every peer.
+    Each rank knows only the rows of its own receive buffer, for the tokens that it received. So the
+    sender reads the rows that its tokens have at a rank from that rank's memory.
     """
 
-    # [N, T·K] int32 in each rank's global memory: the row there of each choice, by source rank.
+    # Each rank has such an array in its global memory: [N, T·K] int32, the row of its own receive
+    # buffer that each choice of each source rank's tokens has.
     rows: Any
 
     def sources(self) -> list[Any]:
-        """Returns N references [T·K] int32: the rows that this rank's choices have at each rank."""
+        """Returns N references, [T·K] int32 each, in the memory of the N ranks.
+
+        Reference r has the row of each of this rank's choices in the receive buffer of rank r.
+        """
         fabric = self.kernel.fabric
         return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Reads a token's list for each of `ranks` from shared memory: K receive-buffer rows.
+        """Reads a token's list for each of `ranks` from shared memory.
 
-        `entry` is the index in the loaded slice of the token's first choice.
+        A list has the rows of the token's K choices in the receive buffer of the rank. `entry` is
+        the index of the token's first choice in the loaded slice of the routing data.
         """
         entries = [entry + choice for choice in range(self.kernel.top_k)]
         return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]
@@ -626,20 +669,28 @@ class _KnownRoutes(_Routes):
 
 @dataclasses.dataclass(frozen=True)
 class _NewRoutes(_Routes):
-    """Implements `sender.Routes`: assigns a row to each choice, one token after the other."""
+    """Implements `sender.Routes` for `dispatch`: assigns a receive-buffer row to each choice.
+
+    Rows are assigned token by token, in the order in which the sender asks for them.
+    """
 
     # [T·K] int32 in global memory, the experts that this rank's tokens choose.
     choices: Any
 
     def sources(self) -> list[Any]:
-        """Returns one reference, to the experts that this rank's tokens choose, [T·K] int32."""
+        """Returns a list of one reference: [T·K] int32, the experts that this rank's tokens choose.
+
+        It is in global memory.
+        """
         return [self.kernel.fabric.mine(self.choices)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Computes a token's list for each of `ranks`: the row of each choice there, or NOWHERE.
+        """Computes a token's list for each of `ranks`.
 
-        `entry` is the index in the loaded slice of the token's first choice. Advances
-        `scratch.next_rows`, the next free row of each expert, so tokens must be taken in order.
+        A list has the rows of the token's K choices in the receive buffer of the rank, with NOWHERE
+        for choices of other ranks' experts. `entry` is the index of the token's first choice in the
+        loaded slice of the routing data. Advances `scratch.next_rows`, the next free row of each
+        expert, so this method must be called once for each token, in order.
         """
         of_experts, scratch = self.kernel.experts, self.scratch
         experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]

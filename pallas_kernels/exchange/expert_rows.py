@@ -1,15 +1,18 @@
 """Finds where each expert's rows are in an expert-major receive buffer, and zeroes unused rows.
 
-The positions follow from how often each rank chose each expert. The rows of one expert are a group,
-padded to a multiple of the alignment; R is the number of rows of the buffer:
+The positions follow from how often each rank chose each expert. The rows of one expert are a group.
+A group consists of a row for each choice of the expert, and of rows of zeros that pad the group to
+a multiple of the alignment. The rows after the last group are unused. R is the number of rows of a
+rank's buffer:
 
-    rows of a rank:   group of expert 0      group of expert 1             R
+    rows of a rank:   group of expert 0    group of expert 1               R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
-                      ^ start        ^ end without        ^     unused rows
-                                           ^ end with padding
+                      ^ start        ^     ^ end with           unused rows
+                                     |       padding
+                                     ^ end without padding
 
 An expert's rows are sorted by source rank, then by token. One warpgroup of every thread block
-finds the groups; another one may write the zeros.
+finds where the groups start and end; another warpgroup may write the zeros.
 """
 
 from __future__ import annotations
@@ -36,13 +39,16 @@ class ExpertScratch(NamedTuple):
     W is `ExpertRows.count_width`, the number of experts on all ranks, padded.
     """
 
-    # [N, W] int32, how many choices of each source rank are of each expert.
+    # [N, W] int32: for each source rank, how many choices of its tokens are of each expert.
     all_counts: Any
-    # [2 · W] int32, workspace of a prefix sum. The first half stays zero.
+    # [2 · W] int32, the workspace of `_ends`, which computes prefix sums over experts. The first
+    # half stays zero.
     scan: Any
-    # [2, W] int32, the row after each expert's last row: [0] without padding, [1] with padding.
+    # [2, W] int32, where each expert's rows end: [0] has the row after the expert's last token, [1]
+    # the row after the padding.
     group_ends: Any
-    # One row of zeros for each part of a row (values, then scales).
+    # A row of zeros, which `fill` copies to the receive buffer: an array for each part of a row
+    # (values, then scales).
     zeros: Sequence[Any]
     # A barrier that completes when `all_counts` is filled.
     counts_full: Any
@@ -61,9 +67,11 @@ class ExpertRows:
       num_experts: E, the number of experts on all ranks together.
       capacity: R, the number of rows of each rank's receive buffer.
       alignment: the rows of each expert start at a multiple of this number.
-      parts: the columns and dtype of each part of a row (values, then scales).
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; else it drops the rows from R on.
+      parts: the number of columns and the dtype of each part of a row: its values and, if rows are
+        quantized, its scales.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which the remaining rows fit. If false, the
+        rank drops the rows from row R on.
       zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
       adds: whether the kernel writes into a receive buffer whose unused rows an earlier call has
         zeroed; `fill` does nothing if true.
@@ -88,7 +96,7 @@ class ExpertRows:
 
     @property
     def count_width(self) -> int:
-        """The length of an array with a count for each expert: E, padded to whole LANES."""
+        """The length of an array with a count for each expert: E, padded to a multiple of LANES."""
         return count_width(self.num_experts)
 
     def scratch(self) -> ExpertScratch:
@@ -103,9 +111,10 @@ class ExpertRows:
         )
 
     def fetch_counts(self, counts: Any, scratch: ExpertScratch) -> None:
-        """Starts to copy known counts from this rank's global memory to `scratch.all_counts`.
+        """Starts to copy the counts of an earlier dispatch to `scratch.all_counts`.
 
-        `counts` is [N, count_width] int32, how many choices of each source rank are of each expert.
+        `counts` is [N, count_width] int32 in this rank's global memory: for each source rank, how
+        many choices of its tokens are of each expert.
         """
         for rank in range(self.fabric.num_ranks):
             plgpu.copy_gmem_to_smem(
@@ -118,7 +127,7 @@ class ExpertRows:
     def receive_counts(self, scratch: ExpertScratch) -> None:
         """Waits for the counts that every rank sends, and copies them to `scratch.all_counts`.
 
-        A rank sends [count_width] int32, how many of its choices are of each expert.
+        A rank sends [count_width] int32, how many choices of its tokens are of each expert.
         """
         for rank in range(self.fabric.num_ranks):
             self.fabric.read_values(rank, 0, scratch.all_counts.at[rank], "dispatch")
@@ -136,18 +145,18 @@ class ExpertRows:
         """Finds where each expert's rows start and end in the receive buffer of the expert's rank.
 
         Writes `scratch.group_ends`. If `fair`, each expert of a rank keeps at most q rows, where q
-        is the largest number with which all rows of the rank's experts fit in the capacity. A
+        is the largest number for which the rows that the rank's experts keep fit in the capacity. A
         choice whose row would come after its expert's q rows is dropped.
 
         Args:
           scratch: shared memory. This method waits until its `all_counts` is filled.
           next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds how
-            many tokens of this rank's lower blocks choose each expert. On return it holds the row
-            that this block's first choice of each expert gets.
-          group_starts: [count_width] int32 in shared memory, to which the first row of each expert
-            is written; or None.
-          all_counts_ref: [N, count_width] int32 in global memory, to which block 0 writes the
-            counts; or None.
+            often each expert is chosen by this rank's tokens that blocks with lower indices handle.
+            On return it holds the row that this block's first choice of each expert gets.
+          group_starts: [count_width] int32 in shared memory, or None. The first row of each expert
+            is written to it.
+          all_counts_ref: [N, count_width] int32 in global memory, or None. Block 0 writes the
+            counts of `scratch.all_counts` to it, as a result of the kernel.
         """
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
@@ -180,7 +189,10 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        """Rounds each expert's number of rows, [count_width] int32, up to the alignment."""
+        """Rounds each expert's number of rows up to a multiple of `alignment`.
+
+        `counts` is int32, one number of rows or an array of them. The result has the same shape.
+        """
         if self.alignment == 1:
             return counts
         alignment = jnp.int32(self.alignment)
@@ -194,8 +206,9 @@ class ExpertRows:
         in shared memory, `ExpertScratch.scan`.
         """
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
-        # An inclusive scan in log2 rounds. The first half of `scan` is zeros, and its second half
-        # holds the previous round's sums, so that a load at an offset shifts them.
+        # This is an inclusive scan in log2(experts of a rank) rounds. The second half of `scan`
+        # holds the sums of the previous round, and its first half is zeros. So a load that begins
+        # `shift` entries before the second half gets the sums shifted by `shift` experts.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
         fb.clear(scan, width)
         ends, shift = sizes, 1
@@ -209,12 +222,13 @@ class ExpertRows:
         return ends
 
     def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
-        """Returns the largest number of rows that each expert may keep, [count_width] int32.
+        """Returns each expert's quota, the most rows that it may keep, [count_width] int32.
 
-        `total` is each expert's number of rows before any is dropped. The quota is the same for all
-        experts of a rank: the largest number with which their rows fit in the capacity. A binary
-        search finds the quotas of all ranks together, from the highest bit to the lowest; a bit is
-        set if the rows still fit. If no rank's rows exceed the capacity, the result is `total`.
+        `total`, [count_width] int32, is each expert's number of rows before any is dropped. All
+        experts of a rank have the same quota: the largest number with which the rows of the rank's
+        experts fit in the capacity. A binary search finds the quotas of all ranks together, from
+        the highest bit to the lowest. A bit of a rank's quota is set if the rows still fit with it.
+        If the rows of every rank fit in the capacity, the result is `total`.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -227,9 +241,10 @@ class ExpertRows:
             return each
 
         def fit(counts: Any) -> list[Any]:
-            """Returns whether the rows of each rank's experts fit in the capacity, N scalar bools.
+            """Returns for each of the N ranks whether its experts' rows fit in the capacity.
 
-            `counts` is each expert's number of rows.
+            `counts`, [count_width] int32, is each expert's number of rows without padding. The
+            result has N scalar bools.
             """
             scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
             fabric.barrier()
@@ -244,11 +259,12 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        # A quota is at most the capacity, so it has no more bits.
+        # No expert can keep more rows than the capacity, so a quota needs no more bits than it has.
         num_bits = jnp.int32(self.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        # If no rank overflows, the loop has not run and the quotas are 0.
+        # If the rows of every rank fit, the loop has not run and the quotas are 0, so the result is
+        # `total`.
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(
@@ -263,29 +279,29 @@ class ExpertRows:
         """Assigns a receive-buffer row to each choice of a token, and advances `next_rows`.
 
         Args:
-          experts: the expert of each of the token's K choices, scalar int32; `count_width` for a
-            choice whose row the caller ignores.
+          experts: the expert of each of the token's K choices, scalar int32. For a choice that
+            needs no row, the caller passes `count_width` instead, and ignores the row.
           next_rows: int32 in shared memory, [..., more than count_width]: the next free row of each
-            expert. Entry `count_width` belongs to ignored choices.
+            expert. Entry `count_width` is for choices that need no row.
           scratch: shared memory in which `find_groups` has written `group_ends`.
-          of: the indices of the leading dimensions of `next_rows`.
+          of: the indices of the leading axes of `next_rows`, such as the token's source rank.
           last: whether no token follows, so that `next_rows` need not be advanced.
 
         Returns:
           The row of each choice, K scalar int32; R or more if the choice is dropped.
         """
-        # All threads must read the next free rows before any thread advances them.
         found = [next_rows[(*of, expert)] for expert in experts]
         for choice, expert in enumerate(experts):
             for earlier in experts[:choice]:
                 found[choice] = found[choice] + (earlier == expert).astype(jnp.int32)
         if not last:
+            # All threads must have read the next free rows before any thread advances them.
             self.fabric.barrier()
             for expert, row in zip(experts, found, strict=True):
-                # If a token chooses an expert twice, its last choice has the larger row, and its
-                # store comes last.
+                # If a token chooses an expert twice, the later choice has the larger row. Its store
+                # comes later, so the entry ends with the larger value.
                 next_rows[(*of, expert)] = row + 1
-            # The next token reads `next_rows`.
+            # All threads must have advanced `next_rows` before the next token's rows are read.
             self.fabric.barrier()
         if self.fair:
             ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
@@ -303,12 +319,18 @@ class ExpertRows:
         num_dropped: Any,
         rows_needed: Any,
     ) -> None:
-        """Writes the sizes of this rank's groups, in block 0 alone.
+        """Writes the sizes of this rank's groups to results of the kernel, in block 0 alone.
 
-        The arguments after `scratch` are int32 arrays in global memory that are written. For each
-        of this rank's L experts, `group_sizes` [L] has the rows with padding and `expert_counts`
-        [L] the rows without it. `num_dropped` [1] is how many rows did not fit in the capacity, and
-        `rows_needed` [1] the capacity with which all would fit.
+        A group is the rows of one of this rank's L experts.
+
+        Args:
+          scratch: shared memory in which `find_groups` has written `group_ends`.
+          group_sizes: [L] int32 in global memory, gets each group's number of rows with padding.
+          expert_counts: [L] int32 in global memory, gets each group's number of rows without
+            padding.
+          num_dropped: [1] int32 in global memory, gets the number of this rank's rows that did not
+            fit in the capacity.
+          rows_needed: [1] int32 in global memory, gets the capacity with which all rows would fit.
         """
         fabric, per_rank = self.fabric, self.num_local_experts
         first_expert = fabric.rank() * per_rank
@@ -317,9 +339,11 @@ class ExpertRows:
             return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
 
         def describe_tail(i: Any, carry: Any) -> Any:
-            """Writes the sizes of local expert i, where rows from the capacity on are dropped.
+            """Writes the sizes of the group of local expert i if not `fair`.
 
-            `carry` is the group's first row, and the number of rows dropped from earlier groups.
+            The rows from the capacity on are then dropped, in whichever group they are. `carry` is
+            a pair: the group's first row, and the number of rows dropped from earlier groups.
+            Returns this pair for the next group.
             """
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
@@ -330,10 +354,11 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes the sizes of local expert i, where `fair` quotas have made all groups fit.
+            """Writes the sizes of the group of local expert i if `fair`.
 
-            `carry` is the group's first row, and the number of rows dropped from earlier groups and
-            needed to hold them whole.
+            Quotas have then made all groups fit in the capacity. `carry` has three numbers: the
+            group's first row, how many rows earlier groups dropped, and how many rows earlier
+            groups would need with padding if none were dropped. Returns them for the next group.
             """
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
@@ -359,9 +384,9 @@ class ExpertRows:
     def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
         """Writes zeros to the rows of this rank's receive buffer that receive no token.
 
-        `tokens` is the buffer, an array [R, columns] for each part of a row (values, then scales).
-        Without `zero_unused`, the rows past the last expert's rows are left undefined, and only the
-        padding after each expert's rows is zeroed.
+        They are the padding after each expert's rows and, if `zero_unused`, the rows after the last
+        expert's padding; otherwise these stay undefined. `tokens` is the buffer, an array
+        [R, columns] for each part of a row (values, then scales).
         """
         if self.adds:
             return
@@ -377,7 +402,7 @@ class ExpertRows:
                 plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
 
         def fill_gap(begin: Any, end: Any) -> None:
-            """Zeroes this block's share of rows `begin` to `end` - 1, every num_blocks-th row."""
+            """Zeroes this block's share of rows `begin` to `end` - 1: every num_blocks-th row."""
             end = jnp.minimum(end, self.capacity)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
             lax.fori_loop(

@@ -4,10 +4,10 @@
 tokens from this rank's memory.
 
 The protocol is for few tokens per rank. Block b of every rank handles the same range of tokens of
-every rank. A row is cut into tiles of 2 KiB, which the block's first four warpgroups share. A
-warpgroup sends its tiles of this rank's tokens to the warpgroup of the same index at each peer that
-gets the token, and polls for the tiles that peers send (`fabric.low_latency`). So no rank waits for
-addresses, for the end of a copy or for a signal.
+every rank. A row is cut into tiles of 2 KiB, which the block's first four warpgroups share. Each of
+them sends its tiles of this rank's tokens to the warpgroup of the same index at each peer that gets
+the token. It then polls for the tiles that peers send, as `fabric.low_latency` describes. So no
+rank waits for addresses of buffers, for the end of a copy or for a signal.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Rows:
       fabric: how ranks reach each other.
       channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
       plan: how rows are distributed over blocks and warpgroups.
-      what: the kernel's name in the messages of timeouts.
+      what: the kernel's name in the error messages of timeouts.
       warpgroup: the index of this warpgroup in its block, or None before `for_warpgroup` has set
-        it. The index is looked up once, since each look-up is a shuffle.
+        it. It is kept here since each call that asks the GPU for it costs a shuffle.
     """
 
     fabric: fb.Fabric
@@ -63,11 +63,11 @@ class Rows:
         return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns a pair (token, exists) for each of the tokens that a block has room for.
+        """Returns a pair (token, exists) for each of the tokens that this block handles.
 
-        `token` is the token's index in the rank, and `exists` a scalar bool. The last block may
-        have fewer tokens than it has room for: `token` is then the rank's last token, and `exists`
-        is false.
+        `token` is the token's index in its rank, a scalar int32. All blocks have equally many
+        pairs, since kernels unroll the loops over them. The last block may have fewer tokens: in
+        its surplus pairs, `exists`, a scalar bool, is false, and `token` is the rank's last token.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -77,10 +77,11 @@ class Rows:
     def tiles(self) -> list[tuple[Any, jax.Array]]:
         """Returns a pair (columns, own) for each of this warpgroup's tiles of a row.
 
-        `columns` is a slice of the row, and `own` a scalar bool. All warpgroups have the same
-        number of tiles. If the row has too few tiles, some warpgroups have a copy of the row's last
-        tile, for which `own` is false. The last tile of a row is moved back so that it ends with
-        the row, and overlaps the tile before.
+        `columns` is the slice of the row's columns that is the tile. All warpgroups have the same
+        number of tiles. If the row has too few tiles for that, some warpgroups have its last tile
+        as a substitute. For a substitute, `own`, a scalar bool, is false, and the tile must be
+        neither sent nor stored. All tiles have the same length, so the last tile of a row is moved
+        back until it ends with the row, and may overlap the tile before.
         """
         plan = self.plan
         indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
@@ -91,9 +92,10 @@ class Rows:
         ]
 
     def index(self, token: int, tile: int) -> int:
-        """Returns the number by which this call sends a tile: sender and receiver must agree on it.
+        """Returns the number of a tile in the channel between two warpgroups of the same index.
 
-        `token` is the token's index in the block, and `tile` the tile's index in the warpgroup.
+        Sender and receiver find the tile's buffer by this number. `token` is the token's index in
+        the block, and `tile` the index of the tile among the warpgroup's tiles of a row.
         """
         return token * self.plan.tiles_of_worker + tile
 
@@ -103,9 +105,10 @@ class Rows:
         return [vectors.load(self.fabric, ref.at[row, where], vector) for where, _ in self.tiles()]
 
     def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
-        """Stores this warpgroup's i-th tile to row `row` of `ref` if `predicate` holds.
+        """Stores this warpgroup's i-th tile of a row to row `row` of `ref` if `predicate` is true.
 
-        `ref` is in global memory. A repeated tile (`own` of `tiles` is false) is not stored.
+        `ref` is [rows, H] in global memory. A substitute tile, for which `tiles` says that `own` is
+        false, is not stored.
         """
         where, own = self.tiles()[i]
 
@@ -120,7 +123,7 @@ class Rows:
         """Sends this warpgroup's tiles of a token to a peer, if the scalar bool `goes` is true.
 
         `peer` is an index into `endpoint.peers`, and `token` is the token's index in the block.
-        `exact` is whether the tiles must arrive with the same bits, NaNs included.
+        `exact` is whether NaNs keep their bits; the peer must receive with the same value.
         """
         for i, (tile, (_, own)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
@@ -131,11 +134,18 @@ class Rows:
     def send_tokens(
         self, endpoint: Endpoint, x: Any, topk_idx: Any, *, exact: bool
     ) -> list[list[jax.Array]]:
-        """Sends the rows of this block's tokens to the peers whose experts they choose.
+        """Sends the block's tokens to the peers whose experts they choose.
 
-        `x` [T, H] and `topk_idx` [T·K] int32 are this rank's rows and choices of experts, in global
-        memory. `exact` is whether rows must arrive with the same bits, NaNs included. Returns, for
-        each token of the block, this warpgroup's tiles of its row.
+        This warpgroup sends its tiles of the tokens' rows.
+
+        Args:
+          endpoint: this warpgroup's connection to its peers by the low-latency protocol.
+          x: [T, H] in global memory, the rows of this rank's tokens.
+          topk_idx: [T·K] int32 in global memory, the experts that this rank's tokens choose.
+          exact: whether NaNs keep their bits; the receivers must pass the same value.
+
+        Returns:
+          For each token of the block, the list of this warpgroup's tiles of its row, in registers.
         """
         fabric, top_k = self.fabric, self.plan.top_k
         sent = [self.load(fabric.mine(x), token) for token, _ in self.tokens()]
@@ -150,19 +160,20 @@ class Rows:
     def receive(
         self, endpoint: Endpoint, token: int, comes: Sequence[jax.Array], *, exact: bool
     ) -> Iterator[list[jax.Array]]:
-        """Waits for this warpgroup's tiles of the block's `token`-th token of each peer.
+        """Waits for the tiles that peers send to this warpgroup for one token of each peer.
 
-        All tiles are polled together, or one after the other if registers cannot hold all of them.
+        The warpgroup polls for all its tiles of the token together, or for one tile after the other
+        if registers cannot hold all of them.
 
         Args:
-          endpoint: the warpgroup's end of the low-latency protocol.
-          token: the token's index in the block.
-          comes: a scalar bool for each peer, whether the peer sends a row for this token.
-          exact: whether the row was sent with the same bits, NaNs included.
+          endpoint: this warpgroup's connection to its peers by the low-latency protocol.
+          token: the token's index in the block, the same for every peer.
+          comes: a scalar bool for each peer, whether the peer sends its row.
+          exact: whether NaNs keep their bits; the senders must have passed the same value.
 
         Yields:
-          For each tile, the list of the peers' tiles. The tile of a peer that does not send is
-          undefined.
+          For each of this warpgroup's tiles of a row, the list of that tile from all peers, in
+          registers. The tile of a peer that sends no row is undefined.
         """
         plan, tiles = self.plan, self.tiles()
         indices = [self.index(token, i) for i in range(len(tiles))]
@@ -175,9 +186,10 @@ class Rows:
             )
 
     def send_values(self, ref: Any) -> None:
-        """Sends this rank's array `ref`, [T·K] of 32-bit words in global memory, to all ranks.
+        """Sends the routing weights of this rank's tokens to all ranks.
 
-        Only block 0 sends, and each of its warpgroups sends a part. `Gather.read_weights` receives.
+        `ref` is [T·K] float32 in global memory. Only block 0 sends, and each of its warpgroups
+        sends a slice of the array. `Gather.read_weights` receives the weights.
         """
         total = self.fabric.mine(ref).shape[0]
         size = -(-total // self.plan.warpgroups)
@@ -188,10 +200,11 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Zeroes the elements of this warpgroup's i-th tile that another tile has too.
+        """Zeroes the elements of a tile that another tile of the row contains too.
 
-        A sum over all tiles then counts each element once. Only the last tile of a warpgroup may
-        overlap another one, since it may be the row's last tile, or a copy of it.
+        So a sum over all tiles of all warpgroups counts each element of the row once. `tile` is
+        this warpgroup's i-th tile. Only the last tile of a warpgroup may overlap another tile,
+        since it may be the last tile of the row or a substitute for a missing tile (see `tiles`).
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -209,7 +222,7 @@ class Rows:
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank that holds each expert; NOWHERE for an id not in 0 to E - 1."""
+        """Returns the rank of each expert, a scalar int32; NOWHERE for an id not in 0 to E - 1."""
         num_experts = self.plan.num_experts
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
@@ -222,21 +235,23 @@ class Rows:
 class GatherScratch(NamedTuple):
     """The shared memory of a `Gather`: a ring of S stages for rows of y, and lists of rows.
 
-    A pair is a token and its owner, the rank that dispatched it. Each pair has a list of the
-    token's rows of y on this rank.
+    y has the expert outputs. A pair is a token and its owner, the rank that dispatched it. Each
+    pair has a list of the token's rows of y on this rank.
     """
 
-    # [S, H], rows of y.
+    # [S, H], the rows of y in the S stages of the ring.
     stages: Any
-    # [pairs, rows_of_pair] int32, the row numbers in y that belong to each pair.
+    # [pairs, rows_of_pair] int32: for each pair, the list of its rows, as indices in y.
     places: Any
-    # [pairs, rows_of_pair] int32, the choice, 0 to K - 1, that each listed row belongs to.
+    # [pairs, rows_of_pair] int32: for each row in `places`, the choice of the token, 0 to K - 1,
+    # that the row belongs to.
     choices: Any
-    # [pairs] int32, the number of rows of each pair; NOWHERE if its token chose no expert here.
+    # [pairs] int32, the number of rows listed for each pair. NOWHERE if the pair's token chose no
+    # expert of this rank.
     num_rows: Any
-    # [S] barriers; one completes when a row has arrived in its stage.
+    # [S] barriers, one for each stage: it completes when a row has arrived in the stage.
     full: Any
-    # [S] barriers; one completes when all warpgroups have read the row in its stage.
+    # [S] barriers, one for each stage: it completes when all warpgroups have read the stage's row.
     empty: Any
     # A barrier that completes when the scout warpgroup has listed the rows of all pairs.
     listed: Any
@@ -256,11 +271,11 @@ class Gather:
     warpgroups read them there. A pair is a token and its owner, the rank that dispatched it.
 
     Attributes:
-      rows: sends and receives rows between ranks; it has the sizes of the call.
+      rows: sends and receives rows between ranks; its `plan` has the sizes of the call.
       capacity: R, the number of rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: whether the pair of this rank comes first among the pairs of the N owners; else it
-        comes last.
+      own_first: the order in which `pairs` lists the N pairs of a token index: whether the one that
+        this rank owns comes first; else it comes last.
     """
 
     rows: Rows
@@ -294,7 +309,10 @@ class Gather:
 
     @property
     def all_fit(self) -> bool:
-        """Whether the ring has a stage for every row of a block, so that no stage is reused."""
+        """Whether the ring has a stage for every row of y that a block may need.
+
+        No stage is then reused, so warpgroups need not say when they have read a stage.
+        """
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> GatherScratch:
@@ -312,12 +330,19 @@ class Gather:
         )
 
     def pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
-        """Returns a tuple (pair, i, token, exists, owner) for each pair of the block.
+        """Returns the block's pairs of a token and its owner, the rank that dispatched the token.
 
-        `pair` is the pair's index, `i` the token's index in the block, `token` its index in its
-        rank, `exists` whether the rank has such a token, and `owner` the rank. The owners of a
-        token are in the order of their number modulo N, and this rank is the first of them if
-        `own_first`, else the last. Every warpgroup must take the pairs in this order.
+        Every warpgroup must take the pairs in the order of the result, since the rows of y pass
+        through the ring in this order.
+
+        Returns:
+          A tuple (pair, i, token, exists, owner) for each pair:
+          pair: the index of the pair in the block, i · N + j for the j-th owner;
+          i: the token's index in the block;
+          token: the token's index in its owner, a scalar int32;
+          exists: whether the owner has such a token, a scalar bool;
+          owner: a scalar int32. The owners ascend modulo N, and begin with this rank if
+            `own_first`, else with the next rank, so that this rank is last.
         """
         fabric = self.fabric
         num_ranks, first = jnp.int32(fabric.num_ranks), 0 if self.own_first else 1
@@ -329,10 +354,15 @@ class Gather:
         ]
 
     def scout(self, y: Any, rows: Any, scratch: GatherScratch) -> None:
-        """Runs the scout warpgroup: lists the rows of each pair, and copies them into the ring.
+        """Runs the scout warpgroup: lists each pair's rows of y, and copies them into the ring.
 
-        `y` is [R, H], and `rows` is [N, T·K] int32, the row of y of each choice, by owner; both are
-        in global memory.
+        A pair is a token of the block and its owner, the rank that dispatched it.
+
+        Args:
+          y: [R, H] in global memory, the expert outputs.
+          rows: [N, T·K] int32 in global memory: for each owner, the row of y of each choice of its
+            tokens.
+          scratch: the shared memory of this object.
         """
         fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         found = [
@@ -363,9 +393,10 @@ class Gather:
             self._fetch_more(y, scratch)
 
     def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
-        """Copies the remaining rows of y into the ring, after the first S, which fill its S stages.
+        """Copies the rows of y into the ring that follow the first S rows.
 
-        Each copy waits until all warpgroups have read the previous row in the stage.
+        The first S rows have filled the ring's S stages. So before each copy, this method waits
+        until all warpgroups have read the previous row of the stage.
         """
         ring = scratch.ring
 
@@ -390,8 +421,8 @@ class Gather:
     def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
         """Tells the scout that this warpgroup has read row number `turn` from the ring.
 
-        `num_turns` is the total number of rows. If no later row needs the row's stage, the barrier
-        is left alone, since nothing would wait for it.
+        The scout is only told if it will refill the row's stage, since otherwise it does not wait
+        for the stage. `num_turns` is the total number of rows that pass through the ring.
         """
         if self.all_fit:
             return
@@ -404,10 +435,11 @@ class Gather:
             plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
     def read_weights(self, weights: Any, scratch: GatherScratch) -> None:
-        """Waits for the routing weights of this block's tokens, which their ranks send.
+        """Receives the routing weights of this block's tokens, which the tokens' ranks send.
 
-        Copies them to `weights`, [pairs, K] float32 in shared memory. Each warpgroup reads those of
-        some pairs, and waits at the end until all warpgroups are done.
+        Copies them to `weights`, [pairs, K] float32 in shared memory, where a pair is a token and
+        its rank. All warpgroups but the scout must call this method. Each receives the weights of
+        some pairs, and then waits until all of them have arrived.
         """
         for pair, _, token, _, owner in self.pairs():
 
@@ -424,12 +456,12 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals that this rank has begun the call, or waits until every rank has, in block 0 alone.
+    """Signals that this rank has begun the call, or waits until every rank has signalled it.
 
-    `function` is `fabric.signal` or `fabric.wait`, and is given `args` and `options`. Kernels need
-    this exchange if a rank might receive nothing else from a peer in a call: the low-latency
-    protocol requires that every rank receives something from each peer (`fabric.low_latency` says
-    why).
+    Only block 0 does so. `function` is `fabric.signal` to signal and `fabric.wait` to wait; `args`
+    and `options` are passed to it. The low-latency protocol requires that in every call each rank
+    receives something from each peer (`fabric.low_latency` says why). So kernels in which a rank
+    might receive nothing else from a peer exchange this signal.
     """
 
     @pl.when(lax.axis_index("block") == 0)
@@ -441,6 +473,6 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Waits until all warpgroups that share the barrier `together` have called this function."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    # The tests' simulator runs a warpgroup as one thread. It needs this barrier to see that the
-    # warpgroup's threads have waited for each other.
+    # On a GPU, the barrier above suffices. The simulator that checks kernels in tests runs a
+    # warpgroup as one thread, and needs this barrier to see that its threads have met.
     fabric.barrier()

@@ -94,8 +94,8 @@ class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
     gather: GatherScratch
-    # [pairs, K] float32, the routing weights of the token of each (token, owner) pair of the block;
-    # None without weights.
+    # [pairs, K] float32: for each (token, owner) pair of the block, the routing weights of the
+    # token's choices. None if rows are summed without weights.
     weights: Any
 
 
@@ -144,8 +144,9 @@ class _Combine:
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
         """Runs a summer warpgroup: sends sums to the tokens' ranks, then adds the sums it receives.
 
-        The warpgroup handles its own tiles of every row. `topk_idx`, `weights` and `out` are this
-        rank's operands and result in global memory.
+        The warpgroup handles its own tiles of every row. `topk_idx` [T·K], `weights` [T·K] (None
+        without weights) and `out` [T, H] are operands and the result of the kernel for this rank's
+        tokens, in global memory.
         """
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.delay_point(0)
@@ -193,9 +194,17 @@ class _Combine:
     ) -> list[jax.Array]:
         """Adds the r-th row of a (token, owner) pair, times its weight, to this warpgroup's sums.
 
-        `pair` is the pair's index in the block. `sums` has a float32 sum for each tile that the
-        warpgroup handles; the new sums are returned. The rows of all pairs pass through the ring in
-        order: `begun` is the number of rows of earlier pairs, and `num_turns` that of all pairs.
+        Args:
+          r: the index of the row in the pair's list of rows of y.
+          sums: the sum so far for each tile that the warpgroup handles, in float32.
+          pair: the index of the pair in the block.
+          begun: the number of rows of all earlier pairs. The rows of all pairs pass through the
+            ring one after the other, so the row is number `begun` + r in the ring.
+          num_turns: the number of rows of all pairs.
+          scratch: the kernel's shared memory.
+
+        Returns:
+          The new sums.
         """
         of_rows, ring = self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
@@ -224,13 +233,14 @@ class _Combine:
         """Waits for the sums of this rank's token, adds them in rank order, and stores the result.
 
         Args:
-          endpoint: the warpgroup's end of the low-latency protocol.
+          endpoint: this warpgroup's connection to its peers by the low-latency protocol.
           i: the token's index in the block.
           token: the token's index in this rank, a row of `out`.
           exists: whether the rank has such a token; else nothing is received or stored.
-          ranks: the rank of each of the token's K choices.
-          mine: this rank's own sum of the token, a tile for each that the warpgroup handles.
-          out: [T, H] in global memory.
+          ranks: the rank whose expert the token chooses, for each of its K choices.
+          mine: the sum that this rank itself has computed for the token: the tiles of it that this
+            warpgroup handles.
+          out: [T, H] in global memory, the result.
         """
         fabric, of_rows = self.fabric, self.rows
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
@@ -238,7 +248,7 @@ class _Combine:
         received = of_rows.receive(endpoint, i, comes, exact=False)
         for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
-            # The total starts from 0.0, so that it is never -0.0.
+            # The total starts from 0.0, so that a total of zero is never -0.0.
             total = of_rows.zeros()
             for part, was_sent in zip(parts, sent, strict=True):
                 part = part.astype(jnp.float32)

@@ -41,8 +41,9 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-# A rank sends 32-bit values by number. The first half of the numbers is for weights. The inner
-# products, which go back to the tokens' ranks, begin with this number.
+# A rank sends 32-bit values to another rank, each under a number by which it is received. The first
+# half of the numbers is for routing weights. This is the first number for the inner products, which
+# go back to the tokens' ranks.
 _RETURNED = MAX_VALUES // 2
 
 
@@ -110,13 +111,14 @@ class _Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
+    # of its tokens.
     rows: Any
-    # [N, count_width] int32, how many choices of each source rank are of each expert.
+    # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
     counts: Any
-    # [R, H], the gradient of y.
+    # [R, H], the gradient of y, a result.
     dy: Any
-    # [T·K] float32, the gradient of the weights.
+    # [T·K] float32, the gradient of the routing weights, a result.
     dweights: Any
 
 
@@ -129,14 +131,15 @@ class _Scratch(NamedTuple):
 
     gather: GatherScratch
     experts: ExpertScratch
-    # [pairs, K] float32, the routing weights of each pair's choices.
+    # [pairs, K] float32: for each pair, the routing weights of its token's choices.
     weights: Any
-    # [pairs · K · parts_of_sum] float32 with padding, each warp's part of each inner product.
+    # [pairs · K · parts_of_sum] float32 with padding: the partial sums of each inner product, one
+    # for each warp of the weighers.
     sums: Any
-    # [pairs · K] float32, the inner products.
+    # [pairs · K] float32, the inner products: the totals of the parts in `sums`.
     totals: Any
-    # [tokens of a block, N, K] float32, the inner products that each rank returns for this rank's
-    # tokens.
+    # [tokens of a block, N, K] float32: for each of this rank's tokens, the inner products that
+    # each of the N ranks sends back.
     returned: Any
 
 
@@ -162,7 +165,7 @@ class _CombineGrad:
 
     @property
     def parts_of_sum(self) -> int:
-        """The number of partial sums of an inner product, one for each warp of the weighers."""
+        """The number of partial sums of an inner product: one for each warp of the weighers."""
         return self.rows.plan.warpgroups * vectors.SUMS_OF_WARPGROUP
 
     def scratch(self) -> _Scratch:
@@ -202,7 +205,8 @@ class _CombineGrad:
         """Runs a weigher warpgroup: multiplies each token's cotangent with the token's rows of y.
 
         The warpgroup handles its own tiles of every row. It sends the cotangents of this rank's
-        tokens and receives those of other ranks' tokens.
+        tokens, and receives the cotangents of other ranks' tokens that have rows of y here. It
+        writes the cotangents times the weights to dy.
         """
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
@@ -217,8 +221,9 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            # `source` 0 is this rank itself. Before the first peer's pair, the cotangents of all
-            # peers for the block's i-th token are received together.
+            # The pairs of a token index are in the order of `source`: 0 is this rank, whose
+            # cotangent needs no receiving, and 1 is the first peer. When its turn comes, the
+            # cotangents of all peers for this token index are received together.
             if source == 1:
                 first = pair - source
                 comes = [
@@ -264,12 +269,13 @@ class _CombineGrad:
         `scratch.sums`.
 
         Args:
-          r: the row's index in the pair's list of rows.
+          r: the index of the row in its pair's list of rows of y. A pair is a token and its owner.
           tiles: this warpgroup's tiles of the cotangent, in float32.
-          pair: the index in the block of the pair (token, owner).
-          begun: the number of rows of earlier pairs, which passed through the ring before.
+          pair: the index of the pair in the block.
+          begun: the number of rows of all earlier pairs. The rows of all pairs pass through the
+            ring one after the other, so the row is number `begun` + r in the ring.
           num_turns: the number of rows of all pairs.
-          dy: [R, H] in global memory.
+          dy: [R, H] in global memory, the gradient of y.
           scratch: the kernel's shared memory.
         """
         fabric, of_rows, ring = self.fabric, self.rows, scratch.gather.ring
@@ -292,7 +298,11 @@ class _CombineGrad:
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
     def _return(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Sends inner products to the tokens' ranks, and writes the received ones to dweights."""
+        """Adds up inner products, sends them to the tokens' ranks, and writes dweights.
+
+        The values of dweights are the inner products that ranks send back for this rank's tokens.
+        One warpgroup of the block calls this method.
+        """
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
         fabric.barrier()
@@ -309,8 +319,9 @@ class _CombineGrad:
     def _write_returned(self, i: int, token: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
         """Receives the inner products of one of this rank's tokens, and writes its dweights.
 
-        `i` is the token's index in the block and `token` its index in the rank. Of each choice, the
-        value of the rank that has the expert is written, and 0 if the id is no expert's.
+        `i` is the token's index in the block and `token` its index in the rank. Every rank sends a
+        value for each choice; the value of the rank that has the choice's expert is written. If the
+        choice's id is no expert's, 0 is written.
         """
         fabric, returned, start = self.fabric, scratch.returned, token * self.gather.top_k
         for rank in range(fabric.num_ranks):

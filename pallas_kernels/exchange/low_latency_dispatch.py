@@ -7,8 +7,10 @@ these tokens get in this rank's receive buffer, with five warpgroups:
 
   movers (4)  each handle some tiles of every row: send and receive tiles, count choices by expert,
               and store a tile from registers to all rows that its token has on this rank;
-  planner     finds the rows of each expert from the counts, and writes zeros to rows that get no
-              token.
+  planner     finds the group of each expert, its rows in the receive buffer, from the counts, and
+              writes zeros to rows that get no token.
+
+In the diagram, rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
     rank s, movers                           rank d, movers
     choices of all tokens -- values, link -> choices --> counts --> planner: groups --> rows of t
@@ -66,9 +68,9 @@ def dispatch(
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: whether a rank that receives more than R rows drops rows such that each of its experts
-        keeps at most the same number; the result `rows` is R for a dropped row. Else the rank drops
-        the rows from R on.
+      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
+        more rows than a common limit, the largest with which the remaining rows fit; the result
+        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
@@ -160,33 +162,39 @@ class _Refs(NamedTuple):
     x: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32, the row on this rank of each choice, by source rank. `dispatch` writes it, and
-    # `dispatch_like` reads it.
+    # [N, T·K] int32: for each source rank, the row of this rank's receive buffer that each choice
+    # of its tokens gets. `dispatch` writes it, and `dispatch_like` reads it.
     rows: Any
-    # [N, count_width] int32, how many choices of each source rank are of each expert. `dispatch`
-    # writes it, and `dispatch_like` reads it.
+    # [N, count_width] int32: for each source rank, how many choices of its tokens are of each
+    # expert. `dispatch` writes it, and `dispatch_like` reads it.
     counts: Any
     # [R, H], the receive buffer.
     tokens: Any
-    # The four arrays that `ExpertRows.describe` writes in `dispatch`; none in `dispatch_like`.
+    # In `dispatch`, the four results that `ExpertRows.describe` writes: the sizes of each expert's
+    # rows, and how many rows are dropped and needed. Empty in `dispatch_like`.
     groups: Sequence[Any] = ()
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernel. In `dispatch_like`, all fields but the first are None."""
+    """The shared memory of the kernels of `dispatch` and `dispatch_like`.
+
+    In `dispatch_like`, all fields but `experts` are None, since the rows of tokens are known.
+    """
 
     experts: ExpertScratch
-    # [N, T·K] int32 with padding, the experts that the tokens of each source rank choose.
+    # [N, T·K] int32 with padding: for each source rank, the experts that its tokens choose.
     choices: Any = None
-    # [N, count_width + LANES] int32, the next free row of each expert, by source rank.
+    # [N, count_width + LANES] int32: for each source rank, the receive-buffer row that the rank's
+    # next choice of each expert gets.
     next_rows_from: Any = None
-    # [count_width] int32, the first row of each expert.
+    # [count_width] int32, the first row of each expert in the receive buffer of the expert's rank.
     group_starts: Any = None
-    # [N, tokens of a block, K] int32, the row on this rank of each choice, by source rank.
+    # [N, tokens of a block, K] int32: for each source rank, the row of this rank's receive buffer
+    # that each choice of the block's tokens gets.
     token_rows: Any = None
     # A barrier that completes when the planner has found where each expert's rows are.
     groups_known: Any = None
-    # A barrier by which the movers wait for each other.
+    # A barrier by which the mover warpgroups wait for each other.
     together: Any = None
 
 
@@ -195,8 +203,8 @@ class _Dispatch:
     """The kernel of `dispatch` and `dispatch_like`.
 
     Attributes:
-      rows: sends and receives the tiles of rows.
-      experts: finds where each expert's rows are, and zeroes unused rows.
+      rows: sends and receives rows between ranks, tile by tile.
+      experts: finds where each expert's rows are in the receive buffer, and zeroes unused rows.
       routes_known: whether an earlier dispatch has computed the row of each choice, as in
         `dispatch_like`.
     """
@@ -207,10 +215,11 @@ class _Dispatch:
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
-        """Makes the kernel.
+        """Makes the kernel from the arguments of `dispatch` or `dispatch_like`.
 
-        `alignment` is `ExpertRows.alignment`, and `options` are further fields of `ExpertRows`. The
-        other arguments are those of `dispatch` and fields of this class.
+        `alignment` is their `expert_alignment`. `plan`, `capacity`, `fabric` and `channels` are
+        their arguments of the same names, and `options` their arguments `fair` and `zero_unused`.
+        `routes_known` is the attribute of this class.
         """
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
@@ -229,7 +238,7 @@ class _Dispatch:
 
     @property
     def num_choices(self) -> int:
-        """The number of choices of one rank's tokens, T·K."""
+        """The number of top-k choices of the tokens of one rank, T·K."""
         return self.rows.plan.num_tokens * self.top_k
 
     def call(
@@ -256,8 +265,8 @@ class _Dispatch:
         return _Scratch(
             self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-            # A choice of another rank's expert, or of none, is counted in the entries after those
-            # of the experts.
+            # The entry at `width`, after those of the experts, is for choices of no expert of this
+            # rank: `take_rows` takes their rows from this entry, and the rows are ignored.
             next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
@@ -283,9 +292,10 @@ class _Dispatch:
             self._plan(refs, scratch)
 
     def _plan(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs the planner warpgroup: finds each expert's rows, and zeroes unused rows.
+        """Runs the planner warpgroup: finds where each expert's rows are, and zeroes unused rows.
 
-        In `dispatch`, it also writes the group sizes and the counts to global memory.
+        In `dispatch`, it also writes results of the kernel: how often each rank chose each expert,
+        and the number of rows of each of this rank's experts.
         """
         fabric, of_experts = self.fabric, self.experts
         if self.routes_known:
@@ -337,8 +347,8 @@ class _Dispatch:
     def _send_choices(self, topk_idx: Any) -> None:
         """Sends the experts that this rank's tokens choose to all ranks.
 
-        Only block 0 sends, and each of its mover warpgroups sends a part. `topk_idx` is [T·K] int32
-        in global memory.
+        `topk_idx` is [T·K] int32 in global memory, the experts. Only block 0 sends, and each of its
+        mover warpgroups sends a slice of the array.
         """
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
@@ -349,10 +359,11 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
-        """Stores this warpgroup's i-th tile of a token to the token's rows on this rank.
+        """Stores this warpgroup's i-th tile of a token to all rows of the token on this rank.
 
-        `tokens` is the receive buffer [R, H], and `places` has the row of each of the K choices.
-        Rows outside the buffer, of choices that are dropped or another rank's, are skipped.
+        `tokens` is the receive buffer, [R, H]. `places` has the row of each of the token's K
+        choices. Choices without a row in the buffer are skipped: those of other ranks' experts,
+        whose row is NOWHERE, and dropped ones, whose row is R or more.
         """
         for place in places:
             kept = (place >= 0) & (place < self.experts.capacity)
@@ -367,10 +378,10 @@ class _Dispatch:
         refs: _Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Returns the receive-buffer row of a token's choice, a scalar int32.
+        """Returns the row of this rank's receive buffer that a token's choice gets, a scalar int32.
 
-        The token is the i-th of the block and has index `token` in its rank, `source`. `choice` is
-        from 0 to K - 1. The row is NOWHERE if the choice is of another rank's expert.
+        The token is of rank `source`, where its index is `token`; its index in the block is `i`.
+        `choice` is from 0 to K - 1. The row is NOWHERE if the choice is of another rank's expert.
         """
         if self.routes_known:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
@@ -403,8 +414,9 @@ class _Dispatch:
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
         """Receives the choices of rank `source`, and counts how many are of each expert.
 
-        Writes the counts over all of the rank's tokens to `all_counts[source]`, and the counts over
-        tokens of lower blocks to `next_rows_from[source]`.
+        Counts the choices of all tokens of the rank in scratch.experts.all_counts[source]. Counts
+        the choices of only those tokens that blocks with lower indices handle in
+        scratch.next_rows_from[source].
         """
         fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices

@@ -30,8 +30,9 @@ Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 # The size of a row that is sent must be a multiple of this many bytes.
 ROW_BYTES = 128
-# The columns of a quantized row must be a multiple of this number: each of a warpgroup's 4 warps
-# then quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte vectors.
+# The number of columns of a quantized row must be a multiple of this number: each of a warpgroup's
+# 4 warps then quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte
+# vectors.
 ROW_MULTIPLE = 512
 # This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
 _PADDING_BYTES = 16 * 1024
@@ -39,27 +40,29 @@ _WINDOW_TOKENS = 16
 # A ring buffer in shared memory holds at most this many rows.
 _RING_STAGES = 16
 
-# Latency bounds a call with at most this many tokens per rank; link bandwidth bounds a larger call.
+# The time of a call with at most this many tokens per rank is mostly latency. A larger call is
+# limited by the bandwidth of the links.
 FEW_TOKENS = 256
 # This number of thread blocks was the fastest on 2, 4 and 8 H200s.
 _NUM_BLOCKS = 128
 
 # The following constants tune the combine kernel. They were measured on 2 H200s.
-# A worker warpgroup loads this many of the rows that it sums at a time.
+# To sum a token's rows, a worker warpgroup loads at most this many rows at a time.
 ROWS_OF_SUM = 4
 # The sums that a rank sends to one other rank between two signals take at most this many bytes,
 # unless a single sum is larger.
 _STEP_BYTES = 16 * 1024
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-# Each thread holds this many 16-byte vectors of a row in registers.
+# A tile is the columns of a row that a worker warpgroup sums at a time. Each thread holds about
+# this many 16-byte vectors of a tile in registers.
 _TILE_VECTORS = 2
 
 # The following constants tune the kernel of combine's gradient.
 # A worker warpgroup multiplies a token's cotangent with this many rows at a time.
 ROWS_OF_COTANGENT = 2
 _GRAD_WORKERS = 5
-# The ring in shared memory holds this many cotangents for each worker warpgroup.
+# The ring in shared memory holds at most this many cotangents for each worker warpgroup.
 _GRAD_DEPTH = 3
 
 # The following constants tune a dispatch of more than FEW_TOKENS tokens.
@@ -80,7 +83,7 @@ def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PL
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static choices of one call of a dispatch or combine kernel.
+    """The choices that a dispatch or combine kernel is compiled with, such as its number of blocks.
 
     A block sends its tokens in steps: after each step of `step_tokens` tokens it signals its peers.
 
@@ -88,16 +91,16 @@ class Plan:
       num_blocks: the number of thread blocks per rank.
       num_stages: the number of rows in a sender's ring buffer in shared memory, or of cotangents
         in the ring of combine's gradient. Combine has no ring.
-      store_lag: how many of the latest asynchronous copies out of the ring may still be reading
-        their rows when the sender refills a stage of the ring; less than `num_stages`.
+      store_lag: how many tokens a sender sends after a token before it refills the token's stage of
+        the ring, so that the copies out of the stage have time to read it; less than `num_stages`.
       window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
         of their top-k choices) a block holds in shared memory at a time.
       step_tokens: the number of tokens that a block sends between two signals.
       num_copy_stages: the number of rows in the ring that a dispatch's receiver uses to copy a
         received row to further rows of this rank.
       receive_steps: the number of steps whose sums a combine's receive buffer holds.
-      num_workers: the number of warpgroups in a block that share the sums of a combine, or the
-        cotangents of its gradient.
+      num_workers: the number of worker warpgroups in a block. They share the work of computing the
+        sums of a combine, or of multiplying the cotangents of its gradient.
     """
 
     num_blocks: int
@@ -138,14 +141,14 @@ class Window:
     """The slice of a flat [T·K] routing array that a block holds in shared memory at a time.
 
     Such an array has an entry for each of the K choices of each token, for example the choice's
-    receive-buffer row. A block loads the slice of its next tokens when it has used up the last one.
+    receive-buffer row. When a block has used up a slice, it loads the slice of its next tokens.
     """
 
-    # The slice has the entries of this many tokens.
+    # The number of tokens whose entries a slice has.
     tokens: int
-    # A load reads this many entries: tokens · K, rounded up to a multiple of LANES.
+    # The number of entries that a load reads: tokens · K, rounded up to a multiple of LANES.
     width: int
-    # The flat array has this many entries, including its padding.
+    # The number of entries of the whole flat array, including its padding.
     total: int
 
     @classmethod
@@ -155,9 +158,10 @@ class Window:
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
-        """Returns the index of the first entry to load for a window that contains `entry`.
+        """Returns where in the flat array to begin to load a slice that contains `entry`.
 
-        The index is `entry` itself, or less where the window would pass the end of the array.
+        The result is `entry` itself, or less where a slice of `width` entries from there would pass
+        the end of the array. `entry` and the result are indices in the array, scalar int32.
         """
         return jnp.minimum(entry, self.total - self.width)
 
@@ -187,9 +191,10 @@ class Row:
 
     @property
     def parts(self) -> Parts:
-        """Columns and dtype of each part of a sent row: its values and, if quantized, its scales.
+        """The number of columns and the dtype of each part of a row in the format it is sent in.
 
-        The values and the scales are stored in separate arrays.
+        A plain row has one part, its values. A quantized row has two parts, its values and its
+        scales, which are stored in separate arrays.
         """
         return self.wire.row_parts(self.hidden, self.dtype)
 
@@ -207,9 +212,10 @@ class Row:
         return wide + self.sent_bytes if self.wire.quantized else wide
 
     def room(self, words: int) -> int:
-        """Returns the bytes of shared memory that a kernel has left for the stages of rings.
+        """Returns how many bytes of shared memory a kernel has left for rows in ring buffers.
 
-        The kernel also keeps `words` 32-bit words and one row of zeros in shared memory.
+        What else the kernel keeps in shared memory is subtracted: `words` 32-bit words, one row of
+        zeros, and a reserve for barriers.
         """
         zeros = sum(
             padded_columns(columns, dtype) * jnp.dtype(dtype).itemsize
@@ -236,10 +242,11 @@ class Sizes:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    """Returns whether dispatch, combine and combine's gradient fit in shared memory.
+    """Returns whether the kernels of dispatch, combine and combine's gradient fit in shared memory.
 
-    Shared memory must hold at least 3 rows of a dispatch's ring, a step of one token of a combine,
-    and one cotangent of its gradient.
+    Besides what each kernel needs for routing data, shared memory must have room for at least 3
+    rows in the rings of a dispatch, for the lists of a combine for steps of one token, and for one
+    cotangent in the ring of combine's gradient.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return (
@@ -250,12 +257,13 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
 
 
 def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
-    """Returns the plan unchanged if its blocks have few enough steps to count in a signal.
+    """Checks that the blocks of a plan have few enough steps, and returns the plan unchanged.
 
-    A signal counts a block's steps, groups of `step_tokens` tokens, in COUNT_BITS bits.
+    A block signals each step of `step_tokens` tokens to its peers. The signal carries the number of
+    steps so far, in COUNT_BITS bits.
 
     Raises:
-      ValueError: a block of the plan has more steps than that count can hold.
+      ValueError: a block of the plan has more steps than COUNT_BITS bits can count.
     """
     most = 2**memory_map.COUNT_BITS - 1
     if plan.steps_per_block(num_tokens) > most:
@@ -273,10 +281,11 @@ def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowLatencyPlan(Sizes):
-    """The static choices of a dispatch or combine kernel over the low-latency protocol.
+    """The sizes and block counts that a kernel over the low-latency protocol is compiled with.
 
-    The protocol is for few tokens. It cuts rows into tiles, which the warpgroups of all thread
-    blocks send and receive. The inherited attributes are the call's sizes.
+    The kernel is a dispatch, a combine or a combine's gradient. The protocol is for few tokens. It
+    cuts rows into tiles, which the warpgroups of all thread blocks send and receive. The inherited
+    attributes are the sizes of the call.
 
     Attributes:
       hidden: H, the hidden size in columns, padded by `padded_hidden`.
@@ -300,7 +309,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """The columns of a tile, the unit of 2 KiB in which the protocol sends a row."""
+        """The number of columns of a tile, the unit of 2 KiB in which the protocol sends a row."""
         return LANES * self.vector
 
     @property
@@ -321,11 +330,15 @@ class LowLatencyPlan(Sizes):
 
     @property
     def num_stages(self) -> int:
-        """The number of rows that fit in shared memory, for the kernel with the least room left."""
-        # A dispatch holds the top-k choices of all ranks' tokens.
+        """The number of rows that a kernel's ring in shared memory has room for.
+
+        All low-latency kernels use the same number: that of the kernel with the least room left.
+        """
+        # A dispatch holds the top-k choices of all ranks' tokens, one word each.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
-        # Combine's gradient needs up to 24 words for each choice of each (token, rank): 16 partial
-        # sums, and the entries of the list of rows.
+        # Combine's gradient needs up to 24 words for each choice of each token of a block, for
+        # every rank. They are 16 partial sums of the choice's inner product, the whole inner
+        # product, the choice's weight, and its entries in the list of rows.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # A dispatch counts each expert's choices and finds where the expert's rows start and end,
         # in arrays of one word per expert. The number of arrays is rounded up.
@@ -336,8 +349,8 @@ class LowLatencyPlan(Sizes):
     def dispatch_workspace(self) -> dict[str, int]:
         """Returns the bytes per rank that `low_latency_dispatch.dispatch` allocates, by buffer.
 
-        Its one buffer, "routes", has the row of each choice and each expert's number of choices,
-        for every source rank.
+        The one buffer, "routes", has for every source rank the row of each choice of its tokens,
+        and how many of the choices are of each expert.
         """
         words = self.num_tokens * self.top_k + count_width(self.num_experts)
         return {"routes": WORD_BYTES * self.num_ranks * words}
@@ -362,8 +375,8 @@ def for_low_latency(
 
     The kernels cannot run with quantized rows, or with sizes for which `LowLatencyPlan.fits` is
     false. `num_gpus` is the number of GPUs of the ranks' host that share symmetric memory.
-    `num_blocks` is the largest number of thread blocks to use; with None, the protocol's limit on
-    warpgroups decides.
+    `num_blocks` is the largest number of thread blocks to use; None means as many as the protocol
+    has room for.
     """
     plan = LowLatencyPlan(
         **dataclasses.asdict(sizes), hidden=row.hidden, dtype=row.dtype, num_gpus=num_gpus
@@ -377,12 +390,14 @@ def for_low_latency(
 
 
 def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window]:
-    """Returns two windows, slices of the routing data that a dispatch loads into shared memory.
+    """Returns the sizes of the slices of routing data that a dispatch loads into shared memory.
 
-    The first window is the sender's and holds `plan.window_tokens` tokens. The second is the
-    receiver's and holds the tokens of one step. The routing data is flat, [T * num_words] int32,
-    with `num_words` words for each token. Both windows have the same `total`, the array's length
-    with enough padding for the wider window.
+    The routing data is a flat array, [T * num_words] int32, with `num_words` words for each token.
+    The sender loads slices for `plan.window_tokens` tokens, and the receiver slices for the tokens
+    of one step. The array is padded so that it is at least as long as either slice.
+
+    Returns:
+      The sender's window and the receiver's. Both have the same `total`, the padded array's length.
     """
     both = [
         Window.of(tokens, plan, num_tokens, num_words)
@@ -394,23 +409,24 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
 
 
 def count_width(num_experts: int) -> int:
-    """Returns the length of an array with a count for each expert: E, padded to whole LANES."""
+    """Returns the length of an array with a count per expert: E, padded to a multiple of LANES."""
     return align_up(num_experts, LANES)
 
 
 def _group_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words that `ExpertScratch` takes, besides its row of zeros.
+    """Returns how many int32 words `ExpertScratch` takes in shared memory, except its row of zeros.
 
-    They are the counts of each expert by rank, the workspace of a prefix sum over experts, and the
-    ends of each expert's rows.
+    The words are how often each rank chose each expert, the workspace of a prefix sum over experts,
+    and two ends of each expert's rows, without and with padding.
     """
     return (num_ranks + 2 + 2) * count_width(num_experts)
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
-    """Returns the int32 words that a dispatch has in shared memory, besides rows.
+    """Returns how many int32 words a dispatch keeps in shared memory for purposes other than rows.
 
-    They are the choices of experts, the lists of receive-buffer rows and the counts of each expert.
+    The words are slices of the routing data, lists of tokens' receive-buffer rows, and how often
+    each expert is chosen.
     """
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
@@ -422,12 +438,12 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
-    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
-    fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
+    measured to be fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    # In a larger call, a step's rows take about _DISPATCH_BYTES, and the lists of its tokens' rows,
-    # K words each, fit in LANES words.
+    # In a call of many tokens, the rows of a step take about _DISPATCH_BYTES. Also, the routing
+    # data of a step, K words for each token, fits in LANES words.
     if not few:
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
@@ -435,9 +451,10 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
         return row.room(words)
 
-    # A longer step needs longer lists, which leave less shared memory for rows. At least two rows
-    # must fit, since one is sent while another is copied. With steps of 2 tokens, 3 rows fit:
-    # `fits_shared_memory` requires it.
+    # The longer a step is, the longer are its lists in shared memory, and the fewer rows fit there.
+    # At least two rows must fit, one in the sender's ring and one in the receiver's, so steps are
+    # shortened until they do. Steps of 2 tokens are short enough, since `fits_shared_memory`
+    # requires that 3 rows fit with them.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -458,8 +475,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes per rank that `dispatch.dispatch` allocates, by buffer.
 
-    Its one buffer, "routes", has the row of each choice and each expert's number of choices, for
-    every source rank.
+    The one buffer, "routes", has for every source rank the row of each choice of its tokens, and
+    how many of the choices are of each expert.
     """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
@@ -471,7 +488,8 @@ def for_rank_dispatch(
     """Returns the plan of `rank_dispatch.rank_dispatch`.
 
     `weighted` is whether routing weights are sent with the choices of experts. `num_blocks` is the
-    largest number of thread blocks to use; None means the number measured to be fastest.
+    largest number of thread blocks to use; None means _NUM_BLOCKS, the number measured to be
+    fastest.
     """
     list_words = sizes.top_k * (2 if weighted else 1)
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
@@ -491,7 +509,8 @@ def for_rank_dispatch(
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes per rank that `rank_dispatch.rank_dispatch` allocates, by buffer.
 
-    Its one buffer, "routes", has each token's local expert ids and weights, for every source rank.
+    The one buffer, "routes", has for every source rank the local expert ids of its tokens' choices
+    and, if weights are sent, the routing weights.
     """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * entries}
@@ -501,19 +520,22 @@ def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
-    """Returns the 32-bit words that a combine has in shared memory.
+    """Returns how many 32-bit words a combine keeps in shared memory.
 
-    For each rank, they are the receive-buffer rows and the weights of a step's tokens, and for each
-    sum the list of its rows and weights.
+    For each rank whose tokens it sums, it keeps the receive-buffer rows and the routing weights of
+    the choices of one step's tokens. For each sum of two steps, it keeps a list of the rows to add
+    and of their weights.
     """
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
-    """Returns how many tokens a combine sends between two signals: as many as shared memory allows.
+    """Returns how many tokens' sums a combine sends to each rank between two signals.
 
-    Returns 0 if the lists of a single token do not fit.
+    It is the largest number up to _WINDOW_TOKENS for which the sums take at most _STEP_BYTES and
+    the lists of the rows to add fit in shared memory. It is at least 1 even if a single sum takes
+    more bytes, but 0 if the lists of one token do not fit.
     """
     room = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
     row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
@@ -525,8 +547,8 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
 def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine.combine`.
 
-    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
-    fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
+    measured to be fastest.
     """
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
@@ -542,9 +564,10 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles of a row have the same length, so the number of tiles must divide the row. `numbers`
-    # begins with the least number for which a thread holds _TILE_VECTORS vectors of a tile. If no
-    # number up to 4 times as large divides the row, a smaller number is used, with longer tiles.
+    # All tiles of a row have the same length, a multiple of the unit of `units`. So the number of
+    # tiles must divide `units`. `least` is the smallest number of tiles for which a thread holds at
+    # most _TILE_VECTORS vectors of a tile. If none of `least` to 4 · `least` divides `units`, a
+    # smaller number of longer tiles is used.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 
@@ -552,10 +575,10 @@ def combine_tile(row: Row) -> int:
 def combine_receive_buffer(
     plan: Plan, row: Row, num_tokens: int, num_ranks: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of the arrays that other ranks write a combine's sums into.
+    """Returns the types of the arrays of a combine's receive buffer, which ranks write sums into.
 
-    Each part of a sent row (values, then scales) has an array of shape [blocks, steps, N, tokens of
-    a step, columns], where N is the number of source ranks.
+    A sum has the format of `row`. For each part of it (values, then scales) there is an array
+    [blocks, steps, N, tokens of a step, columns], where N is the number of ranks that send sums.
     """
     steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
     tokens = min(plan.step_tokens, plan.tokens_per_block(num_tokens))
@@ -566,7 +589,7 @@ def combine_receive_buffer(
 def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes per rank that `combine.combine` allocates, by buffer.
 
-    Its one buffer, "receive buffer", holds the sums that arrive from all ranks.
+    The one buffer, "receive buffer", holds the sums that arrive from all ranks.
     """
     parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
@@ -578,7 +601,8 @@ def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
 def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
     """Returns how many cotangents the kernel of combine's gradient can hold in shared memory.
 
-    Each cotangent is a row of H columns, and is stored with a list of the rows to multiply with it.
+    Each cotangent is a row of H columns. It is stored in a stage of the kernel's ring, with a list
+    of the rows of y to multiply with it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _group_words(num_ranks, num_experts)
@@ -592,8 +616,8 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
 def for_combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad.combine_grad`.
 
-    `num_blocks` is the largest number of thread blocks to use; None means the number measured to be
-    fastest.
+    `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
+    measured to be fastest.
     """
     stages = _combine_grad_stages(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
     num_workers = min(_GRAD_WORKERS, stages)

@@ -19,21 +19,21 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-# PTX's names of the float8 types of the supported formats.
+# The name that PTX, NVIDIA's virtual assembly, has for the float8 type of each supported format.
 _PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}
-# Each thread of a warp holds this many of a block's 128 values.
+# Each thread of a warp holds this many of the 128 values of a block, which share a scale.
 _VALUES = BLOCK // WARP
-# A warp quantizes this many blocks of values at a time, so that their loads overlap.
+# A warp quantizes this many blocks of 128 values at a time, so that their loads overlap.
 _AT_ONCE = 7
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
     """Quantizes one row in shared memory to another place in shared memory, by a whole warpgroup.
 
-    `source` is [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales` [H / 128]
-    in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp handles a block of 128 values at
-    a time, and each of its threads 4 of them. The caller needs a barrier before it reads `values`
-    and `scales`, or writes to `source`.
+    `source` is the row, [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales`
+    [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes a block of
+    128 values together, 4 in each thread. The caller needs a barrier before it reads `values` and
+    `scales`, or writes to `source`.
     """
     if fabric.interpret:
         values[...], scales[...] = wire.encode(source[...])
@@ -84,7 +84,8 @@ def put_row(
       row: [H or more] float32, in the register layout of `vectors.load_each`.
       parts: two references in global memory, to which the values [H] and the scales [H / 128] are
         stored. H is a multiple of `ROW_MULTIPLE`.
-      elements: the number of neighbouring values that a thread holds; a divisor of 128.
+      elements: how many neighbouring values of the row each thread holds in that layout; a divisor
+        of 128.
     """
     values, scales = parts
     if fabric.interpret:
@@ -135,9 +136,10 @@ def _quantize_vector(
 
 
 def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes 4 elements of each thread; the 32 threads of a warp hold a block of 128 elements.
+    """Quantizes a block of 128 values, of which each of a warp's 32 threads holds 4.
 
-    Returns the thread's 4 float8 values, packed in an int32, and the block's float32 scale.
+    `elements` is the vector of this thread's 4 values, of type `element_type`. Returns the thread's
+    4 float8 values, packed in an int32, and the block's float32 scale.
     """
     f32 = mosaic.float_type()
 
@@ -147,17 +149,18 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
             yield element if element_type == f32 else arith.extf(f32, element)
 
     wide, finite, largest = _largest(widened())
-    # The mask names all threads of the warp, so none may branch around this instruction.
+    # The instruction of `warp_max` expects all 32 threads of the warp, so no thread may branch
+    # around it.
     largest = mosaic.warp_max(largest)
     scale, scaled = _scaled(wire, wide, finite, largest)
     return float8.packed(_PTX_TYPES[wire], scaled), scale
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
-    """Finds the largest finite magnitude among a thread's float32 values.
+    """Finds the largest finite magnitude among a thread's float32 values, to compute a scale.
 
-    Returns the values as a list, a flag for each value that says whether it is finite, and the
-    bits of the largest finite magnitude, an int32.
+    Returns three things: the values as a list; for each value, whether it is finite; and the bits
+    of the largest finite magnitude, an int32.
     """
     wide, finite, largest = [], [], mosaic.i32(0)
     for value in values:
@@ -171,11 +174,10 @@ def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
 def _scaled(
     wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
 ) -> tuple[Value, list[Value]]:
-    """Returns a block's scale, and this thread's values divided by the scale.
+    """Returns the scale of a block of 128 values, and this thread's values divided by the scale.
 
-    A block is 128 values that share a scale. `values` are those of them that the thread holds, and
-    `finite` says which of `values` are finite. `largest` has the bits of the block's largest finite
-    magnitude.
+    `values` are the block's values that this thread holds, and `finite` says for each of them
+    whether it is finite. `largest` has the bits of the largest finite magnitude in the block.
     """
     assert isinstance(wire, Float8)
     scale = float8.scale(wire, largest)
@@ -227,7 +229,8 @@ def add_rows(
 
         totals, ahead = [], load(0)
         for i in range(num_vectors):
-            # The next vectors are loaded before the loaded ones are added, so that both overlap.
+            # The next vectors are loaded before the present ones are added, so that loads and
+            # additions overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
             totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
@@ -239,9 +242,9 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbouring values a thread holds of the sum that `add_rows` returns.
+    """Returns how many neighbouring values of `add_rows`' result each thread holds in registers.
 
-    `hidden` is the sum's length.
+    The caller needs the number to store the result. `hidden` is the result's length.
     """
     return next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
 
@@ -249,10 +252,11 @@ def elements_of_sum(hidden: int) -> int:
 def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
-    """Loads `elements` float8 values of a row for this thread, and the scale of their block.
+    """Loads `elements` neighbouring float8 values of a row, and the scale of their block.
 
-    `values` and `scales` are the row in global memory, and `column` is the thread's first column.
-    Returns the values, packed 4 to an int32, and the float32 scale; all are 0 unless `taken`.
+    Every thread loads other values: those from column `column` on. `values` and `scales` are the
+    row in global memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0
+    if `taken` is false, so that the row adds nothing to a sum.
     """
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
@@ -273,10 +277,10 @@ def _load_quantized(
 def _add_vectors(
     wire: RowFormat, loaded: Sequence[tuple[list[Value], Value]], elements: int
 ) -> Value:
-    """Dequantizes a thread's vector of each row, and sums the vectors in order, in float32.
+    """Dequantizes a thread's values of several rows, and adds up the rows in order, in float32.
 
-    `loaded` has, for each row, `elements` float8 values packed 4 to an int32, and their scale. The
-    sum starts from 0.0.
+    `loaded` has for each row this thread's `elements` float8 values, packed 4 to an int32, and
+    their scale. The sum of each column starts from 0.0.
     """
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements

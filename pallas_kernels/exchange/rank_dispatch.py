@@ -2,7 +2,8 @@
 
 T is the number of tokens of each rank. The row of a token at a peer follows from the source rank
 and the token alone, and a token has one row at a peer however many of its experts the peer has. So
-ranks exchange nothing before they send rows, and copy no row after it has arrived:
+ranks exchange nothing before they send rows, and copy no row after it has arrived. In the diagram,
+rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
     rank s, sender                              rank d
     x[t] --> ring -------------- link --------> tokens[s·T + t]
@@ -62,7 +63,8 @@ def rank_dispatch(
       topk_weights: [T, K] float32, the routing weights to send, or None.
       num_experts: E, the number of experts on all ranks together.
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its ring in shared memory.
       wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
         512.
 
@@ -97,9 +99,11 @@ class _Scratch(NamedTuple):
     """The shared memory of the kernel of `rank_dispatch`."""
 
     sender: SenderScratch
-    # [N, window] int32, the lists that arrived with a step's tokens, by source rank.
+    # [N, window] int32: for each source rank, the lists of local expert ids and weights that have
+    # arrived with the tokens of a step.
     step_lists: Any
-    # One row of zeros for each part of a row (values, then scales).
+    # A row of zeros, which the receiver copies to rows without a token: an array for each part of a
+    # row (values, then scales).
     zeros: Sequence[Any]
 
 
@@ -110,8 +114,8 @@ class _RankDispatch:
     Attributes:
       num_experts: E, the number of experts on all ranks together.
       top_k: K, the number of experts chosen for each token.
-      sender: sends rows and lists. A list holds K local expert ids and then, if weights are sent,
-        the bits of K float32 weights.
+      sender: sends the tokens' rows and, with each token, a list to every rank. A list holds K
+        local expert ids and then, if weights are sent, the bits of K float32 weights.
     """
 
     num_experts: int
@@ -167,17 +171,25 @@ class _RankDispatch:
             self._receive(lists, tokens, scratch)
 
     def has_expert(self, words: List) -> jax.Array:
-        """Returns whether a token's list for a rank has an expert of that rank, a scalar bool.
+        """Returns whether a token chooses an expert of one rank, a scalar bool.
 
-        The first K words of the list are local expert ids, -1 for experts of other ranks.
+        `words` is the token's list for the rank. Its first K words are local expert ids, or -1 for
+        experts of other ranks.
         """
         return fb.any_row(words[: self.top_k])
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Runs the receiver warpgroup: waits for all tokens, and zeroes rows that receive none.
+        """Runs the receiver warpgroup: waits for all tokens, and zeroes the other tokens' rows.
 
-        A row of the receive buffer `tokens` receives none if its token has no expert on this rank,
-        as the token's list in `lists` [N, T·num_words] says.
+        The receive buffer has a row for every token of every rank, but a token is only sent here if
+        it chooses an expert of this rank. The rows of all other tokens are zeroed.
+
+        Args:
+          lists: [N, T·num_words] int32 in global memory, the list that each token's rank sends for
+            it. It says whether the token has an expert on this rank.
+          tokens: the receive buffer, an array [N · T, columns] for each part of a row (values, then
+            scales).
+          scratch: the kernel's shared memory.
         """
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
         num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
@@ -213,7 +225,8 @@ class _RankDispatch:
 
         @pl.when(num_steps == 0)
         def wait_for_peers() -> None:
-            # A block without tokens must not end before its peers have signalled.
+            # A block without tokens has no steps to wait for. It waits for the one signal of its
+            # peers all the same: a call may end only after the last signal of every peer.
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -221,12 +234,14 @@ class _RankDispatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Implements `sender.Routes` for the rank-major layout, where rows are known beforehand.
+    """Implements `sender.Routes` for the rank-major layout.
+
+    A token's row at another rank follows from the source rank and the token's index alone.
 
     Attributes:
       kernel: the kernel of `rank_dispatch`.
-      words: [T·num_words] int32 in global memory. Each token has K expert ids and then, if weights
-        are sent, the bits of K float32 weights.
+      words: [T·num_words] int32 in global memory. For each token of this rank it has the K experts
+        that the token chooses and then, if weights are sent, the bits of K float32 weights.
       scratch: the kernel's shared memory.
     """
 
@@ -235,14 +250,18 @@ class _Routes:
     scratch: _Scratch
 
     def sources(self) -> list[Any]:
-        """Returns one reference, to the expert ids and weights of this rank's tokens."""
+        """Returns a list of one reference: [T·num_words] int32, this rank's ids and weights.
+
+        For each token it has the experts that the token chooses and, if weights are sent, the
+        routing weights.
+        """
         return [self.kernel.fabric.mine(self.words)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Returns one token's list for each of `ranks`: K local expert ids, then any weights.
 
-        Choices of another rank's expert have the id -1 and the weight 0. `entry` is the index in
-        the loaded slice of the token's first word.
+        A choice of another rank's expert has the id -1 and the weight 0. `entry` is the index of
+        the token's first word in the loaded slice of the routing data.
         """
         kernel = self.kernel
         words = [self.scratch.sender.words[0, entry + i] for i in range(kernel.sender.num_words)]
@@ -261,9 +280,10 @@ class _Routes:
         return lists
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the row of this block's i-th token at a rank, or NOWHERE if it is not sent there.
+        """Returns the row of a rank's receive buffer that this block's i-th token gets.
 
-        `words` is the token's list for that rank; the token is sent if the list has an expert.
+        Returns NOWHERE if the token is not sent to the rank. `words` is the token's list for the
+        rank; the token is sent if the list has an expert of the rank.
         """
         sender = self.kernel.sender
         first_token, _ = sender.range()

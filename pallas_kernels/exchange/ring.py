@@ -18,24 +18,26 @@ from pallas_kernels.fabric import fabric as fb
 class Ring:
     """A ring buffer of S rows in shared memory, from a producer warpgroup to consumer warpgroups.
 
-    A `turn` is the number of a row in the producer's order, from 0; row `turn` goes to stage
-    `turn` modulo S. The same consumers must read all rows of a stage, since a warpgroup that waits
-    for a barrier must wait for each of the barrier's completions.
+    The `turn` of a row is its number in the order in which the producer passes rows, from 0. Row
+    `turn` goes to stage `turn` modulo S. All rows of a stage must be read by the same consumers,
+    since a warpgroup that waits for a barrier must wait for each of the barrier's completions.
 
     Each row completes both barriers of its stage once. `full` completes when the row that the
-    producer fetches has arrived, or when the producer arrives at it to pass on notes without a row.
-    `empty` completes when the consumers, which have waited for `full`, arrive at it. The producer
-    must wait for every completion of `empty`: at its end it calls `fabric.drain`, or consumers
-    arrive at `empty` only if the stage is filled again.
+    producer fetches has arrived. If the producer passes only notes, without a row, it arrives at
+    `full` itself. `empty` completes when the consumers, which have waited for `full`, arrive at
+    `empty`. The producer must wait for every completion of `empty`. So either the producer calls
+    `fabric.drain` at its end, or consumers arrive at `empty` only if the stage is filled again.
     """
 
-    # [S, columns], in shared memory. Each row is a stage.
+    # [S, columns] in shared memory, the S stages: each holds one row.
     rows: Any
-    # [S] barriers. `full[s]` completes when stage s holds a row.
+    # [S] barriers: `full[s]` completes when a row or notes for the consumers are in stage s.
     full: Any
-    # [S] barriers. `empty[s]` completes when stage s may be filled again.
+    # [S] barriers: `empty[s]` completes when the consumers have read stage s, so that the producer
+    # may fill the stage again.
     empty: Any
-    # [S, words] int32, or None. The producer describes the row of each stage here.
+    # [S, words] int32 in shared memory: what the producer tells the consumers about the row of each
+    # stage, such as the row's source rank. None if it tells them nothing.
     notes: Any = None
 
     def stage(self, turn: jax.Array) -> jax.Array:
@@ -44,8 +46,8 @@ class Ring:
     def open(self, turn: jax.Array, *notes: Any) -> jax.Array:
         """Waits until row number `turn` may be written to its stage, and returns the stage's index.
 
-        Writes the int32 scalars `notes`, which describe the row to its consumers, to
-        self.notes[stage].
+        Writes the int32 scalars `notes` to self.notes[stage], where consumers read what the
+        producer tells them about the row.
         """
         stage = self.stage(turn)
 

@@ -6,13 +6,14 @@ quantizes the row if the wire format is quantized, and writes it to the receive 
 that gets the token:
 
     x[t] --copy--> stage of the ring --quantize--> stage ==== link ====> tokens[row] of each peer
-                                   words of routes ----------- link ---> lists[rank, t] of each peer
+                                   list of t for the peer ---- link ---> lists[rank, t] of each peer
                                          signal: a step has arrived ---> block b of each peer
 
-With a token, the kernel may send each peer a list of int32 words: the token's rows at the peer, or
-the ids of the peer's experts that get the token. A step is a few tokens that are signalled
-together; the signal of a step is sent while the next step's tokens are being sent. The kernel that
-uses the sender implements `Routes`, which gives the words of the lists and the row of each token.
+The kernel may send each peer a list of int32 words along with a token (`list of t` above): either
+the rows that the token has in the peer's receive buffer, or the ids of the peer's experts that get
+the token. A step is a few tokens that are signalled together. The signal of a step is sent while
+the next step's tokens are being sent. The kernel that uses the sender implements `Routes`, which
+gives the list and the receive-buffer row of each token.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from pallas_kernels.fabric import fabric as fb
 # block without tokens sends it once.
 PUT = 0
 
-# The type of the int32 scalars that a peer receives with a token.
+# The type of a token's list for one rank: K or more int32 scalars, for example the token's rows in
+# that rank's receive buffer.
 List = Sequence[jax.Array]
 
 
@@ -48,22 +50,26 @@ class SenderRefs(NamedTuple):
     x: Any
     # The receive buffer: an array [R, columns] of values and, if quantized, one of scales.
     tokens: Sequence[Any]
-    # [N, T·num_words] int32, the lists received from each source rank; None if none are sent.
+    # [N, T·num_words] int32: for each source rank, the lists received with its tokens. None if no
+    # lists are sent.
     lists: Any
 
 
 class SenderScratch(NamedTuple):
     """The shared memory of a sender with a ring of S stages, one row in each."""
 
-    # [sources, window.width] int32, a slice of the routing data that `Routes.sources` returns.
+    # [sources, window.width] int32: a slice of each array of routing data that `Routes.sources`
+    # returns, with the words of the next tokens.
     words: Any
-    # [S, columns] for each part of a row (values, then scales), in the format it is sent in.
+    # The ring's S stages of rows in the format in which they are sent: an array [S, columns] of
+    # values and, if rows are quantized, one of scales.
     stages: Sequence[Any]
-    # [S, H], the input rows before they are quantized; None if rows are sent as they are.
+    # [S, H], the input rows of the ring's stages before they are quantized. None if rows are sent
+    # unquantized.
     wide_stages: Any
-    # [S, N, num_words] int32, the list that each peer gets with the stage's token.
+    # [S, N, num_words] int32: for the token in each stage, the list that each of the N ranks gets.
     lists: Any
-    # [S] barriers; one completes when an input row has arrived in its stage.
+    # [S] barriers, one for each stage: it completes when an input row has arrived in the stage.
     full: Any
 
 
@@ -71,28 +77,33 @@ class Routes(Protocol):
     """The interface by which a dispatch kernel gives its sender the destinations of each token."""
 
     def sources(self) -> Sequence[Any]:
-        """Returns the global-memory arrays of routing data, [T·num_words] int32 each.
+        """Returns the arrays of routing data, [T·num_words] int32 each, in global memory.
 
-        The sender loads slices of them into `SenderScratch.words`.
+        Each array has `num_words` words for each of this rank's tokens, such as the experts that
+        the token chooses. The sender loads slices of the arrays into `SenderScratch.words`, from
+        which `lists` computes the token's lists.
         """
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> Sequence[List]:
-        """Returns the list of words of one token for each of `ranks`.
+        """Returns one token's lists: for each of `ranks`, the int32 words about the token.
 
-        `entry` is the index in `SenderScratch.words` of the token's first word.
+        The words for a rank are, for example, the token's rows in that rank's receive buffer.
+        `entry` is the column of `SenderScratch.words` where the token's routing data begins.
         """
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the row that the block's i-th token gets in a rank's receive buffer.
+        """Returns the row of a rank's receive buffer that the sender writes a token to.
 
-        `words` is the token's list for that rank. Returns NOWHERE if the rank does not get the
-        token.
+        The token is the i-th of the block, and `words` is its list for that rank. Returns NOWHERE
+        if the rank does not get the token.
         """
 
     def further_rows(self, words: List) -> Sequence[jax.Array]:
-        """Returns the token's rows in this rank's own receive buffer, after the one of `row`.
+        """Returns a token's rows in this rank's own receive buffer, except the one of `row`.
 
-        `words` is the token's list for this rank. An entry that stands for no row is NOWHERE.
+        The sender also writes the token to these rows. (At other ranks, the receiver there copies
+        the token to its further rows.) `words` is the token's list for this rank. Entries of the
+        result that are NOWHERE are skipped.
         """
 
 
@@ -105,10 +116,12 @@ class Sender:
 
     Attributes:
       fabric: how ranks reach each other.
-      plan: the number of blocks, the tokens of a step, and the depth of the ring.
+      plan: the number of blocks, the number of tokens that a block sends between two signals (a
+        step), and the number of rows in its ring in shared memory.
       num_tokens: T, the number of this rank's tokens.
       row: the size of an input row, and of the row in the format it is sent in.
-      num_words: the int32 words of routing data for each token, which is also the length of a list.
+      num_words: the number of int32 words that each array of routing data has for a token. The list
+        of a token for a rank has as many words.
       num_sources: the number of arrays that `Routes.sources` returns.
     """
 
@@ -125,14 +138,14 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The slice of each of `Routes.sources` that the sender loads at a time."""
+        """The slice of each array of `Routes.sources` that the sender loads at a time."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
-        """The slice of the received lists that has the words of one step's tokens.
+        """The slice of a source rank's received lists that holds the lists of one step's tokens.
 
-        A step is the tokens between two signals.
+        A step is the tokens that are sent between two signals.
         """
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
@@ -157,9 +170,9 @@ class Sender:
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def peers(self) -> list[jax.Array]:
-        """Returns the numbers of all N ranks, in the order in which this block sends to them.
+        """Returns all N ranks, this rank included, in the order in which this block sends to them.
 
-        This rank is among them.
+        The order differs between blocks, to spread the load over the links.
         """
         num_ranks = self.fabric.num_ranks
         offset = fb.first_peer(self.fabric)
@@ -168,7 +181,7 @@ class Sender:
     def fetch_first(self, x: Any, scratch: SenderScratch) -> None:
         """Starts to copy the rows of this block's first tokens into the ring, one to each stage.
 
-        `x` is [T, H] in global memory.
+        `x` is [T, H] in global memory, the rows of this rank's tokens.
         """
         first, count = self.range()
 
@@ -180,18 +193,19 @@ class Sender:
     def make_ready(self, x: Any, i: Any, scratch: SenderScratch) -> None:
         """Waits until the row of the block's i-th token is in the ring, ready to be sent.
 
-        Quantizes the row if the wire format is quantized. Does nothing past the last token.
+        Quantizes the row if the wire format is quantized. If `i` is past the block's last token,
+        does nothing. `x` is [T, H] in global memory, from which later rows are fetched.
         """
         first_token, num_tokens = self.range()
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
         def quantize() -> None:
-            """Quantizes the input row, and starts to fetch another one into its stage."""
+            """Quantizes the input row of a stage, and starts to fetch a later row in its place."""
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
             quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
-            # After this fence, every thread has read the input row, and the copies that send the
-            # quantized row see it.
+            # This fence makes sure that every thread has read the input row, so that it may be
+            # overwritten, and that the copies that send the quantized row see its values.
             plgpu.commit_smem()
             ahead = i + self.plan.num_stages
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
@@ -203,9 +217,10 @@ class Sender:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
-        """Loads the words of `routes.sources()` from the block's i-th token on to `scratch.words`.
+        """Loads routing data of the block's tokens from the i-th one on into `scratch.words`.
 
-        As many tokens are loaded as `window` holds.
+        The routing data are the arrays of `routes.sources()`. The call loads the words of as many
+        tokens as `window` holds.
         """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
@@ -224,9 +239,10 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            """Writes a stage's row to the row numbered `row` of a receive buffer, if `row` >= 0.
+            """Writes the row in a stage to row `row` of one rank's receive buffer, if `row` >= 0.
 
-            `locate` maps this rank's reference to an array to that of the destination rank.
+            `locate` chooses that rank: it maps a reference of `refs.tokens` to the same array in
+            the rank's memory.
             """
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
                 fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
@@ -236,9 +252,10 @@ class Sender:
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
-            # `peers` has this rank too, but at a position that differs between blocks. To pick this
-            # rank's list from `lists_of_peers` would cost a select for each word, so the list is
-            # computed a second time, as the last one.
+            # This rank is among `peers`, at a position that differs between blocks. Picking this
+            # rank's list out of `lists_of_peers` would cost a select for each word. So the list is
+            # computed a second time instead: this rank is also the last of the ranks given to
+            # `routes.lists`, so `list_here` is its list.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
@@ -250,7 +267,8 @@ class Sender:
                 self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
             plgpu.commit_smem_to_gmem_group()
 
-            # A stage may be refilled once the copies that send its row have read it.
+            # A stage may be refilled once the copies that send its row have read the row. Only the
+            # copies of the last `lag` tokens may still be reading theirs after this wait.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if not self.row.wire.quantized:
                 ahead = i - lag + num_stages
@@ -273,8 +291,10 @@ class Sender:
     def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
         """Signals to all peers that the tokens of all steps before `step` have been written.
 
-        The caller has begun to send `step`, which has `num_sent` tokens. The writes of earlier
-        steps have arrived once only the writes of `step` are still under way.
+        The caller has issued the writes of step `step`, which has `num_sent` tokens. The copies of
+        each token are one group, and groups complete in order. So the tokens of all earlier steps
+        have arrived once only the last `num_sent` groups are still under way. This method waits for
+        that or, if `step` is shorter than other steps, for all groups.
         """
         lax.cond(
             num_sent == self.step_tokens,
@@ -295,12 +315,20 @@ class Sender:
     ) -> None:
         """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory.
 
-        The lists are written by bulk copies from `scratch.lists` if their size is a multiple of 16
-        bytes, and word by word otherwise.
+        A list is written by a bulk copy from `scratch.lists` if its size is a multiple of 16 bytes,
+        and word by word otherwise.
+
+        Args:
+          stage: the ring stage of the token, whose part of `scratch.lists` the copies read.
+          entry: the index of the list's first word in `lists_ref[rank]`, where `rank` is this rank.
+          lists_ref: `SenderRefs.lists`.
+          peers: the N ranks in sending order.
+          lists_of_peers: the token's list for each of `peers`.
+          scratch: the sender's shared memory.
         """
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
-        # Bulk copies need multiples of 16 bytes.
+        # A bulk copy must be a multiple of 16 bytes, which 4 words are.
         if num_words % 4:
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 for i, word in enumerate(words):
@@ -318,7 +346,7 @@ class Sender:
             )
 
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: SenderScratch) -> None:
-        """Starts to copy row `token` of x, that of the block's i-th token, to its ring stage."""
+        """Starts to copy a row of x into the ring: row `token`, that of the block's i-th token."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
         plgpu.copy_gmem_to_smem(

@@ -1,8 +1,9 @@
 """Copies rows of any multiple of 16 bytes from global to shared memory, by `cp.async`.
 
-Pallas' own asynchronous copies must be multiples of 128 bytes, since each of a warpgroup's 128
-threads announces an equal share of the bytes to the barrier. With `cp.async` each thread copies 16
-bytes at a time, commits its copies in groups, and waits for its own groups.
+An asynchronous copy of Pallas itself must be a multiple of 128 bytes: a barrier is told how many
+bytes to expect, and each of a warpgroup's 128 threads announces an equal share of them. With
+`cp.async`, each thread copies 16 bytes at a time, closes groups of its copies, and waits for its
+own groups.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
 def commit_group(fabric: fb.Fabric) -> None:
     """Closes the current group of asynchronous copies, so that `wait` can wait for it.
 
-    The group has the copies begun since the last call, or none.
+    The group consists of the copies begun since the previous call; it may be empty.
     """
     _all_threads(fabric, "cp.async.commit_group;")
 
 
 def wait(fabric: fb.Fabric, allowed: int) -> None:
-    """Waits for all groups of copies but the last `allowed`, which may still be under way.
+    """Waits for all groups of copies except the last `allowed`, which may still be under way.
 
     Every thread waits for its own copies, and then for the warpgroup's other threads. The copied
     data may then be the source of bulk (TMA) copies out of shared memory.

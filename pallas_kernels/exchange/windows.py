@@ -1,7 +1,9 @@
-"""Loads routing data into shared memory, a slice at a time, and compacts lists of rows.
+"""Loads routing data into shared memory, a slice at a time, and moves valid entries to the front.
 
-Routing data is a flat array with an entry for each of a token's top-k choices, such as the row of
-the choice. A window is the slice of it that a thread block holds in shared memory at a time.
+Routing data is a flat array [T·K] with an entry for each of the K choices of each token, such as
+the receive-buffer row of the choice. A window is the slice of such an array that a thread block
+holds in shared memory at a time. From a window, kernels list the valid entries of each token, such
+as the rows that it has on one rank.
 """
 
 from __future__ import annotations
@@ -23,19 +25,24 @@ def open_window(
     entry: jax.Array,
     *held: tuple[Any, Iterable[tuple[Any, ...]]],
 ) -> jax.Array:
-    """Loads the same slice of several arrays into shared memory, by the calling warpgroup.
+    """Loads the same slice of several arrays into buffers in shared memory.
+
+    All threads of the calling warpgroup must call this function. The slice is that of the last
+    axis, and has `window.width` entries.
 
     Args:
       fabric: how ranks reach each other.
-      window: the length of the slice and of the arrays.
-      entry: the index of the first entry that the caller needs.
-      *held: pairs (buffer, sources). The buffer is [n, window.width] in shared memory and has n
-        sources. A source is a tuple of the index of a row of the buffer, the array [...,
-        window.total] in any rank's global memory to load the row from, and the indices of this
-        array's leading dimensions.
+      window: the length of the slice, and of the last axis of the arrays.
+      entry: the index on the last axis of the first entry that the caller needs.
+      *held: the buffers to fill, each with the arrays to load: pairs (buffer, sources). The buffer
+        is [n, window.width] in shared memory. For each of its n rows, `sources` has a tuple (row,
+        array, *place): the row's index in the buffer, an array [..., window.total] in any rank's
+        global memory, and the indices of the array's leading axes. The row gets the slice of
+        array[place].
 
     Returns:
-      The index in the arrays of the slice's first entry, `entry` or less, a scalar int32.
+      The index of the slice's first entry on the last axis, a scalar int32. It is less than `entry`
+      where a slice from `entry` on would pass the end of the arrays.
     """
     start = window.start(entry)
     entries = pl.ds(start, window.width)
@@ -43,7 +50,8 @@ def open_window(
         [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
         for _, sources in held
     ]
-    # Other threads of the warpgroup may still read the previous window, which is overwritten next.
+    # The stores below overwrite the previous window, which other threads of the warpgroup may still
+    # be reading until this barrier.
     fabric.barrier()
     for of_buffers in zip(*loaded, strict=True):
         for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):
@@ -53,14 +61,17 @@ def open_window(
 
 
 def places_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Computes the positions of a stable partition that moves the kept entries to the front.
+    """Computes where each entry of a list goes if the kept entries are moved to the front.
+
+    The kept entries stay in order, and so do the other entries, which follow them. Callers use the
+    positions to list the rows that a token has on a rank.
 
     Args:
-      kept: a scalar bool for each entry, true if the entry is kept.
+      kept: a scalar bool for each entry of the list, true if the entry is kept.
 
     Returns:
-      The number of kept entries, a scalar int32, and the new position of each entry, a list of
-      scalar int32. Entries that are not kept follow the kept ones.
+      count: the number of kept entries, a scalar int32.
+      places: the new position of each entry, a list of scalar int32.
     """
     numbers = [one.astype(jnp.int32) for one in kept]
     count = sum(numbers, jnp.int32(0))
