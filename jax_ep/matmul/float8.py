@@ -56,8 +56,8 @@ def quantize_matrices(
 ) -> QuantizedMatrices:
     """Quantizes matrices [L, K, N] to float8, and also stores them transposed, [L, N, K].
 
-    The matrices are floating, with K and N multiples of 128, because a scale is for a block of 128
-    x 128 numbers.
+    The matrices are floating. K and N are multiples of 128, because there is one scale for each
+    block of 128 x 128 numbers.
     """
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype

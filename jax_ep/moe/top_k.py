@@ -254,7 +254,8 @@ def _kept_groups(
 class _Guess:
     """A guess of each token's n best experts or groups by the first sort key alone.
 
-    The guess may be wrong where first keys are equal, since then the other keys decide.
+    The guess may be wrong where first keys are equal, or where sums of two of them nearly are,
+    since then the other keys decide.
 
     Attributes:
         choices: [T, n] int32: the guessed ids of experts or groups.
@@ -501,7 +502,7 @@ def _groups_by_all_keys(
 
 
 def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
-    """Returns the indices of the k largest elements along the last axis, [..., k] int32, best first.
+    """Returns the indices [..., k] int32 of the k largest elements along the last axis, in order.
 
     Each element has several sort keys: keys[0], keys[1] and so on are [..., n] float32. A later key
     decides only between elements that are equal in all earlier keys. Of elements that are equal in
@@ -523,9 +524,9 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
     only from the elements that equal the k-th largest in all earlier keys. This takes one
     `lax.top_k` per key, which is much faster than a sort of all elements by several keys.
 
-    Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore: one that
-    a later key selects again, or that does not equal the k-th largest. Both are [..., len(keys) *
-    k] int32.
+    Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore, because a
+    later key selects it again, or because it differs from the k-th largest in an earlier key. Both
+    are int32, with k entries for each key along the last axis.
     """
     # The two least numbers in the order of `lax.top_k`, both NaN. Elements that this key must not
     # select get the least one, and no other element does, so they come after all others.
