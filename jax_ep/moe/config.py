@@ -82,7 +82,8 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
 
 
 def _check_fsdp_axes(name: str, value: Any) -> None:
-    # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items.
+    # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items, so `value`
+    # should be a tuple of pairs.
     if not isinstance(value, tuple) or any(
         not isinstance(item, tuple) or len(item) != 2 for item in value
     ):
@@ -102,7 +103,8 @@ class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
     The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which compute
-    every token, use `activation`, `gating` and `clamp` too.
+    every token, use `activation`, `gating` and `clamp` too. Among the options are the fields of
+    `RoutingOptions`, from `score` on, and the fields of `ExpertOptions`, from `activation` on.
 
     Attributes:
         num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
@@ -234,7 +236,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
-            # Lists become tuples, so that the configuration is hashable.
+            # Lists of mesh axes become tuples, so that the configuration is hashable.
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
@@ -306,8 +308,9 @@ class MoEConfig:
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle stores a function by its name, and refuses a jitted one such as jax.nn.silu, since
-        # it finds another object by that name. So functions are stored as a `_Reference`.
+        # pickle stores a function by the name that the function has. It refuses a jitted one such
+        # as jax.nn.silu, because it finds another object under that name. So functions are stored
+        # as a `_Reference` instead.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 
