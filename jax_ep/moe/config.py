@@ -260,7 +260,7 @@ class MoEConfig:
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        """Returns the fields that are options of `jax_ep.top_k_routing`, as one object."""
+        """Returns those fields that are options of `jax_ep.top_k_routing`, as one object."""
         return options_of(RoutingOptions, self)
 
     def expert_options(self) -> ExpertOptions:
@@ -322,7 +322,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, for a value that is wrong on any mesh."""
+    """Raises TypeError or ValueError, naming the field, if a field's value is wrong on any mesh."""
     check_options(config)
     split = config.split_axes()
     further = [axis for names in config.further_axes().values() for axis in names]
@@ -352,7 +352,7 @@ def check_config(config: MoEConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """The module and name of a function; pickle stores them instead of the function."""
+    """The module and name of a function, which pickle stores instead of the function."""
 
     module: str
     name: str

@@ -705,7 +705,7 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
-    """Returns the parameters, with those in `names` gathered over their FSDP axes, dtypes kept."""
+    """Returns the parameters, those in `names` gathered over their FSDP axes without a cast."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
 

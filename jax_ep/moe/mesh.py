@@ -89,7 +89,7 @@ class LayerMesh(NamedTuple):
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def size(self, axes: Axes) -> int:
-        """Returns the number of ranks along the axes."""
+        """Returns the number of ranks along the mesh axes `axes`."""
         if self.mesh is not None:
             return math.prod(self.mesh.shape[axis] for axis in axes)
         return lax.axis_size(axes)
@@ -310,8 +310,8 @@ def _callers_batch_axes(
     """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    # An axis index varies over its axes. If its type shows none, check_vma is False, and no type
-    # shows varying axes.
+    # If not even the type of an axis index shows varying axes, the shard_map has check_vma=False,
+    # under which no type shows any.
     if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(

@@ -117,8 +117,9 @@ def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # The products with the parts are summed by one `jnp.sum`. If XLA splits the matmul along H, as
-    # it may for few rows, it can fuse its sum of the partial results with this one.
+    # The products of x with the parts of the gate are summed by one `jnp.sum`. If XLA splits the
+    # matmul along H, as it may for few rows, it can fuse its own sum of the partial results with
+    # this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -259,7 +260,7 @@ def top_k_routing(
 def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
-    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with the options as one object."""
+    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with all options in one object."""
     check_options(options)
     _check_logits(logits, bias)
     k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)

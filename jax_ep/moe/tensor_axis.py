@@ -26,9 +26,9 @@ def for_all_ranks(
     """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
     If the ranks hold different tokens, gathers the arrays; otherwise returns them, typed as varying
-    over the tensor axes (vma). The gradient of the tokens is a sum over the tensor ranks. It is
-    computed before dispatch, where there is one row per token, rather than after dispatch, where
-    there is one row per choice.
+    over the tensor axes (vma). In the backward pass, the gradients of the tokens are summed over
+    these ranks here, where there is one row per token, rather than after dispatch, where there is
+    one row per choice.
 
     Args:
       arrays: arrays [T, ...] of this rank's tokens, floating or of integers below 2**24, such as

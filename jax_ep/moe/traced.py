@@ -89,8 +89,7 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes the value of `function` and its gradient.
 
-    If `function` has a custom gradient, the trace of the returned function includes what that
-    computes.
+    If `function` has a custom gradient, the trace of the returned function therefore shows it.
     """
 
     def both(*arrays: Any) -> Any:
@@ -109,7 +108,7 @@ def _cotangent(x: jax.Array) -> Any:
 def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
     """Returns a hashable key of a function's trace for arguments of `types`.
 
-    Functions with equal keys compute the same values and results of the same structure.
+    Functions with equal keys return the same values, in the same structure.
     """
     jaxpr, result = trace(function, types)
     return _jaxpr_key(jaxpr), jax.tree.structure(result)
