@@ -61,8 +61,8 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
     """A Flax box that holds a parameter and its logical axes, and allows `nn.scan` without a name.
 
     `nn.scan` and `nn.vmap` add a dimension to a parameter. Flax's own class raises an error unless
-    their `metadata_params` name its logical axis by `nn.PARTITION_NAME`. With this class, the
-    dimension then has no logical axis and is not sharded.
+    their `metadata_params` name the logical axis of this dimension by `nn.PARTITION_NAME`. With
+    this class, the name may be left out. The dimension then has no logical axis and is not sharded.
     """
 
     __eq__ = nn.LogicallyPartitioned.__eq__
@@ -77,7 +77,8 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 class Gate(nn.Module):
     """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E].
 
-    E counts the free experts, too. The bias is float32 state in the collection "router_state".
+    Here E is the number of experts that the router chooses among, free experts included. The bias
+    is float32 state in the collection "router_state".
     """
 
     num_experts: int
@@ -109,7 +110,11 @@ class Gate(nn.Module):
         return kernel, bias.value
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias [E] by one step of `rate`; see `MoE.update_bias`."""
+        """Updates the selection bias [E] by one step; see `MoE.update_bias`.
+
+        `expert_counts` [E] is the number of tokens that chose each expert, and `rate` the change of
+        the bias.
+        """
         bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True and an initialized layer")
@@ -128,7 +133,8 @@ class MoE(nn.Module, _Fields):
     which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
     output is the same up to rounding.
 
-    Parameters, with their logical axes (map "exp" to the mesh's expert axis):
+    Parameters, each with its shape, its logical axes (map "exp" to the mesh's expert axis) and the
+    options that it needs:
       {parameters}
     H is the hidden size of a token, F that of an expert, and S that of all shared experts together.
     R is the number of experts that the router chooses among, E plus the free experts, and C is the
@@ -137,6 +143,9 @@ class MoE(nn.Module, _Fields):
     `jax_ep.placement.Placement.in_order` says. With `selection_bias`, gate.bias [R] is in the
     collection "router_state", and only `update_bias` changes it. In `nn.scan`, list the collections
     "params" and "router_state" in `variable_axes`.
+
+    The attributes from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
+    They decide which parameters there are, and how they are initialized.
 
     Attributes:
       num_experts: E, the number of routed experts.
@@ -272,7 +281,10 @@ class MoE(nn.Module, _Fields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer whose result is boxed with the logical axes of parameter `name`."""
+    """Returns an initializer whose result is boxed with the logical axes of parameter `name`.
+
+    `init` makes the parameter itself; the box is a `LogicallyPartitioned`.
+    """
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])

@@ -39,7 +39,7 @@ class RouterState(nnx.Variable):
 class Gate(nnx.Module):
     """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E] float32.
 
-    E counts the free experts, too.
+    Here E is the number of experts that the router chooses among, free experts included.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class MoE(nnx.Module):
     which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
     output is the same up to rounding.
 
-    Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
+    Parameters (`nnx.Param`), each with its shape, its logical axes (map "exp" to the mesh's expert
+    axis) and the options that it needs:
       {parameters}
     A parameter that the options leave out is None. H is the hidden size of a token, F that of an
     expert, and S that of all shared experts together. R is the number of experts that the router
@@ -83,6 +84,9 @@ class MoE(nnx.Module):
     that `fsdp_axes` gives for it, and any other logical axis over none. On a mesh without
     `expert_axis`, every rank has all experts. The layer stores the rules, and uses them in calls
     that are made outside `nnx.logical_axis_rules`.
+
+    The arguments from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
+    They decide which parameters there are, and how they are initialized.
 
     Args:
       hidden: H, the hidden size of a token.
@@ -108,7 +112,8 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # Declares all parameters except wi_0 and wo, for type checkers.
+        # Tells type checkers the type of all parameters except wi_0 and wo, which are declared
+        # above.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -139,7 +144,8 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
         self.axis_rules = _hashable(spmd.get_logical_axis_rules())
-        # NNX does not let an attribute change from None to a module, so `gate` is assigned once.
+        # NNX does not let an attribute change from None to a module, so `gate` is assigned only
+        # once.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
@@ -244,11 +250,11 @@ class MoE(nnx.Module):
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
 
-    The mesh is the ambient mesh or `config.mesh`. Flax's own eager sharding needs an ambient mesh
-    and a rule for each logical axis; it is used if all mesh axes are Auto axes. Otherwise this
-    function shards the value itself, so that on Explicit axes the state of an optimizer gets its
-    sharding from the parameter's type. Flax would derive it from the logical axes, and a stack of
-    layers made without `transform_metadata` lacks the logical axis of the layers.
+    The mesh is the ambient mesh or else `config.mesh`. Flax's own eager sharding is used if all
+    mesh axes are Auto axes; it needs an ambient mesh and a rule for each logical axis. Otherwise
+    this function shards the value itself. On Explicit axes, the state of an optimizer then gets its
+    sharding from the parameter's type. Flax would derive this sharding from the logical axes, but a
+    stack of layers made without `transform_metadata` lacks the logical axis of its layers.
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()
@@ -288,7 +294,10 @@ def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
-    """Warns if an axis rule shards "exp" over `axes`, but the mesh lacks `config.expert_axis`."""
+    """Warns if an axis rule shards "exp" over `axes`, but the mesh lacks `config.expert_axis`.
+
+    Every rank then has all experts in spite of the rule.
+    """
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '

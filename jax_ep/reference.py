@@ -151,13 +151,14 @@ def dispatch(
         quota = max(wanted)
         if overflow == "fair":
             quota = fair_quota(wanted, capacity, expert_alignment)
-        # The row at which the local expert's block would start if the capacity were unlimited.
+        # The row at which the block of the local expert starts. It may exceed the capacity.
         start = 0
         for local in range(num_local):
             row = start
             for source in range(num_ranks):
                 chosen = topk_idx_per_rank[source] == rank * num_local + local
-                # Visits the pairs in the order of tokens, and of choices within a token.
+                # Visits the (token, choice) pairs in the order of tokens, and of choices within a
+                # token.
                 for token, choice in zip(*np.nonzero(chosen), strict=True):
                     if row < min(capacity, start + quota):
                         tokens[row] = x_per_rank[source][token]
@@ -186,10 +187,11 @@ def dispatch(
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Masks the choices [T, K] of one rank that exceed `host_capacity`; the rank is on `host`.
+    """Masks the choices of one rank, [T, K], that exceed `host_capacity`.
 
-    For each other host, the first `host_capacity` tokens that chose experts there keep these
-    choices. Such choices of later tokens become -1. `host_capacity` None masks nothing.
+    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose
+    experts on it keep these choices. Later tokens' choices of experts on it become -1. If
+    `host_capacity` is None, no choice is masked.
     """
     kept = np.array(topk_idx)
     for other in range(num_hosts):
@@ -205,9 +207,9 @@ def _within_host_capacity(
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
     """Returns the largest q such that all experts fit in `capacity` if each gets at most q rows.
 
-    `wanted` lists the number c of rows that are sent to each of a rank's experts. An expert gets
-    min(c, q) rows, and its block is padded to a multiple of `expert_alignment`. q is at most
-    max(wanted), with which no row is dropped.
+    `wanted` holds, for each of a rank's experts, the number c of rows that are sent to it. The
+    expert gets min(c, q) rows, and its block is padded to a multiple of `expert_alignment`. q is at
+    most max(wanted), with which no row is dropped.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(
@@ -327,8 +329,8 @@ def _scatter(
 ) -> list[Array]:
     """Copies each token to the rows of its pairs, multiplied by the pairs' weights if given.
 
-    Takes one array [T, H] per rank, and returns one array [R, H] per rank, of `dtype`. Rows without
-    a pair are zero.
+    Takes one array [T, H] per rank, and returns one array [R, H] per rank, of `dtype`. Rows that
+    belong to no (token, choice) pair are zero.
     """
     capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
     received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]
@@ -482,7 +484,8 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # For the sigmoid, log_score - logit is log(1 - score).
+            # For the sigmoid, groups are ordered by the log odds of their mean score. log_score -
+            # logit is log(1 - score).
             if score == "sigmoid":
                 of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
         tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
@@ -497,7 +500,8 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # All terms are divided by the largest one first, so that they do not all underflow to 0.
+        # The weights and epsilon are first divided by the largest of them, so that they do not all
+        # underflow to 0.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -506,13 +510,16 @@ def top_k_routing(
 
 
 def _log_scores(logits: Array, score: str) -> Array:
-    """Computes the logarithms of the scores of logits [T, E]; finite where a score underflows."""
+    """Computes the logarithms of the scores of logits [T, E].
+
+    They are finite even where the score itself underflows to 0. `score` names the score function.
+    """
     if score == "softmax":
         return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     if score == "sigmoid":
         return -np.logaddexp(0, -logits)
     if score == "sqrt_softplus":
-        # Below -40, softplus equals exp in float64.
+        # Below -40, softplus(x) equals exp(x) in float64, so its logarithm is x itself.
         low = np.minimum(logits, -40)
         return 0.5 * np.where(logits < -40, low, np.log(np.logaddexp(0, np.maximum(logits, -40))))
     raise ValueError(f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}.")
@@ -648,10 +655,14 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
 
 
 def _float8_block(x: Array) -> Array:
-    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C]; in float64."""
+    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C].
+
+    Returns the rounded numbers in float64.
+    """
     finite = np.isfinite(x)
     largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
-    # The factor is a little less than 1 / 448, so that 448 * scale never exceeds `largest`.
+    # `largest` is multiplied by a little less than 1 / 448, so that 448 * scale, the largest number
+    # that this scale can represent, never exceeds `largest`.
     scale = np.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
     value = (np.where(finite, x, 0) * (1 / scale)).astype(np.float64)
     spacing = np.exp2(np.maximum(np.frexp(value)[1], -5) - 4)
@@ -697,11 +708,11 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp`; they treat rounding as the identity.
+    """Computes the gradients of `float8_expert_mlp`, as if rounding were the identity.
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
     and the backward pass computes from these. For the gradients of the matrices, tokens and output
-    cotangents are quantized along their rows first, and then again along the rows of each group.
+    cotangents are first quantized along their rows, and then again along the rows of each group.
 
     Args:
       grad: [R, H], the cotangents of the output.

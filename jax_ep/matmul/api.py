@@ -32,8 +32,8 @@ from jax_ep.runtime.jax_compat import (
 )
 
 Implementation = Literal["pallas", "xla", "loop"] | None
-# The backends, in the order in which implementation=None tries them. It follows the times in the
-# section "Grouped matmul" of pallas_kernels/TUNING.md.
+# The backends, in the order in which implementation=None tries them. The fastest comes first, by
+# the times in the section "Grouped matmul" of pallas_kernels/TUNING.md.
 IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
 # The platforms for which primitives register a lowering. All other platforms share one lowering.
 _PLATFORMS = ("cpu", "cuda")
@@ -203,10 +203,11 @@ def gated_product(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Computes the gradient [L, K, N] of the rhs of a product from lhs [R, K] and grad [R, N].
+    """Computes the gradient [L, K, N] of the matrices `rhs` in `product`.
 
-    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l]. Operands must have been
-    checked and must have the same varying manual axes (vma); group_sizes [L] must be int32.
+    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l], for lhs [R, K] and the
+    product's cotangent grad [R, N]. Operands must have been checked and must have the same varying
+    manual axes (vma); group_sizes [L] must be int32.
     """
     return drhs_of_each(lhs, (grad,), group_sizes, implementation)[0]
 
@@ -220,7 +221,8 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes `drhs` of lhs [R, K] and each array of `grads`, [R, N] each.
 
-    Returns one array [L, K, N] for each of them. "pallas" computes all of them in one kernel.
+    Returns one gradient [L, K, N] for each of the `grads`. "pallas" computes all of them in one
+    kernel.
     """
     return tuple(
         bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
@@ -228,9 +230,10 @@ def drhs_of_each(
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive, with operands and results replicated over the mesh's Explicit axes.
+    """Binds a primitive to its operands, on any mesh; returns the primitive's results.
 
-    `params` are the static parameters of the primitive. Returns the results of the primitive.
+    The operands and results are replicated over the mesh's Explicit axes. `params` are the static
+    parameters of the primitive.
     """
     bind_here = functools.partial(primitive.bind, **params)
     return replicated_over_explicit_axes(bind_here, *operands)
@@ -298,7 +301,8 @@ def _select(
     return IMPLEMENTATIONS.select(implementation, problem)
 
 
-# Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
+# This function and the next two are jitted, so that a program with many grouped matmuls of one
+# shape traces each kernel only once.
 @functools.partial(
     jax.jit, static_argnames=("implementation", "platform", "transpose_rhs", "zero_unused")
 )
@@ -412,10 +416,11 @@ def make_primitive(
 
 
 def _without_unused_products(used, params):
-    """Drops `keep` if neither product is used; `grouped_matmul_gated`'s rule for unused results.
+    """Adapts `grouped_matmul_gated` to a program that does not use all of its results.
 
-    `used` says for each result whether it is used. Returns the new parameters of the primitive, the
-    indices of the results that remain, and None, since all operands remain.
+    If the program uses neither of the two products, the parameter `keep` becomes False, and they
+    are not returned. `used` says for each result whether it is used. Returns the new parameters,
+    the indices of the results that remain, and None, which means that all operands remain.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -423,10 +428,11 @@ def _without_unused_products(used, params):
 
 
 def _without_unused_gradients(used, params):
-    """Drops unused gradients and their operands; `grouped_matmul_drhs`'s rule for unused results.
+    """Adapts `grouped_matmul_drhs` to a program that does not use all of its results.
 
-    `used` says for each result whether it is used. Returns the parameters of the primitive, the
-    indices of the results that remain, and the indices of the operands that remain.
+    Drops the gradients that the program does not use, and the cotangents from which they are
+    computed. `used` says for each result whether it is used. Returns the parameters of the
+    primitive, the indices of the results that remain, and the indices of the operands that remain.
     """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]

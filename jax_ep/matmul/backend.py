@@ -34,14 +34,17 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
 
-# The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. Other operands are
-# copied to add rows.
+# The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. An operand with
+# another number of rows is copied, with rows of zeros appended.
 TILE_ROWS = 8
-# (lhs, rhs) pairs; all lhs have one shape, all rhs have one shape, and all arrays have one dtype.
+# Pairs (lhs [R, K], rhs [L, K, N]) of the operands of grouped products that are summed. All lhs
+# have one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
-# An elementwise function (lhs @ rhs[0], lhs @ rhs[1]) -> hidden of arrays in float32 or wider.
+# An elementwise function of the two products lhs @ rhs[0] and lhs @ rhs[1], which it gets in
+# float32 or wider. It returns the hidden values of an expert.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# A function (lhs [R, K], grads [R, N] each, group_sizes [L]) -> gradients of matrices [L, K, N].
+# A function of lhs [R, K], a list of grads, [R, N] each, and group_sizes [L]. It returns one
+# gradient of the matrices, [L, K, N], for each of the grads.
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
@@ -60,7 +63,7 @@ class SumOfProducts(Protocol):
 class FusedGate(Protocol):
     """A function that computes `Backend.gated_product` in one kernel.
 
-    It returns None if the kernel does not support the operations of `gating`.
+    The function returns None if the kernel does not support the operations of `gating`.
     """
 
     def __call__(
@@ -97,9 +100,10 @@ class Problem:
 
 
 def symbolic_rows_reason(problem: Problem) -> str | None:
-    """Returns a reason if the number of rows is symbolic, as `Implementation.unavailable_reason`.
+    """Returns why a backend that needs a static number of rows cannot run, or None if it can.
 
-    It is for backends that need a static number of rows. Returns None if the number is static.
+    The reason is that the number of rows is symbolic, as it may be under `jax.export`. Such
+    backends use this function as their `unavailable_reason`, or as a part of it.
     """
     if problem.num_rows is None or not checks.is_symbolic(problem.num_rows):
         return None
@@ -113,10 +117,11 @@ class Backend(Implementation):
     Attributes:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
-      fused_sum: sums several products in one accumulator. None means that products are computed
-        separately and added.
-      fused_gate: computes a gated product in one kernel, or returns None for an unsupported gating.
-        None means that products are computed separately, and XLA computes the gating.
+      fused_sum: sums several products in one accumulator. None means that the products are computed
+        separately and then added.
+      fused_gate: computes a gated product, gating(lhs @ rhs[0], lhs @ rhs[1]), in one kernel. It
+        returns None if the kernel does not support this gating. None instead of a function means
+        that the two products are computed separately, and XLA computes the gating.
       fused_drhs: computes several gradients of matrices in one kernel. None means that they are
         computed one by one.
     """
@@ -130,9 +135,11 @@ class Backend(Implementation):
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
-        """Sums the grouped products of (lhs, rhs) pairs; returns [R, N].
+        """Sums the grouped products of pairs (lhs [R, K], rhs [L, K, N]); returns [R, N].
 
-        With `fused_sum`, the sum is rounded once. Otherwise each product is rounded.
+        With `transpose_rhs`, each rhs is [L, N, K]. If the backend has a `fused_sum`, only the sum
+        is rounded to the operands' dtype. Otherwise each product is rounded before it is added.
+        Without `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_sum is not None:
             return self.fused_sum(
@@ -151,9 +158,11 @@ class Backend(Implementation):
         *,
         zero_unused: bool = True,
     ) -> tuple[jax.Array, ...]:
-        """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups; returns (hidden,), [R, N].
+        """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) group by group; returns (hidden,).
 
-        With `keep`, also returns the two products: (hidden, product, product).
+        lhs is [R, K], each rhs is [L, K, N], and hidden is [R, N]. With `keep`, returns the two
+        products [R, N], too: (hidden, product, product). Without `zero_unused`, rows past the last
+        group may be undefined.
         """
         if self.fused_gate is not None:
             fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep, zero_unused=zero_unused)
@@ -166,14 +175,17 @@ class Backend(Implementation):
     def drhs_of_each(
         self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Computes `drhs` of lhs [R, K] and each of `grads` [R, N]; returns [L, K, N] each."""
+        """Computes `drhs` of lhs [R, K] and each array of `grads`, [R, N] each.
+
+        Returns one gradient [L, K, N] for each of the `grads`.
+        """
         if self.fused_drhs is not None:
             return self.fused_drhs(lhs, grads, group_sizes)
         return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
 
 
 def gated(gating: Gating, *products: jax.Array) -> jax.Array:
-    """Computes gating(*products) in float32 or wider, and rounds it to the products' dtype."""
+    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype."""
     dtype = products[0].dtype
     return gating(*(product.astype(wide_dtype(dtype)) for product in products)).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls of float8 rows and matrices, and the quantization of their operands.
+"""Computes grouped matmuls of float8 rows and matrices, and quantizes their operands.
 
 A quantized operand consists of float8 values and of scales; its numbers are values times scales.
 Only "pallas" multiplies float8 values; "loop" and "xla" multiply the numbers as float32. The
@@ -31,8 +31,8 @@ from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
-# A format of transposed rows with one scale per 128 rows and 128 columns. `drhs_of_each` takes its
-# `grads` in this format.
+# The format in which `transpose_rows` quantizes the `grads` of `drhs_of_each`: one scale per block
+# of 128 rows and 128 columns.
 _BLOCKS_OF_ROWS = Float8.of(DTYPE, (BLOCK, BLOCK))
 
 
@@ -54,9 +54,10 @@ class QuantizedMatrices(NamedTuple):
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
-    """Quantizes matrices [L, K, N], with K and N multiples of 128, and transposes the result.
+    """Quantizes matrices [L, K, N] to float8, and also stores them transposed, [L, N, K].
 
-    Returns the float8 matrices as they are and transposed.
+    The matrices are floating. K and N are multiples of 128, because there is one scale for each
+    block of 128 x 128 numbers.
     """
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype
@@ -83,14 +84,15 @@ def transpose_rows(
     keep_order: bool = False,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray | None, TransposedRows]:
-    """Quantizes rows [R, K] with scales for blocks of 128 rows of one group; transposes them.
+    """Quantizes rows [R, K] to float8, with scales over rows of one group, and transposes them.
 
-    The result is an operand of `drhs_of_each`.
+    The result is an operand of `drhs_of_each`, which sums over the rows of a group. Each group's
+    rows are padded to blocks of 128 rows. P is the number of rows of all blocks.
 
     Args:
       rows: [R, K] floating or quantized, with K a multiple of 128.
-      blocks: [P / 128, 2] int32, the first result of `row_blocks`: the first row of each block of
-        128 rows, and the number of its rows.
+      blocks: [P / 128, 2] int32, the first result of `row_blocks`: for each block, its first row in
+        `rows`, and how many rows it takes from there, at most 128.
       by_column: whether a scale is for 128 rows of one column (True), as for the `lhs` of
         `drhs_of_each`, or for 128 rows of 128 columns (False), as for its `grads`.
       keep_order: whether to also quantize the rows without transposing them, with one scale per 128
@@ -98,7 +100,8 @@ def transpose_rows(
       implementation: the implementation of the matmuls.
 
     Returns:
-      The quantized rows [R, K], or None without `keep_order`; and the transposed rows.
+      The quantized rows [R, K], or None without `keep_order`; and the transposed rows, with values
+      [K, P].
     """
     operands = (rows.values, rows.scales) if isinstance(rows, QuantizedArray) else (rows,)
     *kept, values, scales = bind(
@@ -120,11 +123,14 @@ def product(
     implementation: Implementation = None,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Multiplies rows [R, K] by their groups' matrices [L, N, K]; sums over the pairs: [R, N].
+    """Multiplies float8 rows by the matrices of their groups, and sums the products of all pairs.
+
+    Returns [R, N].
 
     Args:
-      pairs: (rows, matrices) pairs of equal shapes.
-      group_sizes: [L] int32: the rows of each group.
+      pairs: pairs of rows [R, K] and matrices [L, N, K], each matrix stored transposed. All pairs
+        have the same shapes.
+      group_sizes: [L] int32: the number of rows of each group.
       dtype: the dtype of the result.
       implementation: the implementation of the matmuls.
       zero_unused: whether rows past the last group are zero; otherwise they are undefined.
@@ -148,11 +154,13 @@ def gated_product(
     keep: bool,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray, ...]:
-    """Computes gating of the grouped products of lhs and both rhs; returns it as float8 rows.
+    """Multiplies float8 rows by two matrices of their group, and applies `gating` to the products.
 
-    lhs is [R, K], and each rhs is [L, N, K], of which each matrix is transposed for the product.
-    `gating` gets the products [R, N] as float32. Returns (hidden,), or with `keep` (hidden,
-    product, product), [R, N] each, quantized. Rows past the last group are undefined.
+    lhs is [R, K], and each rhs is [L, N, K], with each matrix stored transposed. `gating` gets the
+    two products [R, N] as float32, and returns the hidden values [R, N].
+
+    Returns (hidden,), or with `keep` (hidden, product, product). Each is [R, N], quantized to
+    float8 with one scale per 128 numbers of a row. Rows past the last group are undefined.
     """
     parts = bind(
         float8_gated_p,
@@ -172,15 +180,16 @@ def drhs_of_each(
     dtype: Any,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes the gradients of matrices, [L, K, N] for each of `grads`, from transposed rows.
+    """Computes gradients of matrices from transposed rows: [L, K, N] for each of `grads`.
 
-    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l].
+    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l]. The rows of each group
+    are padded to blocks of 128 rows; P is the number of rows of all blocks.
 
     Args:
       lhs: the result of `transpose_rows` with by_column=True, with values [K, P].
       grads: one or two results of `transpose_rows` with by_column=False, with values [N, P].
-      groups: [L, 2] int32, the second result of `row_blocks`: the first block of 128 rows of each
-        group, and the number of its blocks.
+      groups: [L, 2] int32, the second result of `row_blocks`: the first block of each group, and
+        the number of its blocks.
       dtype: the dtype of the results.
       implementation: the implementation of the matmuls.
     """
@@ -205,7 +214,7 @@ def _select(implementation: Implementation, platform: str, matrix_shape, num_row
 
 
 def _kernels(backend: Backend) -> Any:
-    """Returns the module that calls the float8 kernels if the backend is "pallas", else None."""
+    """Returns the module that calls the float8 kernels, or None if the backend is not "pallas"."""
     if backend.name != "pallas":
         return None
     from jax_ep.matmul import float8_pallas
@@ -276,11 +285,12 @@ def _sum_of_products(
     group_sizes: jax.Array,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the grouped products of float32 pairs, rows [R, K] by matrices [L, N, K]; [R, N].
+    """Sums the grouped products of pairs (rows [R, K], matrices [L, N, K]) float32; returns [R, N].
 
-    A backend may multiply each matrix by all rows, with other groups' rows set to zero, so a NaN in
-    a matrix would reach the results of other groups. Therefore NaNs in matrices are replaced by
-    zeros, and the results that depend on them, in the rows of the same group, by NaN.
+    A NaN in a matrix must reach only the results of the matrix's own group. A backend may multiply
+    each matrix by all rows, with other groups' rows set to zero, and zero times NaN is NaN.
+    Therefore NaNs in the matrices are first replaced by zeros. Afterwards, the results that they
+    should have reached are set to NaN.
     """
     finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
     out = backend.sum_of_products(finite, group_sizes, transpose_rhs=True, zero_unused=zero_unused)

@@ -1,4 +1,8 @@
-"""Calls the float8 kernels for `jax_ep.matmul.float8`, on padded rows and one block per core."""
+"""Calls the float8 kernels of `pallas_kernels.matmul` for `jax_ep.matmul.float8`.
+
+The number of rows is padded to a multiple of 8 for these kernels. The matmuls run one block of
+threads on each streaming multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,10 @@ def product(pairs: Any, group_sizes: jax.Array, dtype: Any) -> jax.Array:
 def gated_product(
     lhs: Any, rhs: Any, group_sizes: jax.Array, gating: Any, keep: bool
 ) -> list[jax.Array] | None:
-    """Computes `float8.gated_product` in one kernel; returns values and scales of each result.
+    """Computes `jax_ep.matmul.float8.gated_product` in one kernel.
 
-    Returns None if the kernel does not support the operations of `gating`.
+    Returns the values and the scales of each result in a flat list. Returns None if the kernel does
+    not support the operations of `gating`.
     """
     first, second = (Scaled(*each) for each in rhs)
     with jax.enable_x64(False):

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-# The dtypes that the kernels multiply, without and with scales. Both dimensions of each group's
-# matrix must be multiples of the number.
+# Maps whether the operands have scales, and then each dtype that the kernels multiply, to a number.
+# Both dimensions of each group's matrix must be multiples of this number.
 _MULTIPLES = {
     False: {jnp.dtype(jnp.bfloat16): 64, jnp.dtype(jnp.float16): 64},
     True: {jnp.dtype(jnp.float8_e4m3fn): 128},
 }
-# If groups have fewer rows than this on average, reading their matrices limits the speed.
+# If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
+# other tile sizes are chosen.
 _FEW_ROWS = 64
-# The number of streaming multiprocessors of an H100 or H200 SXM.
+# The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
 HOPPER_CORES = 132
 
 
@@ -72,7 +73,8 @@ def _platform_reason(platform: str | None) -> str | None:
     if reason := availability.mosaic_unavailable_reason():
         return reason
     device = jax.devices()[0]
-    # Without a GPU here, the program is compiled for another machine, whose GPU is not known.
+    # Without a GPU here, the program is compiled for another machine. Its GPU is not known, so it
+    # is not checked.
     if device.platform != "gpu":
         return None
     capability = float(device.compute_capability)
@@ -108,9 +110,10 @@ def sum_of_products(
     zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Computes `Backend.sum_of_products` by one kernel, in the same float32 accumulators.
+    """Computes `Backend.sum_of_products` by one kernel.
 
-    If `tiles` is None, `product_tiles` chooses the tile sizes.
+    The kernel adds the products of all pairs in the same float32 accumulators. If `tiles` is None,
+    `product_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
@@ -179,7 +182,11 @@ def drhs_of_each(
     *,
     tiles: DrhsTiles | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes `drhs` of lhs [R, K] and each of `grads`, [R, N] each, by one kernel."""
+    """Computes `Backend.drhs_of_each` by one kernel.
+
+    This is `drhs` of lhs [R, K] and each array of `grads`, [R, N] each. If `tiles` is None,
+    `drhs_tiles` chooses the tile sizes.
+    """
     from pallas_kernels.matmul import drhs as kernels
 
     with jax.enable_x64(False):
@@ -193,9 +200,10 @@ def drhs_of_each(
 
 
 def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tile sizes for a product of rows [num_rows, K] and [num_groups, K, num_cols].
+    """Chooses tile sizes for `product`, of rows [num_rows, K] and [num_groups, K, num_cols].
 
-    Larger tiles read less memory per multiplication, but too few tiles leave multiprocessors idle.
+    Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
+    multiprocessors, so a small product gets smaller tiles.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -211,9 +219,11 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tile sizes for a gated product of [num_rows, K] and two [num_groups, K, num_cols].
+    """Chooses tile sizes for `gated_product`, of rows and two arrays of matrices.
 
-    The accumulators of a block hold one tile of each of the two products.
+    The rows are [num_rows, K], and each array of matrices is [num_groups, K, num_cols]. A block of
+    threads accumulates one tile of each of the two products at the same time, so the tiles are
+    smaller than those of `product_tiles`.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -224,7 +234,7 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
-    """Chooses tile sizes for `drhs`, which computes the gradient of rhs [L, K, num_cols]."""
+    """Chooses tile sizes for `drhs`, which computes the gradient [L, K, num_cols] of rhs."""
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
@@ -232,18 +242,19 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:
-    """Chooses `Tiles.band`, the number of columns of tiles that all blocks sweep together.
+    """Chooses `Tiles.band`, the number of tile columns in one band of the output.
 
-    The columns of tiles, of width `block_n`, are divided into bands of about the same width, of at
-    most `most` columns. The tiles that all blocks compute at a time then form about a square, which
-    reads the least memory.
+    A tile column is the output tiles that lie below each other, `block_n` columns wide. A band is a
+    number of neighbouring tile columns; the kernel computes the output band by band. The output is
+    divided into bands of about the same width, of at most `most` tile columns each. The tiles that
+    are computed at the same time then form about a square, which reads the least memory.
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))
 
 
 def emitted(gating: Gating) -> Any:
-    """Converts a gating function of two arrays to code that a kernel can emit.
+    """Converts a gating function of two arrays to a form that can be called within a kernel.
 
     Returns None if the kernels do not support an operation of the function.
     """
@@ -258,7 +269,8 @@ def emitted(gating: Gating) -> Any:
 def core_count() -> int:
     """Returns the number of streaming multiprocessors of the first GPU.
 
-    Without a GPU, returns that of an H100, for programs that are compiled for another machine.
+    If this machine has no GPU, the program is compiled for another machine, and the number of an
+    H100 is returned.
     """
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES

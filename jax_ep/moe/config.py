@@ -82,7 +82,8 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
 
 
 def _check_fsdp_axes(name: str, value: Any) -> None:
-    # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items.
+    # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items, so `value`
+    # should be a tuple of pairs.
     if not isinstance(value, tuple) or any(
         not isinstance(item, tuple) or len(item) != 2 for item in value
     ):
@@ -102,7 +103,8 @@ class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
     The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which compute
-    every token, use `activation`, `gating` and `clamp` too.
+    every token, use `activation`, `gating` and `clamp` too. Among the options are the fields of
+    `RoutingOptions`, from `score` on, and the fields of `ExpertOptions`, from `activation` on.
 
     Attributes:
         num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
@@ -234,7 +236,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("expert_axis", "batch_axes", "sequence_axes", "tensor_axis"):
-            # Lists become tuples, so that the configuration is hashable.
+            # Lists of mesh axes become tuples, so that the configuration is hashable.
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
@@ -258,7 +260,7 @@ class MoEConfig:
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        """Returns the fields that are options of `jax_ep.top_k_routing`, as one object."""
+        """Returns those fields that are options of `jax_ep.top_k_routing`, as one object."""
         return options_of(RoutingOptions, self)
 
     def expert_options(self) -> ExpertOptions:
@@ -306,8 +308,9 @@ class MoEConfig:
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle stores a function by its name, and refuses a jitted one such as jax.nn.silu, since
-        # it finds another object by that name. So functions are stored as a `_Reference`.
+        # pickle stores a function by the name that the function has. It refuses a jitted one such
+        # as jax.nn.silu, because it finds another object under that name. So functions are stored
+        # as a `_Reference` instead.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 
@@ -319,7 +322,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, for a value that is wrong on any mesh."""
+    """Raises TypeError or ValueError, naming the field, if a field's value is wrong on any mesh."""
     check_options(config)
     split = config.split_axes()
     further = [axis for names in config.further_axes().values() for axis in names]
@@ -349,7 +352,7 @@ def check_config(config: MoEConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """The module and name of a function; pickle stores them instead of the function."""
+    """The module and name of a function, which pickle stores instead of the function."""
 
     module: str
     name: str

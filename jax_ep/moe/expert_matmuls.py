@@ -50,7 +50,7 @@ def check_matmul_dtype(name: str, dtype: Any) -> None:
 class QuantizedExperts(NamedTuple):
     """The matrices of L experts in float8: what `quantize_experts` makes of wi_0, wi_1 and wo.
 
-    wi_1 is None for experts without a gate.
+    wi_1 is None for experts that have only the two matrices wi_0 and wo.
     """
 
     wi_0: QuantizedMatrices
@@ -95,8 +95,8 @@ class Matmuls:
 
     implementation: Implementation
 
-    # Whether the method `kept` rounds a product x @ wi. If True, the forward pass computes the
-    # hidden values from the product before this rounding.
+    # Whether the method `kept` rounds the products x @ wi_0 and x @ wi_1. If True, the forward pass
+    # computes the hidden values from the products as they were before this rounding.
     keeps_rounded = False
 
     def rows(self, x: jax.Array) -> Any:
@@ -114,10 +114,11 @@ class Matmuls:
     def gated(
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
-        """Computes the hidden values unit(x @ wi_0, x @ wi_1) [R, F] of the tokens `rows` [R, H].
+        """Computes the hidden values, unit(x @ wi_0, x @ wi_1) [R, F], of the tokens x [R, H].
 
-        Returns the hidden values as operands of a matmul, as the method `rows` returns operands.
-        With `keep`, also returns both products, in the form of the method `kept`.
+        `rows` are the tokens, converted by the method `rows`. `unit` is the elementwise function
+        between the matmuls. Returns the hidden values, converted by the method `rows`, too. With
+        `keep`, also returns the two products, converted by the method `kept`.
         """
         gate, up = experts.wi
         return api.gated_product(
@@ -125,7 +126,10 @@ class Matmuls:
         )
 
     def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
-        """Returns the products of the tokens `rows` with wi_0 and any wi_1, [R, F] each."""
+        """Returns the products of the tokens with wi_0 and, if it is given, wi_1; [R, F] each.
+
+        `rows` are the tokens [R, H], converted by the method `rows`.
+        """
         return [
             api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
             for wi in experts.wi
@@ -134,9 +138,11 @@ class Matmuls:
     def down(
         self, hidden: Any, experts: Experts, group_sizes: jax.Array, dtype: Any, zero_unused: bool
     ) -> jax.Array:
-        """Returns the product of the hidden values [R, F] with wo, [R, H].
+        """Returns the experts' output, the product of the hidden values [R, F] with wo; [R, H].
 
-        Without `zero_unused`, rows past the last group are undefined.
+        `hidden` holds the hidden values, converted by the method `rows`. Rows past the last group
+        are zero, or undefined without `zero_unused`. Matmuls of float8 return the output as
+        `dtype`.
         """
         return api.product(
             hidden, experts.wo, group_sizes, self.implementation, zero_unused=zero_unused
@@ -172,7 +178,7 @@ class Matmuls:
           dpre: the gradients of the products with wi_0 and wi_1, [R, F] each.
           grad_rows: the output's gradient [R, H], converted by the method `rows`.
           experts: the weights of the experts.
-          group_sizes: [L] int32: the rows of each expert.
+          group_sizes: [L] int32: the number of rows of each expert.
           zero_unused: whether the tokens' gradient is zero past the last group.
         """
         dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
@@ -186,9 +192,10 @@ class Matmuls:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Matmuls(Matmuls):
-    """Multiplies operands that it quantizes to float8; gradients ignore the rounding.
+    """Quantizes the operands of each matmul to float8, and multiplies them as float8.
 
-    Each gradient is computed as if quantization were the identity (straight-through).
+    Gradients ignore the rounding: each is computed as if quantization were the identity
+    (straight-through).
     """
 
     keeps_rounded = True
@@ -200,8 +207,8 @@ class Float8Matmuls(Matmuls):
         return x if x.format == FLOAT8_ROWS else float8.quantize_rows(x.dequantize())
 
     def saved(self, experts: Experts) -> Experts:
-        # The backward pass reads each quantized matrix in one of its two orders, and only the
-        # dtypes of wi_0, wi_1 and wo. Empty arrays stand for these three.
+        # The backward pass reads the quantized matrices as they are, but not transposed. Of wi_0,
+        # wi_1 and wo it reads only the dtypes, so empty arrays are kept in their place.
         assert experts.quantized is not None
         dtypes: dict[str, Any] = {
             name: jnp.zeros(0, matrices.dtype)
@@ -270,9 +277,9 @@ class Float8Matmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedMatmuls(Matmuls):
-    """Dequantizes matrices that are stored quantized in each matmul, right before it multiplies.
+    """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
-    The matrices get no gradient.
+    Each matmul dequantizes its matrices right before it multiplies. The matrices get no gradient.
     """
 
     def gated(self, rows, experts, *others):
@@ -309,7 +316,8 @@ def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
     """Returns matrices as an array of `dtype`: casts an array, dequantizes a `QuantizedArray`."""
     if not isinstance(matrices, QuantizedArray):
         return matrices.astype(dtype)
-    # Without the barrier, XLA may fuse the dequantization with its use and not round to `dtype`.
+    # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave
+    # out the rounding to `dtype`.
     return lax.optimization_barrier(matrices.dequantize(dtype))
 
 
@@ -322,9 +330,10 @@ def _dequantized(experts: Experts) -> Experts:
 
 
 def without_gradient(name: str, matrices: Any) -> Any:
-    """Returns `matrices` unchanged; a `QuantizedArray` then refuses to be differentiated.
+    """Returns `matrices` unchanged, but differentiation fails if they are a `QuantizedArray`.
 
-    Differentiating with respect to a `QuantizedArray` raises TypeError, which calls it `name`.
+    Differentiating with respect to them then raises TypeError, with a message that calls them
+    `name`. An array is differentiated as usual.
     """
     if not isinstance(matrices, QuantizedArray):
         return matrices
@@ -348,10 +357,11 @@ def _constant_jvp(name, primals, tangents):
 
 
 def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
-    """Returns the experts with `quantized` filled in if the option `matmul_dtype` needs it.
+    """Returns the experts with `Experts.quantized`, the float8 operands, if the matmuls need them.
 
-    `quantized` stays as it is if it is given already, or if `matmul_dtype` is None. Matrices that
-    are stored quantized raise TypeError if they are differentiated.
+    The matmuls need them if `matmul_dtype` is not None. wi_0, wi_1 and wo are then quantized,
+    unless `quantized` is given already. If these matrices are stored quantized, differentiating
+    with respect to them raises TypeError.
     """
     names = QuantizedExperts._fields
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
@@ -399,8 +409,8 @@ def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExpe
 def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
     """Raises TypeError or ValueError unless a layer's argument `quantized_experts` is valid.
 
-    It may be None. Otherwise it must be a `QuantizedExperts` with the shapes of wi_0, wi_1 and wo
-    in `experts`, and `matmul_dtype` must be set.
+    The argument may be None. Otherwise it must be a `QuantizedExperts` with the shapes of the wi_0,
+    wi_1 and wo in `experts`, and `matmul_dtype` must not be None.
     """
     if quantized is None:
         return

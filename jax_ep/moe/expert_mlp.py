@@ -78,6 +78,8 @@ class HiddenUnit:
 class ExpertUnit(HiddenUnit):
     """The function between an expert's matmuls, and the dtype that the matmuls multiply.
 
+    The options are the fields of `HiddenUnit`, which describe the function, and `matmul_dtype`.
+
     Attributes:
         {HiddenUnit}
         matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the routed experts' matmuls
@@ -107,11 +109,11 @@ def expert_mlp(
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
-    Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. Everything between
-    the matmuls is computed in float32. "pallas" computes both pre-activations and their gate in one
-    kernel if the pre-activations have no biases and the gate is made of sums,
-    products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise
-    XLA computes the gate from both. The bits are the same.
+    Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
+    computed in float32. "pallas" computes both pre-activations, x @ wi_0 and x @ wi_1, and the
+    function between the matmuls in one kernel, if the pre-activations have no biases and the
+    function is made of sums, products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh,
+    ReLU, clamps). Otherwise XLA computes the function. Both ways give the same bits.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -127,15 +129,17 @@ def expert_mlp(
     The three matrices may each be a `QuantizedArray`, which has no gradient. Those in the format
     `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, are multiplied as they are stored
     with `matmul_dtype=jnp.float8_e4m3fn`. Without `matmul_dtype`, each matmul dequantizes its
-    matrix to the tokens' dtype. A matrix in another format is dequantized in both cases, and with
-    `matmul_dtype` quantized again.
+    matrix to the tokens' dtype. A matrix in another format is always dequantized; with
+    `matmul_dtype`, it is then quantized to float8.
+
+    `activation` and the other options are the fields of `ExpertUnit`, as keyword arguments.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
       wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
       wi_1: [L, H, F]: the projection that the activation is multiplied by; or None.
       wo: [L, F, H]: the projection from the hidden size F back to H.
-      group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
+      group_sizes: [L] integer: the number of rows in each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
       {ExpertUnit}
@@ -178,12 +182,13 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] of the experts and, with `keep`, the residuals for `backward`.
+    """Returns the output [R, H] of the experts, and the residuals for `backward`.
 
-    Without `zero_unused`, the output's rows past the last group are undefined. The hidden values
-    [R, F] are always undefined there, since no product and no gradient reads these rows. The
-    operands must have been checked and must have the same varying manual axes (vma). The tokens
-    may be a `QuantizedArray` if `matmuls` multiply float8.
+    `unit` is the function between the matmuls. Without `keep`, the residuals are incomplete, and
+    only the output is used. Without `zero_unused`, the output's rows past the last group are
+    undefined. The hidden values [R, F] are always undefined there, since no product and no gradient
+    reads these rows. The operands must have been checked and must have the same varying manual axes
+    (vma). The tokens may be a `QuantizedArray` if `matmuls` multiply float8.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
@@ -217,11 +222,9 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
-    Without `zero_unused`, gradients of tokens and weights are undefined past the last group.
-
-    With `weights` [R] float32, the gradients are those of weights[:, None] * output. The weights
-    multiply the hidden values instead of the output, which gives the same result, since the output
-    without its bias is linear in the hidden values.
+    With `weights`, the gradients are those of the weighted output, weights[:, None] * output. The
+    weights are applied to the hidden values instead of the output. The result is the same, since
+    the output without its bias is linear in the hidden values.
 
     Args:
       saved: the residuals that `forward` returned.
@@ -229,7 +232,8 @@ def backward(
       weights: [R] float32, the top-k weight of each row; None for an output without weights.
       unit: the function between the matmuls.
       matmuls: the matmuls that `forward` used.
-      zero_unused: whether the gradients of tokens and weights are zero past the last group.
+      zero_unused: whether the gradients of tokens and weights are zero past the last group;
+        otherwise they are undefined there.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -275,10 +279,10 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the hidden values [R, F] from the pre-activations `pre`, one or two of [R, F].
+    """Computes the hidden values [R, F] from the pre-activations `pre`, one or two arrays [R, F].
 
-    Adds the `biases`, [R, F] each, to the pre-activations first. Multiplies the hidden values by
-    the `weights` [R] if these are given.
+    First adds `biases`, [R, F] each or None, to the pre-activations. If `weights` [R] are given,
+    multiplies each row of the hidden values by its weight.
     """
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
@@ -293,16 +297,19 @@ def _hidden(
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns [R] int32: the index of each row's group, in [0, L); L past the last group."""
+    """Returns the index of each row's group, [R] int32.
+
+    The index is in [0, L), and L for the rows past the last group.
+    """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Expands wi_0_bias and wi_1_bias [L, F] to one bias for each row's expert, [R, F] each.
+    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] each.
 
-    A bias that is None stays None.
+    A bias that is None stays None. `rows` are the tokens, which determine R and the dtype.
     """
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
@@ -312,19 +319,21 @@ def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax
 
 
 def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Looks up the bias of each row's group: [L, F] and groups [R] give [R, F] of `dtype`.
+    """Returns for each row the bias of its group, as an array [R, F] of `dtype`.
 
-    The bias is zero past the last group.
+    `bias` is [L, F], and `groups` [R] has the index of each row's group. Rows past the last group
+    get the bias zero.
     """
     return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` [R, F] of each group, which gives the gradient of a bias [L, F].
+    """Sums the cotangents `rows` [R, F] over each group, which gives the gradient of `bias` [L, F].
 
-    Uses a matmul with the one-hot groups, which is deterministic, unlike a scatter-add. In this
-    matmul, zero times a NaN or an infinity would spoil other groups' sums, so NaN and infinities
-    are replaced by zero and added to their own group's sum afterwards.
+    `groups` [R] has the index of each row's group. The sum is a matmul with one-hot vectors of
+    these indices, which is deterministic, unlike a scatter-add. In this matmul, zero times a NaN or
+    an infinity would spoil other groups' sums. So NaN and infinities are replaced by zero, and are
+    added to their own group's sum afterwards.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -334,7 +343,7 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    # A group with both infinities or with a NaN gets inf + (-inf), which is NaN.
+    # A group with both infinities, or with a NaN, gets inf + (-inf) added, which makes its sum NaN.
     for value, found in (
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
@@ -437,11 +446,11 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 
 
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
-    """Traces a unit at once, for pre-activations [R, F] in float32 or wider.
+    """Wraps a unit, the function between an expert's matmuls, in `Traced`, and traces it at once.
 
-    Traces it for float32 scalars, too, because the kernels evaluate the function element by
-    element. Tokens and experts must have been checked and must have the same varying manual axes
-    (vma).
+    It is traced for pre-activations [R, F] in float32 or wider, and for float32 scalars, because
+    the kernels evaluate the function element by element. Tokens and experts must have been checked
+    and must have the same varying manual axes (vma).
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
     count = 1 if experts.wi_1 is None else 2
@@ -454,12 +463,14 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        # If the trace for scalars fails, kernels do not support the function, and XLA computes it.
+        # If the function cannot be traced for scalars, the kernels do not support it, and XLA
+        # computes it instead. So the error is ignored.
         with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens
 
     run_as_here(tokens)
-    # Traces the unit again, for types that are replicated over the mesh's Explicit axes.
+    # Traces the unit again, for types that are replicated over the mesh's Explicit axes, as the
+    # operands of the matmul primitives are.
     replicated_over_explicit_axes(run_as_here, tokens)
     return traced

@@ -54,7 +54,8 @@ def output(
         assert params.constant_value is not None and params.constant_gate is not None
         ids = first_constant + jnp.arange(config.constant_experts, dtype=jnp.int32)
         chosen = topk_idx[:, :, None] == ids[None, None, :]
-        # The weights of the constant experts, [T, constant_experts].
+        # The weight of each constant expert for each token, [T, constant_experts]; 0 if it is not
+        # chosen.
         weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)
         exact = jax.lax.Precision.HIGHEST
         gate = params.constant_gate.astype(jnp.float32)
@@ -67,10 +68,10 @@ def output(
 
 
 def factors(config: MoEConfig) -> jax.Array | None:
-    """Returns the factors of the experts' terms in the load-balance loss; None if all are 1.
+    """Returns the factor of each expert's term in the load-balance loss, or None if all are 1.
 
-    The result is float32 with one factor for each of the E experts, 1, and then one for each free
-    expert, `config.free_expert_factor`.
+    The result is a float32 array: 1 for each of the E experts, followed by
+    `config.free_expert_factor` for each free expert.
     """
     if not config.num_free or config.free_expert_factor == 1.0:
         return None

@@ -99,9 +99,10 @@ def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
 def _given(
     name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
 ) -> tuple[Axes, ...]:
-    """Returns the FSDP axes of each dimension of the parameter `name` by `config.fsdp_axes`.
+    """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
 
-    `given` maps logical axes to mesh axes. Raises ValueError if the axes do not divide a dimension.
+    They are those of `config.fsdp_axes`, which `given` holds as a dict from logical axes to mesh
+    axes. Raises ValueError if the ranks along these axes do not divide a dimension of `array`.
     """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
@@ -120,11 +121,12 @@ def _given(
 def _found(
     name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
-    """Finds the FSDP axes of each dimension of the parameter `name` where `fsdp_axes` is None.
+    """Finds, for each dimension of the parameter `name`, the FSDP axes that split it.
 
-    The type of the array shows its Explicit axes; `axis_rules` say which Auto axes it is probably
-    split over. A dimension that the layer splits over the expert or tensor axes gets FSDP axes only
-    if the expert or tensor axes come first in its sharding.
+    This is for calls in which `config.fsdp_axes` is None. Explicit axes are read from the type of
+    `array`. Auto axes are guessed from `axis_rules`, since types do not show them. If the layer
+    splits a dimension over the expert or tensor axes, FSDP axes are found only if the expert or
+    tensor axes come first in the sharding of the dimension.
     """
     assert where.mesh is not None
     explicit = explicit_axes(where.mesh)
@@ -148,7 +150,7 @@ def _found(
 
 
 def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
-    """Returns the mesh axes of each logical axis by the axis rules, as Flax applies them.
+    """Returns the mesh axes that the axis rules give each logical axis, as Flax applies the rules.
 
     For each logical axis, the first rule whose mesh axes are not yet assigned to another logical
     axis applies. A logical axis without such a rule gets ().
@@ -163,7 +165,7 @@ def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
 
 
 def _names(part: Any) -> Axes | None:
-    """Returns the mesh axes in one entry of a `PartitionSpec` as a tuple; () if it is None.
+    """Returns the mesh axes in `part`, one entry of a `PartitionSpec`, as a tuple; () for None.
 
     Returns None for an entry that is not a name or a tuple of names, such as UNCONSTRAINED.
     """
@@ -188,10 +190,10 @@ def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
-    """Returns a `LayerMesh` with the axes that the float8 copies of wi_0, wi_1 and wo are split by.
+    """Returns a `LayerMesh` with the axes that split the float8 copies of wi_0, wi_1 and wo.
 
-    The copies are split over the same axes as the matrices if each rank's shard consists of whole
-    blocks of 128 x 128. Otherwise they are split only over the expert and tensor axes.
+    The axes are those that split the matrices themselves, if each rank's shard then consists of
+    whole blocks of 128 x 128. Otherwise they are only the expert and tensor axes.
     """
     arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
     shapes = [_part_shape(name, a, where) for name, a in arrays.items() if a is not None]
@@ -199,7 +201,10 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether K and N of all shapes [L, K, N] are multiples of a float8 block's sides."""
+    """Returns whether matrices [L, K, N] of all `shapes` consist of whole float8 blocks.
+
+    They do if K and N are multiples of 128, since a block is 128 x 128 numbers with one scale.
+    """
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 
@@ -210,10 +215,10 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
-    """Gathers a rank's shard `part` of the parameter `name` along the parameter's FSDP axes.
+    """Gathers a parameter along its FSDP axes, from the shards `part` of all ranks along them.
 
-    The shard is cast to `dtype` first; None keeps its dtype. A parameter without FSDP axes is only
-    cast.
+    `name` is the name of the parameter. The shard is cast to `dtype` first; None keeps its dtype. A
+    parameter without FSDP axes is only cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -223,16 +228,18 @@ def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> j
     return checkpoint_name(whole, GATHERED)
 
 
-# The name that gathered parameters carry (`checkpoint_name`), for policies of `jax.checkpoint`.
+# The name (`checkpoint_name`) of gathered parameters, by which a policy of `jax.checkpoint` can
+# keep them or gather them again.
 GATHERED = "gathered_parameters"
 
 
 def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
-    """Returns zeros in place of the gathered parameter `name`, without communication.
+    """Returns zeros instead of the gathered parameter `name`, without communication.
 
-    The zeros have the shape and the gradient of `gather`'s result. They stand for matrices whose
-    numbers no matmul reads, because the matmuls multiply float8 copies. A parameter without FSDP
-    axes is only cast.
+    This is for matrices whose numbers no matmul reads, because the matmuls multiply float8 copies.
+    The zeros have the shape and `dtype` of the gathered matrices. In the backward pass, the
+    gradient that is computed for them is reduce-scattered to the shard `part`, as after `gather`. A
+    parameter without FSDP axes is only cast.
     """
     dims = _dims(name, where)
     if not dims:
@@ -243,7 +250,7 @@ def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Ar
 def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
     """Gathers the float8 matrices along their FSDP axes, and then transposes them.
 
-    The transposed copies are made from the gathered matrices, so each matrix is sent once.
+    The transposed copies are made from the gathered matrices, so each matrix is sent only once.
     """
 
     def whole(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
@@ -272,8 +279,8 @@ def _dims(name: str, where: LayerMesh) -> _Dims:
 def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
     """Casts a shard so that its type varies over all mesh axes of the tokens (vma).
 
-    The gradients of ranks that hold the same shard are then summed after the reduce-scatter, when
-    they are smaller, and not before it.
+    Ranks that hold the same shard must sum their gradients. Thanks to the cast, they sum them after
+    the reduce-scatter, when the gradients are smaller, and not before it.
     """
     return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
 
@@ -286,9 +293,11 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
-    """Casts a shard to `dtype` and gathers it; if `zeros`, returns zeros of the result's type.
+    """Casts a rank's shard `part` to `dtype`, and gathers it along mesh axes.
 
-    `dims` lists each dimension to gather and its mesh axes. Gradients are summed in `grad_dtype`.
+    `dims` has pairs of a dimension and the mesh axes along which it is gathered. With `zeros`,
+    nothing is gathered, and the result is zeros of the same shape, for `stand_in`. In both cases,
+    the backward pass casts the gradient to `grad_dtype` and reduce-scatters it.
     """
     if not zeros:
         return _all_gather(part.astype(dtype), dims)

@@ -151,6 +151,9 @@ def run_layer(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer; see `moe_layer`.
 
+    `inputs` holds those arguments of `moe_layer` that concern the router, and `quantized` is its
+    argument `quantized_experts`.
+
     `axis_rules` are pairs of a logical axis and mesh axes, as in Flax. They say how parameters are
     probably sharded where their types do not show it. They are used for warnings, and for FSDP
     where `config.fsdp_axes` is None.
@@ -173,7 +176,8 @@ def run_layer(
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
     program = _moe_layer
-    # A function without a key equals only itself, so a cached program would never be used again.
+    # A `Traced` function without a key equals only itself, so no later call could reuse its
+    # compiled program. The program therefore gets a jit of its own, which is not kept.
     if any(function.key is None for function in traced.values()):
         program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
     config = dataclasses.replace(config, **traced)
@@ -181,7 +185,7 @@ def run_layer(
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
-    """Returns the configuration with defaults in place of None for dtypes and implementation.
+    """Returns the configuration with the defaults of options that are None filled in.
 
     `dtype` and `router_dtype` become dtypes. `implementation` becomes "xla" if there is no expert
     axis.
@@ -194,12 +198,12 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
-    # Logits are never wider than float32, even if x is float64.
+    # The logits are float32 at most, even if x is float64.
     if router_dtype.itemsize > 4:
         router_dtype = jnp.dtype(jnp.float32)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
-        # A single rank exchanges no rows, and the kernels run only on a mesh.
+        # Without an expert axis, ranks exchange no rows, and the exchange kernels need a mesh.
         implementation = "xla"
     return dataclasses.replace(
         config,
@@ -214,9 +218,10 @@ def _traced_functions(
 ) -> dict[str, Any]:
     """Wraps the functions in `config` in `Traced`, so that equal functions compile only once.
 
-    Returns a dict by field name: "router" if there is one, and "gating" or else "activation". The
-    samples for tracing have the shapes on one rank: one row of the pre-activations [1, F], and the
-    rank's tokens [T, H] with their logits.
+    Returns a dict by field name: "router" if the caller gives a router, and "gating", or
+    "activation" if there is no gating. The functions are traced for arguments with the shapes that
+    they get on one rank: one row of the pre-activations, [1, F], or the rank's tokens [T, H] with
+    their logits.
     """
     wide, dtype = wide_dtype(config.dtype), config.dtype
     split = where.num_tensor_ranks() if where.mesh is not None else 1
@@ -240,8 +245,8 @@ def _traced_functions(
 class _Call(NamedTuple):
     """The array arguments of one call of the layer; each is None or has x's leading dimensions.
 
-    `sequence_ids` [...] int32 numbers the sequence of each token, for the load-balance loss. It is
-    given if the tokens of a sequence may be on several ranks.
+    `sequence_ids` [...] int32 is the id of the sequence of each token, for the load-balance loss.
+    It is given if the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
@@ -265,8 +270,9 @@ def _layer(
     operands = params, call, placement, quantized
     if not explicit_axes(ambient):
         return on_rank(*operands)
-    # The caller's shard_map maps over some axes of the mesh and leaves Explicit axes out. All
-    # arrays are replicated over the latter, so the ranks along them compute the same.
+    # The caller's shard_map maps over some axes of the mesh, and leaves out others that are
+    # Explicit. All arrays are replicated over these Explicit axes, so the ranks along them compute
+    # the same.
     spec = jax.typeof(call.x).sharding.spec
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = on_rank(*args)
@@ -276,7 +282,8 @@ def _layer(
     return reshard(out, ambient, spec), metrics
 
 
-# Jitted, so that layers with equal configurations are traced once, and eager calls are compiled.
+# The layer is jitted, so that layers with equal configurations are traced only once, and calls
+# outside any jit are compiled, too.
 _STATIC = ("config", "where")
 _moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
@@ -291,8 +298,8 @@ def _on_mesh(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Opens a `jax.shard_map` over the mesh, and runs `on_rank` on each rank's shards in it.
 
-    Flattens and pads the tokens first if the ranks do not divide the dimensions of x. Returns the
-    output in x's shape and sharding, and the metrics.
+    If the ranks do not divide the dimensions of x, the tokens are flattened and padded first.
+    Returns the output in x's shape and sharding, and the metrics.
     """
     mesh = where.mesh
     assert mesh is not None
@@ -315,7 +322,8 @@ def _on_mesh(
         padding = -num_tokens % parts
 
         def flattened(array: jax.Array) -> jax.Array:
-            # Explicit axes may not divide the flattened shape, so replicate the array over them.
+            # The Explicit axes that shard the array may not divide the flattened number of tokens,
+            # so the array is replicated over them first.
             array = reshard(array, mesh, PartitionSpec())
             array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
             return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
@@ -378,7 +386,7 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 def quantize_by_rules(
     params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
 ) -> QuantizedExperts:
-    """Runs `quantize_experts` with Flax's axis rules, from which FSDP axes are found.
+    """Runs `quantize_experts`, and finds FSDP axes by Flax's axis rules if no option gives them.
 
     `axis_rules` are those of `run_layer`: pairs of a logical axis and mesh axes.
     """
@@ -392,7 +400,8 @@ def quantize_by_rules(
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
-    # A layer casts its matrices to the compute dtype before it quantizes them.
+    # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
+    # same is done here.
     if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
@@ -442,11 +451,12 @@ def _on_rank(
     num_lead = len(shape) - 1
     x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
     sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
-    # `tokens` go to the routed experts, with masked tokens set to 0; shared experts run on `x`.
+    # `tokens` go to the router and the routed experts, with masked tokens set to 0. The shared
+    # experts run on `x`.
     tokens = x
     if mask is not None:
-        # In the gate's gradient, a masked token's NaN or infinity times a zero cotangent would give
-        # NaN, so masked tokens are set to 0.
+        # A masked token may hold NaN or infinities. Times a zero cotangent, these would make the
+        # gate's gradient NaN, so masked tokens are set to 0.
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.router_x is not None:
@@ -497,8 +507,9 @@ def _run_routed_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Dispatches tokens [T, H], runs the routed experts, and combines their outputs.
 
-    Returns the output [T, H], and the number of rows that this rank dropped as a receiver, by
-    expert, [E] int32. `distinct` says whether the K choices of each token are known to differ.
+    Returns the output [T, H], and for each expert the number of rows that were sent to this rank
+    and dropped here, [E] int32. `distinct` says whether the K choices of each token are known to
+    differ.
     """
     with jax.named_scope("dispatch"):
         held = topk_idx
@@ -538,8 +549,9 @@ def _run_chunk(
     Returns the output [T, H], and the dropped rows of each of this rank's L experts or slots, [L]
     int32. `topk_idx` [T, K] has ids of slots if the layer has slots.
     """
-    # Rows that arrive as float8 stay quantized if the matmuls multiply float8. Quantized rows have
-    # no gradient, so `run_experts` sends the gradient of the received rows to `tokens` itself.
+    # Rows that are sent as float8 stay quantized after dispatch if the matmuls multiply float8,
+    # too. Quantized rows have no gradient, so dispatch sends none back to `tokens`. Instead,
+    # `run_experts` gets `tokens`, and sends the gradient of the received rows back to them.
     stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     with jax.named_scope("dispatch"):
         received = dispatch(
@@ -549,7 +561,8 @@ def _run_chunk(
             axis_name=where.expert_axes,
             capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
             expert_alignment=config.expert_alignment,
-            # Without a capacity factor, nothing overflows, so "tail" and "fair" are equivalent.
+            # Without a capacity factor, every row fits in the receive buffer, so "tail" and "fair"
+            # give the same result.
             overflow="tail" if config.capacity_factor is None else config.overflow,
             host_capacity=_host_capacity(config, tokens.shape[0], where),
             wire_dtype=config.wire_dtype,
@@ -578,8 +591,8 @@ def _experts_of_rank(
 ) -> Experts:
     """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype.
 
-    If the matmuls multiply float8 and FSDP axes split the matrices, `Experts.quantized` is gathered
-    instead of the matrices.
+    If the matmuls multiply float8 and FSDP axes split the matrices into whole float8 blocks, the
+    float8 copies in `Experts.quantized` are gathered instead of the matrices.
     """
     own: dict[str, Any] = {
         name: _own_experts(name, weights, placement, config, where)
@@ -604,7 +617,8 @@ def _experts_of_rank(
         quantized = jax.tree.map(of_rank, quantized)
     experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
     experts = experts._replace(**own, quantized=quantized)
-    # The tensor ranks' partial outputs are summed, so only the first rank adds the output's bias.
+    # The partial outputs of the ranks along the tensor axes are summed, so only the first of these
+    # ranks adds the output's bias.
     if where.tensor_axes and experts.wo_bias is not None:
         is_first = lax.axis_index(where.tensor_axes) == 0
         experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
@@ -637,7 +651,8 @@ def receive_capacity(
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
     rows = dropless_capacity(rows, num_local_experts, config.expert_alignment)
-    # The matmul kernels copy a receive buffer whose rows are not a multiple of TILE_ROWS.
+    # R is a multiple of TILE_ROWS, because the matmul kernels would have to copy any other receive
+    # buffer to pad it.
     multiple = math.lcm(config.expert_alignment, TILE_ROWS)
     return -(-rows // multiple) * multiple
 
@@ -656,15 +671,16 @@ def _own_experts(
     config: MoEConfig,
     where: LayerMesh,
 ) -> jax.Array | QuantizedArray:
-    """Returns this rank's experts of the parameter `name`, whose leading dimension counts experts.
+    """Returns the part of the parameter `name`, `weights`, that holds this rank's experts.
 
-    `weights` has either all experts or only this rank's experts. With a placement, the gradients of
-    an expert's copies are summed, so that all copies get the same gradient.
+    The leading dimension of `weights` counts experts, either all of them or only this rank's. With
+    a placement, the gradients of an expert's copies are summed, so that all copies get the same
+    gradient.
     """
     axes = where.expert_axes + (where.further(name) or ((),))[0]
     own = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
     weights = jax.tree.map(own, weights)
-    # Quantized matrices have no gradient that copies would have to share.
+    # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
     if placement is None or isinstance(weights, QuantizedArray):
         return weights
     return equal_copies(weights, placement, axes)
@@ -689,7 +705,7 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
-    """Returns the parameters with those in `names` gathered over their FSDP axes, dtypes kept."""
+    """Returns the parameters, those in `names` gathered over their FSDP axes without a cast."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
 
@@ -765,7 +781,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> No
             f"{where.expert_axes}, but is {config.num_held}."
         )
     allowed = {config.num_held}
-    # In the caller's shard_map, the arrays may hold only this rank's experts.
+    # In the caller's shard_map, wi_0, wi_1 and wo may hold only this rank's experts instead of all.
     if where.mesh is None:
         allowed.add(config.num_held // num_ranks)
     check_num_held(params, config.num_experts, allowed)

@@ -176,9 +176,9 @@ def balance_sums(
     num_sequences: int | None = None,
     sequence_ids: jax.Array | None = None,
 ) -> BalanceSums:
-    """Returns the sums of this rank's tokens, from which `load_balance_loss` is computed.
+    """Sums the choices and probabilities of this rank's tokens, for the load-balance loss.
 
-    With `num_sequences` B, returns one sum for each sequence, with a leading axis of B. The
+    With `num_sequences` B, returns one sum for each sequence, along a leading axis of size B. The
     arguments are those of `load_balance_loss`.
     """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
@@ -191,8 +191,8 @@ def balance_sums(
         )
     topk_idx = expert_ids(topk_idx, num_experts)
     routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
-    # A masked token's NaN is replaced before the division. Selecting after the division would give
-    # it the gradient zero times NaN, which is NaN.
+    # A masked token's NaN is replaced before the division. If it were replaced after the division,
+    # its gradient would be zero times NaN, which is NaN.
     probs = _shares(jnp.where(routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
@@ -218,7 +218,8 @@ def balance_sums(
             f"{sequence_ids.shape}."
         )
     members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
-    # On GPUs, a lower precision would round counts, which must stay exact integers.
+    # The matmul has the highest precision, because on GPUs a lower one would round the counts,
+    # which must stay exact integers.
     exact = lax.Precision.HIGHEST
     sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
     return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
@@ -245,9 +246,11 @@ def _sum_dtype(array: jax.Array) -> Any:
 
 
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
-    """Computes the load-balance loss from sums with arrays [..., E]; returns [...] float32.
+    """Computes the load-balance loss from sums over tokens; returns [...] float32.
 
-    The loss is 0 where `sums` count no tokens. `convention` is "switch" or "transformers".
+    The arrays of `sums` may have leading axes, for sequences for example: `sums.choices` is [...,
+    E]. Each of these sums gives one loss. The loss is 0 where the sums count no tokens.
+    `convention` is "switch" or "transformers".
     """
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
@@ -306,7 +309,8 @@ def router_z_loss(
 def check_mask(mask: jax.Array, shape: str) -> None:
     """Raises TypeError unless `mask` is a bool or integer array.
 
-    The message quotes `shape`, such as "[T]". The shape itself is not checked.
+    `shape` describes the shape that the mask should have, such as "[T]". The message quotes it, but
+    the shape is not checked here.
     """
     wanted = f"mask must be a bool or integer array {shape}"
     if not hasattr(mask, "dtype"):

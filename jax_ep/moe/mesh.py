@@ -72,7 +72,8 @@ class LayerMesh(NamedTuple):
     def axes_of_tokens(self, ndim: int) -> tuple[Axes, ...]:
         """Returns the mesh axes that split the leading dimensions of x [..., H], one tuple each.
 
-        `ndim` is the number of x's dimensions. Dimensions beyond the result are not split.
+        `ndim` is the number of x's dimensions. The result may have fewer tuples; the remaining
+        dimensions of x are not split.
         """
         if not self.sequence_axes:
             return (self.batch_axes,)
@@ -88,7 +89,7 @@ class LayerMesh(NamedTuple):
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def size(self, axes: Axes) -> int:
-        """Returns the number of ranks along the axes."""
+        """Returns the number of ranks along the mesh axes `axes`."""
         if self.mesh is not None:
             return math.prod(self.mesh.shape[axis] for axis in axes)
         return lax.axis_size(axes)
@@ -136,10 +137,10 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns the mesh axes of the option `name` that the caller's shard_map binds.
+    """Returns the mesh axes `axes` of the option `name`, if the caller's shard_map binds them.
 
-    Returns `axes` if the shard_map binds all of them, or () if the mesh `ambient` has none of them.
-    Raises ValueError if the shard_map does not bind all of them.
+    Returns () if the mesh `ambient` has none of them. Raises ValueError if the mesh has some of
+    them, but the shard_map does not bind all.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()
@@ -154,10 +155,10 @@ def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str
 def _on_mesh(
     name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> tuple[str, ...]:
-    """Returns the mesh axes of the option `name` that the mesh has.
+    """Returns the mesh axes `axes` of the option `name`, if the mesh has all of them.
 
-    Returns `axes` if the mesh has all of them, or () if it is an ambient mesh and has none of them.
-    Raises ValueError in all other cases; `config.mesh` must have all of them.
+    Returns () if the mesh has none of them. Raises ValueError if it has only some of them, or if it
+    lacks one and is `config.mesh`, which must have all of them.
     """
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(axes)):
@@ -235,19 +236,19 @@ def _warns_that_no_mesh_is_set(
 
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the mesh axes with more than one rank in one entry of a `PartitionSpec`.
+    """Returns those mesh axes of `part`, one entry of a `PartitionSpec`, that have several ranks.
 
-    `part` is the entry: None, a name or a tuple of names.
+    The entry is None, a name or a tuple of names.
     """
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
 
 
 def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Guesses which axes of the mesh the caller means, if the mesh has none of `axes`.
+    """Guesses which axes of the mesh the caller meant by `axes`, which the mesh does not have.
 
-    `axes` is the value of the option `name`, such as "expert_axis". Returns the mesh's axes with
-    similar names, and the axis named like the option, "expert".
+    `axes` is the value of the option `name`, such as "expert_axis". Returns the axes of the mesh
+    whose names are similar to those in `axes`, and the axis named like the option, "expert".
     """
     kind = name.removesuffix("_axis")
     alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
@@ -279,13 +280,17 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # None would gather a dimension that an Explicit axis shards; UNCONSTRAINED leaves it sharded.
+    # For a dimension that only an Explicit axis shards, the entry None would gather the dimension.
+    # UNCONSTRAINED leaves it sharded.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Returns one entry of a `PartitionSpec` without the mesh axes that are not among `axes`."""
+    """Returns `part`, one entry of a `PartitionSpec`, without the mesh axes that are not in `axes`.
+
+    The entry is None, a name or a tuple of names.
+    """
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None
@@ -300,11 +305,13 @@ def _callers_batch_axes(
 ) -> tuple[str, ...]:
     """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over.
 
-    The type of x shows these axes, except under check_vma=False, where `config.batch_axes` does.
+    They are read from the type of x. Under check_vma=False, the type does not show them, so they
+    are taken from `config.batch_axes`.
     """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    # Under check_vma=False, types show no varying axes, not even that of an axis index.
+    # If not even the type of an axis index shows varying axes, the shard_map has check_vma=False,
+    # under which no type shows any.
     if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(
@@ -338,8 +345,8 @@ def _batch_axes(
 ) -> tuple[str, ...]:
     """Returns `config.batch_axes` as a tuple; if that is None, all `axes` except the tensor axes.
 
-    `axes` are the axes of the mesh. Raises ValueError if `batch_axes` has others, lacks an expert
-    axis, or has only some of the tensor axes.
+    `axes` are the axes of the mesh. Raises ValueError if `batch_axes` has an axis that the mesh
+    lacks, lacks an expert axis, or has only some of the tensor axes.
     """
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
@@ -360,8 +367,9 @@ def _batch_axes(
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
     """Returns the mesh axes that split the sequence dimension of x [..., sequence, H].
 
-    The axes are `config.sequence_axes`. If that is None, they are the Explicit axes in x's type, if
-    all of them are among `batch_axes`. If x has fewer than 3 dimensions, the result is ().
+    The axes are `config.sequence_axes`. If that is None, they are the Explicit axes that split this
+    dimension by x's type, or () if one of these is not among `batch_axes`. If x has fewer than 3
+    dimensions, the result is ().
     """
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")

@@ -1,8 +1,9 @@
 """Computes `MoEMetrics`, the losses and counts that a call of the layer returns.
 
-`lax.psum` sums the losses and counts over ranks. The library's `all_reduce` is not used, because
-its kernels do not sum int32 counts, it runs one kernel per array, where XLA sums all arrays of a
-layer, some kilobytes, in one collective, and the ranks of a batch are often on several hosts.
+The losses and counts are summed over ranks by `lax.psum`, and not by the library's `all_reduce`,
+for three reasons. The kernels of `all_reduce` do not sum int32 counts. They run once per array,
+while XLA sums all arrays of a layer, some kilobytes, in one collective. And the ranks that share a
+batch are often on several hosts.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def metrics_of(
 
     Args:
         routed: the routing of this rank's tokens.
-        logits: [T, E] float32; None if no gate ran, and the z-loss is then 0.
+        logits: [T, E] float32; None if no gate ran. The z-loss is then 0.
         mask: [T] bool, or None: False leaves a token out.
         dropped: [E] int32: the (token, choice) pairs that this rank dropped, by expert.
         sequences: the sequences of this rank's tokens.
@@ -142,10 +143,12 @@ def metrics_of(
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
-    # By "transformers", `balance.choices` are the top-k of the logits, not the router's choices.
+    # With the convention "transformers", `balance.choices` counts the top-k of the logits instead
+    # of the router's choices, so the router's choices are counted here.
     if config.balance_convention == "transformers":
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
-    # The ranks along the tensor axes drop the same rows, so the sum counts each row several times.
+    # The ranks along the tensor axes dispatch the same tokens and drop the same rows. The sum over
+    # all ranks counts each dropped row once for each of them, so it is divided by their number.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
     return MoEMetrics(
@@ -166,9 +169,10 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Computes the load-balance loss by `config.balance_convention`; returns it and its sums.
+    """Computes the load-balance loss that `config.balance_convention` defines.
 
-    The sums are over the tokens of all ranks. The loss is 0 if the routing has no `probs`.
+    Returns the loss, and the `BalanceSums` over the tokens of all ranks. The loss is 0 if the
+    routing has no `probs`.
     """
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx

@@ -53,7 +53,8 @@ def option(default: T, check: Check) -> T:
 def function_option(default: T, wanted: str) -> T:
     """Declares an option whose value is a function; None is allowed only as the default.
 
-    The error for any other value quotes `wanted`, such as "a function of one array".
+    `wanted` describes the functions that are allowed, such as "a function of one array". The error
+    for any other value quotes it.
     """
 
     def check(name: str, value: Any) -> None:
@@ -115,38 +116,43 @@ def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
     return options
 
 
-# Checks for `option`. They take an option's name and value; `jax_ep.checks` has more of them.
+# Functions that can be the `check` of an `option`. They take an option's name and value, and raise
+# an error unless the value is allowed. `jax_ep.checks` has more of them.
 
 
 def integer_or_zero(name: str, value: Any) -> None:
-    """Requires a static integer of at least 0."""
+    """Raises an error unless the value of option `name` is a static integer of at least 0."""
     checks.check_integer(name, value, least=0)
 
 
 def number_or_zero(name: str, value: Any) -> None:
-    """Requires a finite Python number of at least 0."""
+    """Raises an error unless the value of option `name` is a finite Python number, 0 or more."""
     checks.check_number(name, value, may_be_zero=True)
 
 
 def one_of(literal: Any) -> Check:
-    """Returns a check that requires one of the strings of a `typing.Literal`."""
+    """Returns a check that allows only the strings of `literal`, a `typing.Literal`."""
     return lambda name, value: checks.check_name(name, value, get_args(literal))
 
 
 def axes(name: str, value: Any) -> None:
-    """Requires the name of a mesh axis, or a tuple of distinct names."""
+    """Raises an error unless the value of option `name` is one mesh axis or several distinct ones.
+
+    The value is a string, or a tuple of strings.
+    """
     checks.as_axes(value, name)
 
 
 def optional(check: Check) -> Check:
-    """Returns a check that allows None, and checks any other value by `check`."""
+    """Returns a check that allows None, and applies `check` to any other value."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def number_or_none(otherwise: str = ", or None") -> Check:
     """Returns a check that allows None and finite numbers above 0.
 
-    Error messages quote `otherwise`, which may say what None means.
+    `otherwise` is the part of the error message that says that None is allowed, too. It may also
+    say what None means.
     """
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 
@@ -189,13 +195,14 @@ def _as_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 def documented(*classes: Any, **texts: str) -> Callable[[T], T]:
     """Decorates a function or class whose docstring has placeholders, lines such as `{Name}`.
 
-    The decorator replaces `{Name}` by the section "Attributes:" in the docstring of the class
-    called Name among `classes`, or by the keyword argument `Name`.
+    If one of `classes` is called Name, the decorator replaces the placeholder by the section
+    "Attributes:" of the docstring of that class. Otherwise it replaces it by the text that is given
+    as the keyword argument `Name`.
     """
     contents = {cls.__name__: _attributes(cls) for cls in classes} | texts
 
     def fill(documented: Any) -> Any:
-        # Under python -OO, `__doc__` is None.
+        # Under python -OO, `__doc__` is None, and there is nothing to fill in.
         if documented.__doc__ is not None:
             documented.__doc__ = re.sub(
                 r"^( *)\{(\w+)\}$",

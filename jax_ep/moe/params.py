@@ -169,7 +169,8 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps a parameter to another one: if the other parameter is None, this one must be None.
+# Maps a parameter to another one that it needs: if the other one is None, this one must be None,
+# too.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
@@ -274,7 +275,8 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for name, parameter in PARAMETERS.items():
-        # In the Flax layers, the selection bias is state and not a parameter.
+        # In the Flax layers, the selection bias is state and not a parameter, so the table leaves
+        # it out.
         if name == "bias":
             continue
         shown = "gate.kernel" if name == "gate" else name
@@ -304,7 +306,7 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Init
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
-    """Returns an initializer for slots [P, ...] that draws E experts by `init`.
+    """Returns an initializer of a parameter of slots [P, ...] that draws E experts by `init`.
 
     E is `num_experts`. Slot s gets the weights of expert s modulo E.
     """
@@ -319,15 +321,17 @@ def in_order(init: Initializer, num_experts: int) -> Initializer:
 
 
 def per_expert(init: Initializer) -> Initializer:
-    """Returns an initializer for [E, ...] that draws each expert's matrix separately by `init`.
+    """Returns an initializer of a parameter [E, ...] that calls `init` once for each expert.
 
-    A parameter with two dimensions, such as a matrix of the shared experts, is drawn at once.
+    A parameter with two dimensions, such as a matrix of the shared experts, is a single matrix,
+    which `init` draws in one call.
     """
 
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
-        # `init` may have no argument for out_sharding, so None is not passed on.
+        # `out_sharding` is passed on only if it is given, because `init` may not have this
+        # argument.
         options = () if out_sharding is None else (out_sharding,)
         if len(shape) == 2:
             return init(key, shape, dtype, *options)
@@ -416,10 +420,10 @@ def _check_shared(params: MoEParams) -> None:
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    """Raises ValueError for a parameter whose shape does not fit its row of `PARAMETERS`.
+    """Raises ValueError for a parameter whose shape differs from its entry in `PARAMETERS`.
 
-    Skips the gate, whose rows depend on the call's `router_x`, and the routed experts' weights,
-    whose number of experts depends on the mesh.
+    Skips the gate, whose number of rows depends on the call's `router_x`, and the routed experts'
+    weights, whose number of experts depends on the mesh.
     """
     arrays = {
         name: array

@@ -45,7 +45,7 @@ WeightsOn = Literal["output", "input"]
 @documented(ExpertUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertOptions(ExpertUnit):
-    """Options of what the routed experts compute.
+    """Options of what the routed experts compute: the fields of `ExpertUnit`, and `weights_on`.
 
     Attributes:
         {ExpertUnit}
@@ -61,7 +61,8 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
-    # The dtype in which the cotangents of the combined rows are sent; None means their own dtype.
+    # The dtype in which the backward pass sends the cotangents of the output to the experts' ranks;
+    # None means the dtype that they have.
     grad_wire_dtype: Any
 
 
@@ -94,6 +95,8 @@ def routed_experts(
     **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps, by the same
     names. Under a `jax.checkpoint` that keeps none of these, the backward pass does not compute the
     product with wo again.
+
+    `activation` and the other options are the fields of `ExpertOptions`, as keyword arguments.
 
     Args:
       received: the result of this rank's `dispatch`, not quantized.
@@ -181,7 +184,8 @@ def _weighted(
 ) -> jax.Array:
     """Multiplies each received row of `tokens` [R, H] by the weight of its (token, choice) pair.
 
-    `weights` [T, K] are those of this rank's own tokens; the exchange sends them to the rows.
+    `weights` [T, K] are the weights of this rank's own tokens. They are sent to the ranks that
+    received these tokens, as `handle` says.
     """
     weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
     rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
@@ -209,7 +213,8 @@ def _forward(
 
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
-    # No gradient reads the cotangents past the last group, so dispatch may leave them undefined.
+    # No gradient reads the cotangents in rows past the last group, so the dispatch of the
+    # cotangents may leave these rows undefined.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
     with jax.named_scope("combine"):
         grad_rows = dispatch_like(

@@ -34,10 +34,10 @@ class RouterInputs(NamedTuple):
 def route(
     params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Chooses experts for the router's inputs x [T, H'], or weighs the choices in `inputs`.
+    """Chooses experts for the router's inputs x [T, H'], or weighs choices that the caller made.
 
-    The arrays of `inputs` have T as their leading dimension. A token whose `mask` [T] bool is False
-    chooses no expert.
+    `inputs` holds the caller's choices and weights, or None; its arrays have T as their leading
+    dimension. A token whose `mask` [T] bool is False chooses no expert.
 
     Returns the routing, and the logits [T, E] float32. The logits are None if the layer has no gate
     or if the caller gives the weights.
@@ -65,7 +65,7 @@ def route(
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
         scale = params.expert_scale.astype(jnp.float32)
-        # An id that names no expert, such as -1, gets the factor 0, and adds to no gradient.
+        # An id that names no expert, such as -1, gets the factor 0, and contributes to no gradient.
         topk_weights *= scale.at[topk_idx].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -75,9 +75,10 @@ def route(
 
 
 def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
-    """Returns whether the K choices of each token are known to be different experts.
+    """Returns whether the K choices of each token are known to be K different experts.
 
-    They are if the library's router makes them. The caller's choices and router may repeat experts.
+    They are if the library's router makes the choices. Choices that the caller or the caller's
+    router makes may repeat an expert.
     """
     return inputs.topk_idx is None and config.router is None
 

@@ -1,6 +1,6 @@
-"""Defines the router's functions: logits, the choice of experts with weights, and its bias.
+"""Defines the router's functions: logits, choices of experts, their weights, and the bias update.
 
-All are pure functions of one rank's arrays, and compute in float32.
+All of them are pure functions of one rank's arrays, and compute in float32.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# If a token's largest logit is lower than this, a number is added to all its logits before
-# `Routing.probs` are computed. Its largest logit becomes this, so not all sigmoids underflow.
+# If the largest logit of a token is lower than this number, a constant is added to all logits of
+# the token before `Routing.probs` are computed, so that the largest becomes this number. Otherwise
+# all sigmoids of the token could underflow to 0.
 _LOWEST_LOGIT = -64.0
 
 
@@ -95,7 +96,8 @@ def router_logits(
         checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     if dtype.itemsize < 4:
-        # XLA may skip a cast to a narrower dtype and back, but it does not skip reduce_precision.
+        # Rounds to `dtype` by reduce_precision, because XLA may skip a cast to a narrower dtype and
+        # back.
         bits = jnp.finfo(dtype)
         logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
     return logits
@@ -111,11 +113,13 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    # The products are summed from the last part of the gate, which holds the smallest numbers.
+    # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
+    # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # XLA may split a matmul with few rows along H and sum the partial results. It can fuse that sum
-    # with the `jnp.sum` below into one reduction.
+    # The products of x with the parts of the gate are summed by one `jnp.sum`. If XLA splits the
+    # matmul along H, as it may for few rows, it can fuse its own sum of the partial results with
+    # this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -140,16 +144,17 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits a float32 array into `count` bfloat16 arrays whose sum approximates it.
+    """Splits x, a float32 array, into `count` bfloat16 arrays that add up to about x.
 
-    The first array has the largest numbers. Three arrays add up to the array exactly. A bfloat16
-    array is not split: the result is a list with this array only.
+    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on,
+    so the numbers get smaller. Three arrays add up to x exactly. A bfloat16 array needs no split,
+    so the result is a list with this array only.
     """
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
     for _ in range(count):
-        # XLA may skip a cast to bfloat16 and back, but it does not skip reduce_precision.
+        # Rounds to bfloat16 by reduce_precision, because XLA may skip a cast to bfloat16 and back.
         part = lax.reduce_precision(x, 8, 7)
         parts.append(part.astype(jnp.bfloat16))
         # The remainder of an infinity is 0, because infinity minus infinity would be NaN.
@@ -158,7 +163,7 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
-    """Splits an array [H, count * E] into `count` blocks of E columns, and sums the blocks.
+    """Splits an array [H, count * E] into `count` blocks of E columns, and sums the blocks, [H, E].
 
     Adds the blocks from the last to the first, since the last holds the smallest numbers.
     """
@@ -166,7 +171,10 @@ def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies two matrices, contracting `a_axis` of a with `b_axis` of b; returns `dtype`."""
+    """Multiplies matrices a and b, contracting axis `a_axis` of a with axis `b_axis` of b.
+
+    `dtype` is the dtype of the result.
+    """
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
@@ -179,7 +187,7 @@ class RoutingOptions:
         score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
             "sqrt_softplus".
         choose_by: "score" or "logit": whether the selection bias is added to an expert's score or
-            to its logit. Groups are compared by the same sums.
+            to its logit. Groups are compared by these sums, too.
         num_groups: the number of groups of experts, a divisor of E; 1 means no groups.
         groups_kept: the number of groups that a token may choose experts from.
         group_score: how groups are compared: "top2", by the sum of a group's two largest
@@ -216,11 +224,11 @@ def top_k_routing(
 
     A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
     root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest `score + bias`
-    are chosen; their weights are their scores. The sums `score + bias` are compared to about twice
-    the digits of float32. Among equal sums, the larger logit wins, then the lower id. (Equal biases
-    therefore never change a choice.) Without a bias, experts are compared by their logits, which
-    have the order of the scores. Gradients flow through the weights and `probs`, but not through
-    the choice.
+    are chosen; their weights are their scores. The sums `score + bias` are computed with about
+    twice the digits of float32. Among experts with equal sums, the one with the larger logit wins,
+    then the one with the lower id. (Equal biases therefore never change a choice.) Without a bias,
+    experts are compared by their logits, which have the order of the scores. Gradients flow through
+    the weights and `probs`, but not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
@@ -228,6 +236,8 @@ def top_k_routing(
 
     A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) equals the softmax over all
     logits with `normalize=True`.
+
+    `score` and the other options are the fields of `RoutingOptions`, as keyword arguments.
 
     Args:
         logits: [T, E] floating; converted to float32.
@@ -250,7 +260,7 @@ def top_k_routing(
 def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
-    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with the options as one object."""
+    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with all options in one object."""
     check_options(options)
     _check_logits(logits, bias)
     k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
@@ -260,8 +270,9 @@ def choose_experts(
     best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
-    # Experts can be chosen by their logits, which have the order of the scores, unless a bias is
-    # added to the scores or a group is scored by the sum of two scores.
+    # Experts are compared by their logits alone, which have the order of the scores. Sums of scores
+    # are needed only if there is a bias, or if a group is compared by the sum of its two best
+    # scores.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -318,11 +329,11 @@ def _weighing(options: RoutingOptions) -> Weighing:
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
-    """Returns [T, E] float32: scores, logarithms of scores, or logits, for `weigh`.
+    """Returns the numbers [T, E] float32 from which `weigh` computes the weights of chosen experts.
 
-    `weigh` computes the weights from the chosen ones among these numbers. They are the scores
-    without normalization. With it, they are numbers from which `weigh` can compute the ratios of
-    the scores even if the scores underflow.
+    Without normalization, these numbers are the scores. With normalization, they are logits or
+    logarithms of scores, from which `weigh` can compute the ratios of the scores even if the scores
+    underflow. `score` names the score function.
     """
     if not weighing.normalize:
         return _SCORES[score](logits)
@@ -334,9 +345,10 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Adds a number to all of a token's logits [T, E] so that the largest is `_LOWEST_LOGIT`.
+    """Adds a constant to the logits [T, E] of each token whose logits are all too low.
 
-    Tokens whose largest logit is not below `_LOWEST_LOGIT` keep their logits.
+    They are too low if the largest is below `_LOWEST_LOGIT`, which then becomes the largest. The
+    logits of other tokens stay as they are.
     """
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
@@ -344,15 +356,16 @@ def _raised(logits: jax.Array) -> jax.Array:
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Where softplus underflows to 0, the derivative of its square root is zero times infinity. A
-    # `where` does not remove this NaN from the gradient, so each branch gets safe arguments.
+    # Where softplus underflows to 0, the derivative of its square root is zero times infinity,
+    # which is NaN. A `where` around the results would not remove this NaN from the gradient, so
+    # each branch gets arguments for which its derivative is finite.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
 
 
 def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Below -15, softplus equals exp in float32.
+    # Below -15, softplus(x) equals exp(x) in float32, so its logarithm is x itself.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return 0.5 * jnp.where(is_low, low, jnp.log(jax.nn.softplus(high)))
@@ -368,9 +381,10 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def check_choosing(
     num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError unless a token can choose k of `num_experts` by the options.
+    """Raises TypeError or ValueError unless a token can choose k of the experts by `options`.
 
-    Returns k, num_groups and groups_kept as ints. Messages name the option; they call k `k_name`.
+    Returns k, num_groups and groups_kept as ints. A message names the option that does not fit, and
+    calls k by `k_name`.
     """
     k = checks.check_integer(k_name, k)
     num_groups = checks.check_integer("num_groups", options.num_groups)
@@ -410,7 +424,7 @@ def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
-    """Updates the selection bias against the load.
+    """Updates the selection bias so that the experts' loads become more equal.
 
     Raises the bias of an expert by `rate` if its load is below the mean, and lowers it by `rate` if
     its load is above. This balances loads without an auxiliary loss (arXiv:2408.15664, as in
@@ -446,7 +460,8 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # Integer differences are exact, while float32 would round large counts.
+    # The least count is subtracted while the counts are integers, which is exact. float32 would
+    # round large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

@@ -59,7 +59,8 @@ def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Sums counts [P / N] of this rank's slots over the copies of each expert; returns [E] int32.
 
-    Experts without a slot on this rank get 0.
+    Experts without a slot on this rank get 0. `axes` are the mesh axes that the slots are spread
+    over.
     """
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
@@ -69,10 +70,11 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the weights [P / N, ...] of this rank's slots; sums the gradients of copies.
+    """Returns the weights [P / N, ...] of this rank's slots unchanged; sums gradients of copies.
 
-    In the backward pass, each slot gets the sum of the gradients of all copies of its expert. An
-    all-reduce in float32 sums them for the experts with several copies, at most P - E experts.
+    In the backward pass, each slot gets the sum of the gradients of all copies of its expert. The
+    gradients of experts with several copies, at most P - E experts, are summed over ranks by an
+    all-reduce in float32.
     """
     return weights
 
@@ -104,7 +106,10 @@ equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)
 
 
 def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the expert id in each of this rank's `num_slots` slots, int32; -1 if it is empty."""
+    """Returns the expert id in each of this rank's `num_slots` slots, int32; -1 if it is empty.
+
+    `axes` are the mesh axes that the slots are spread over.
+    """
     expert_of_slot = jnp.asarray(placement.expert_of_slot)
     first = lax.axis_index(axes) * num_slots if axes else 0
     return lax.dynamic_slice_in_dim(expert_of_slot, first, num_slots)

@@ -26,9 +26,9 @@ def for_all_ranks(
     """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
     If the ranks hold different tokens, gathers the arrays; otherwise returns them, typed as varying
-    over the tensor axes (vma). The gradient of the tokens is a sum over the tensor ranks. It is
-    computed before dispatch, where there is one row per token, rather than after dispatch, where
-    there is one row per choice.
+    over the tensor axes (vma). In the backward pass, the gradients of the tokens are summed over
+    these ranks here, where there is one row per token, rather than after dispatch, where there is
+    one row per choice.
 
     Args:
       arrays: arrays [T, ...] of this rank's tokens, floating or of integers below 2**24, such as
@@ -49,9 +49,10 @@ def for_all_ranks(
 
 
 def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementation) -> jax.Array:
-    """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
+    """Sums the partial outputs [T, H] of the ranks along the tensor axes.
 
-    It is called after combine, when there is one row per token instead of one row per choice.
+    Returns the rows of this rank's tokens. The sum comes after combine, when there is one row per
+    token instead of one row per choice.
     """
     if not where.tensor_axes:
         return out
@@ -60,17 +61,22 @@ def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementat
 
 
 def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather."""
+    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather.
+
+    `algorithm` is that of `jax_ep.collectives.all_gather`.
+    """
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
-    # The collectives support floats only. float32 represents integers below 2**24 exactly.
+    # The collectives support only floats, so integers are gathered as float32, which represents
+    # integers below 2**24 exactly.
     return all_gather(x.astype(jnp.float32), axes, algorithm=algorithm).astype(x.dtype)
 
 
 def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
     """Returns x, which is equal on all ranks along `axes`, with a type that varies over them (vma).
 
-    Its gradient is summed over the ranks by the library's all_reduce instead of by `lax.psum`.
+    In the backward pass, the gradient is summed over the ranks by the library's all_reduce with
+    `algorithm`, instead of by `lax.psum`.
     """
     (varying,) = match_varying((x,), axes)
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))
@@ -81,7 +87,10 @@ def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cast(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Casts x to a type that also varies over `axes` (vma); an all-reduce sums its cotangents."""
+    """Casts x to a type that also varies over `axes` (vma), for its gradient.
+
+    In the backward pass, an all-reduce over `axes`, by `algorithm`, sums the cotangents of x.
+    """
     return match_varying((x,), axes)[0]
 
 

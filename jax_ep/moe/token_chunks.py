@@ -63,12 +63,13 @@ def run(
     if num_chunks == 1:
         return function(experts, *arrays)
 
-    # Quantizes the experts once, and not in each chunk.
+    # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
         experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
-    # Matrices that are stored quantized have no gradient.
+    # The arrays whose gradients are summed over the chunks in float32. Matrices that are stored
+    # quantized have no gradient, so they are not among them.
     floats = {
         name: array
         for name, array in experts._asdict().items()
@@ -92,7 +93,7 @@ def run(
 
 
 def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Array:
-    """Splits an array [T, ...] into chunks [num_chunks, size, ...].
+    """Splits an array [T, ...] into chunks of `size` rows, [num_chunks, size, ...].
 
     The last chunk is filled up with the value `padding`.
     """
@@ -105,9 +106,10 @@ def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Ar
 
 @jax.custom_vjp
 def _with_gradient_to(value: jax.Array, wide: jax.Array) -> jax.Array:
-    """Returns `value`; sends its gradient to `wide`, which has the same numbers in a wider dtype.
+    """Returns `value`, but sends its gradient to `wide`, the same numbers in a wider dtype.
 
-    Gradients of several uses of `value` are then summed in the wider dtype, float32 for bfloat16.
+    If `value` is used several times, once in each chunk for example, its gradients are then summed
+    in the wider dtype, which is float32 for bfloat16.
     """
     return value
 

@@ -1,8 +1,9 @@
-"""Chooses the k best experts of each token and computes their weights, by a kernel where it runs.
+"""Chooses the k best experts of each token, and computes the weights of these choices.
 
-The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both compare experts by the same
-numbers, in the order of `lax.top_k`, and take the first of equals. Weights may differ in their last
-bits, since scores are summed in another order.
+A GPU kernel, `pallas_kernels.routing.top_k`, does this where it can run, and XLA everywhere else.
+Both choose the same experts, because they compare experts by the same sort keys (`_all_keys`),
+order numbers as `lax.top_k` does, and prefer the lower id among equal experts. The weights may
+differ in their last bits, since the kernel and XLA sum scores in different orders.
 """
 
 from __future__ import annotations
@@ -36,25 +37,35 @@ def choose(
     gathered: jax.Array | None = None,
     softmax: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns each token's k best experts [T, k] int32, their weights, and the softmax or None.
+    """Returns each token's k best experts, the weights of these choices, and the softmax or None.
 
-    Experts are compared by their logits. With a bias they are compared by the sum of score and bias
-    first, and groups by the sum of their two best; see `pallas_kernels.routing.order`.
+    Experts are compared by their logits. With a bias, they are compared by score + bias first, and
+    by their logits where these sums are equal. Groups of experts are compared by their best score,
+    or by the sum of their two best scores; see `pallas_kernels.routing.order`.
 
-    Gradients flow to the logits, or to `gathered`, through the weights and the softmax.
+    Gradients flow through the weights to `gathered`, or to the logits if `gathered` is None, and
+    through the softmax to the logits. The choices have no gradient.
 
     Args:
         logits: [T, E] float32.
-        k: choices per token.
-        weighing: how weights are computed.
-        scores: what the bias is added to, and what is summed of groups: a key of `order.OF_TWO`.
-        rounded: [T, E] float32, the scores if a bias or groups need them and they are neither
-            logits nor sigmoids.
-        bias: [E] float32, or None.
-        groups: the groups to choose within, or None.
-        gathered: [T, E] float32, the numbers from which the weights of the chosen are computed;
-            None: the softmax if it is returned and not normalized again, else the logits.
-        softmax: whether to return the softmax of the logits, [T, E].
+        k: the number of experts that each token chooses.
+        weighing: how the weights are computed from the scores of the chosen experts.
+        scores: the function of the logits that gives the scores to which the bias is added and by
+            which groups are compared: a key of `order.OF_TWO`, such as "sigmoid", or "logit" for
+            the logits themselves.
+        rounded: [T, E] float32: these scores, if a bias or groups need them. None if they are not
+            needed, or if they are logits or sigmoids, which are computed from `logits`.
+        bias: [E] float32, the selection bias; or None.
+        groups: how many groups the experts form, and from how many of them a token may choose; None
+            if a token may choose any experts.
+        gathered: [T, E] float32: the numbers from which the weights are computed; only the entries
+            of the chosen experts are read. None means the logits, or the softmax if it is returned
+            and `weighing` does not normalize.
+        softmax: whether to return the softmax of the logits, too.
+
+    Returns:
+        The ids of the chosen experts, [T, k] int32; their weights, [T, k] float32; and the softmax,
+        [T, E] float32, or None.
     """
     given = {"rounded": rounded, "bias": None if bias is None else bias[None], "gathered": gathered}
     operands = {name: array for name, array in given.items() if array is not None}
@@ -80,8 +91,9 @@ def _weighed(
     return logits if probs is None or weighing.normalize else probs
 
 
-# Each function returns a result that the primitive has computed, with a custom JVP rule; so do the
-# rules, which makes derivatives of higher order work.
+# Each of the next three functions returns a result that the primitive has already computed (the
+# softmax, the chosen numbers or the weights), and gives it a custom JVP rule. The rules call these
+# functions, too, so derivatives of higher order work.
 
 
 @jax.custom_jvp
@@ -119,10 +131,12 @@ def _weights_derivative(weighing, primals, tangents):
 
 
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
-    """Computes the weights [T, k] float32 of the chosen; see `Weighing`.
+    """Computes the weights [T, k] float32 of the chosen experts from their entries `chosen` [T, k].
 
-    The scores and epsilon are divided by the largest of them, so that their sum is at least 1/2,
-    however small they are. If all scores are 0, the weights are 0.
+    `weighing` says what these entries are (scores, logarithms of scores, or logits), and whether
+    the weights are normalized. To normalize them, the scores and epsilon are divided by the largest
+    of them first. Their sum is then at least 1/2, however small they are, so it can be divided by.
+    If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -140,14 +154,18 @@ def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
 
 
 def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (a, f) with sigmoid(logits) = e^a * f and f >= 1/2, exact for logits below -87."""
+    """Splits sigmoid(logits) into two factors, e^a * f with f >= 1/2; returns the arrays a and f.
+
+    Neither factor underflows, so they are right for logits below -87, too, where float32 cannot
+    represent the sigmoid itself.
+    """
     is_low = logits < 0
     exponent = jnp.where(is_low, logits, 0.0)
     return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
 
 
 class _Arrays:
-    """`order.Ops` of arrays."""
+    """Implements `order.Ops`, the operations by which experts are compared, on JAX arrays."""
 
     def zero(self) -> jax.Array:
         return jnp.float32(0)
@@ -163,7 +181,9 @@ class _Arrays:
 
 
 _ARRAYS = _Arrays()
-_FEW = 64  # one in so many tokens may be in doubt before all tokens are compared by all keys
+# If at most one in `_FEW` tokens is in doubt after the guess by the first sort key, experts are
+# compared by all keys for the tokens in doubt only. If more are in doubt, for all tokens.
+_FEW = 64
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -171,16 +191,19 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _total_order(x: jax.Array) -> jax.Array:
-    """Maps float32 to int32 in the total order -NaN < -inf < -0 < 0 < inf < NaN."""
+    """Maps float32 numbers to int32 numbers that have the order of `lax.top_k`.
+
+    This order is -NaN < -inf < -0 < 0 < inf < NaN.
+    """
     bits = _bits(x)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the values and indices of `lax.top_k`, each through an optimization barrier.
+    """Returns the values and indices of `lax.top_k`, each behind its own optimization barrier.
 
-    Without a barrier XLA sorts all elements if later code slices the results. One barrier for both
-    results crashes XLA for CPUs.
+    Without the barriers, XLA sorts all elements if later code slices the results. A single barrier
+    for both results crashes XLA for CPUs.
     """
     values, indices = map(lax.optimization_barrier, lax.top_k(x, k))
     return values, indices.astype(jnp.int32)
@@ -202,7 +225,12 @@ def _topk_idx(
     scores: str,
     groups: Groups | None,
 ) -> jax.Array:
-    """Returns each token's k best experts, [T, k] int32."""
+    """Returns the ids of each token's k best experts, [T, k] int32, best first.
+
+    Guesses them by the first sort key, and corrects the guess by the other keys. `operands` holds
+    the arrays `rounded`, `bias` and `gathered` of `choose`, as far as they are given. `scores` and
+    `groups` are those of `choose`.
+    """
     guess = _by_first_key(logits, operands, k, scores, groups)
     by_all_keys = functools.partial(_by_all_keys, k=k, scores=scores, groups=groups)
     return _settled(guess, by_all_keys, logits, operands)
@@ -211,7 +239,11 @@ def _topk_idx(
 def _kept_groups(
     logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups
 ) -> jax.Array:
-    """Returns the groups within which each token chooses, [T, kept] int32."""
+    """Returns the ids of the groups from which each token may choose experts, [T, kept] int32.
+
+    Guesses them by the first sort key, and corrects the guess by the other keys. The arguments are
+    those of `_topk_idx`.
+    """
     first = _first_key(logits, operands, scores, groups)
     guess = _groups_by_first_key(first, groups, is_all=first is logits)
     by_all_keys = functools.partial(_groups_by_all_keys, scores=scores, groups=groups)
@@ -220,13 +252,18 @@ def _kept_groups(
 
 @dataclasses.dataclass(frozen=True)
 class _Guess:
-    """Choices by the first key alone, and where other keys may decide otherwise.
+    """A guess of each token's n best experts or groups by the first sort key alone.
+
+    The guess may be wrong where first keys are equal, or where sums of two of them nearly are,
+    since then the other keys decide.
 
     Attributes:
-        choices: [T, n] int32.
-        may_differ: [T] bool, the tokens for which all keys may give other choices; None: no token.
-        in_doubt: returns the tokens of `may_differ`, [T] bool, that must be compared by all keys.
-            It checks more precisely, and runs only if `may_differ` holds for a token. None: all.
+        choices: [T, n] int32: the guessed ids of experts or groups.
+        may_differ: [T] bool: True for a token whose guess may be wrong. None means that no guess
+            is.
+        in_doubt: a function that looks at these tokens more closely. It returns [T] bool, True for
+            a token that must be compared by all keys, and is called only if `may_differ` is True
+            for a token. None means that all tokens of `may_differ` must be compared by all keys.
     """
 
     choices: jax.Array
@@ -240,10 +277,11 @@ def _settled(
     logits: jax.Array,
     operands: Mapping[str, jax.Array],
 ) -> jax.Array:
-    """Returns the choices [T, n] int32; chooses again, by all keys, for the tokens in doubt.
+    """Returns the right choices [T, n] int32: the guess, corrected where it is in doubt.
 
-    This is rare: only about one token in thousands has equal first keys, which are rounded, among
-    which other keys choose differently.
+    For the tokens in doubt, `by_all_keys(logits, operands)` chooses again, by all sort keys. This
+    is rarely needed: in only about one of thousands of tokens, the first keys, which are rounded,
+    are equal for experts between which the other keys decide.
     """
     may_differ = guess.may_differ
     if may_differ is None:
@@ -251,7 +289,8 @@ def _settled(
     num_tokens = logits.shape[0]
 
     def settle() -> jax.Array:
-        if checks.is_symbolic(num_tokens):  # a few of them are no static number
+        # With a symbolic T, the number of tokens to correct could not be a static number.
+        if checks.is_symbolic(num_tokens):
             return by_all_keys(logits, operands)
         in_doubt = guess.in_doubt() if guess.in_doubt else may_differ
         number, few = jnp.sum(in_doubt, dtype=jnp.int32), -(-num_tokens // _FEW)
@@ -276,7 +315,12 @@ def _by_first_key(
     scores: str,
     groups: Groups | None,
 ) -> _Guess:
-    """Chooses the k best experts of each token by the first key alone."""
+    """Guesses each token's k best experts by the first of their sort keys.
+
+    The keys are computed from `logits` and `operands`; the arguments are those of `_topk_idx`. The
+    guess is wrong only where first keys are equal, or where the guess of the token's groups is
+    wrong; then the other keys decide.
+    """
     num_experts = logits.shape[1]
     bias = operands.get("bias")
     first = _first_key(logits, operands, scores, groups)
@@ -298,7 +342,8 @@ def _by_first_key(
         may_differ |= groups_may_differ
 
     def in_doubt() -> jax.Array:
-        # Experts that are equal in the arrays of `alike` are equal in all keys.
+        # Two experts that are equal in all arrays of `alike` are equal in all sort keys. If their
+        # first keys are equal, the guess is therefore right, since the lower id wins in any case.
         alike = [logits, bias]
         if "rounded" in operands:
             alike.append(operands["rounded"])
@@ -323,20 +368,30 @@ def _by_first_key(
 
 
 def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns what `x` [T, E], or [1, E] for all tokens, holds at the indices [T, n]."""
+    """Returns the entries of x [T, E] in the columns `indices` [T, n] of each token, [T, n].
+
+    If x is [1, E], its row holds the entries for all tokens.
+    """
     if x.shape[0] == 1:
         return x[0][indices]
     return jnp.take_along_axis(x, indices, axis=-1)
 
 
 def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether the bits of two arrays differ in any of the pairs."""
+    """Compares arrays bit by bit, some[i] with others[i]; returns a bool array of their shape.
+
+    An element of the result is True if it differs between some[i] and others[i] for any i.
+    """
     pairs = zip(some, others, strict=True)
     return functools.reduce(jnp.logical_or, (_bits(a) != _bits(b) for a, b in pairs))
 
 
 def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _Guess:
-    """Chooses the groups to keep by the first key [T, E]; `is_all`: there are no other keys."""
+    """Guesses the groups from which each token may choose, by the first sort key `first` [T, E].
+
+    `is_all` says that `first` is the experts' only sort key. The guess by a group's best expert is
+    then certain.
+    """
     tokens, num_experts = first.shape
     size = num_experts // groups.number
     grouped = first.reshape(tokens, groups.number, size)
@@ -356,20 +411,30 @@ def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _
 
 
 def _is_among(chosen: jax.Array, number: int) -> jax.Array:
-    """Returns [T, number] bool: which of the numbers are among those chosen, [T, k]."""
+    """Returns which of the ids 0 ... number - 1 each token has chosen, [T, number] bool.
+
+    `chosen` [T, k] holds the chosen ids, of groups for example.
+    """
     numbers = jnp.arange(number, dtype=chosen.dtype)
     return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
 
 
 def _is_in_groups(kept: jax.Array, groups: Groups, num_experts: int) -> jax.Array:
-    """Returns whether experts are in the groups `kept` [T, kept] of their token, [T, E] bool."""
+    """Returns for each token which experts are in its groups, [T, E] bool.
+
+    `kept` [T, kept] holds the ids of the token's groups, from which it may choose experts.
+    """
     return jnp.repeat(_is_among(kept, groups.number), num_experts // groups.number, axis=1)
 
 
 def _first_key(
     logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
 ) -> jax.Array:
-    """Returns the rounded sums [T, E] if there are sums, else the logits."""
+    """Returns the first sort key of each expert, [T, E] float32.
+
+    The key is score + bias, rounded to float32, if experts are compared by such sums
+    (`order.has_sums`). Otherwise it is the logit. The arguments are those of `_topk_idx`.
+    """
     given = operands.get("rounded"), operands.get("bias")
     if not order.has_sums(scores, given[1], groups):
         return logits
@@ -379,7 +444,12 @@ def _first_key(
 def _all_keys(
     logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups | None
 ) -> list[jax.Array]:
-    """Returns the logits [T, E], after (high, low) if there are sums."""
+    """Returns the sort keys of the experts, [T, E] float32 each, in the order in which they count.
+
+    If experts are compared by sums score + bias (`order.has_sums`), the keys are the sum rounded to
+    float32, the error of this rounding, and the logit. Otherwise the logit is the only key. The
+    arguments are those of `_topk_idx`.
+    """
     given = operands.get("rounded"), operands.get("bias")
     if not order.has_sums(scores, given[1], groups):
         return [logits]
@@ -394,7 +464,10 @@ def _by_all_keys(
     scores: str,
     groups: Groups | None,
 ) -> jax.Array:
-    """Returns the k best experts [T, k] int32, compared by all of their keys."""
+    """Returns the ids of each token's k best experts, [T, k] int32, compared by all sort keys.
+
+    The arguments are those of `_topk_idx`.
+    """
     keys = _all_keys(logits, operands, scores, groups) if "bias" in operands else [logits]
     if groups is not None:
         kept = _groups_by_all_keys(logits, operands, scores, groups)
@@ -406,7 +479,12 @@ def _by_all_keys(
 def _groups_by_all_keys(
     logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups
 ) -> jax.Array:
-    """Returns the groups to keep, [T, kept] int32, compared by all keys of their best experts."""
+    """Returns the groups from which each token may choose, compared by all sort keys.
+
+    The result is the groups' ids, [T, kept] int32. Groups are compared by the keys of their best
+    expert, or by the sum of their two best experts, as `groups` says. The arguments are those of
+    `_topk_idx`.
+    """
     tokens, num_experts = logits.shape
     size = num_experts // groups.number
     keys = _all_keys(logits, operands, scores, groups)
@@ -424,9 +502,11 @@ def _groups_by_all_keys(
 
 
 def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
-    """Returns the indices [..., k] int32 of the largest of the last axis, the first of equals.
+    """Returns the indices [..., k] int32 of the k largest elements along the last axis, in order.
 
-    `keys` are [..., n] float32 each; the first decides unless elements are equal in it, and so on.
+    Each element has several sort keys: keys[0], keys[1] and so on are [..., n] float32. A later key
+    decides only between elements that are equal in all earlier keys. Of elements that are equal in
+    all keys, the one with the lower index comes first.
     """
     indices = lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
     is_out = jnp.zeros_like(indices)
@@ -438,12 +518,18 @@ def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
 
 
 def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns indices of candidates that include the best k, and 1 for duplicates to leave out.
+    """Selects candidates that include the k largest elements along the last axis, for `_sorted`.
 
-    Each key contributes its k largest among the elements that equal the k-th best in all earlier
-    keys. `lax.top_k` by one key is much faster than a sort of all elements by several keys.
+    Each key contributes k candidates. The first key selects from all elements, and each later key
+    only from the elements that equal the k-th largest in all earlier keys. This takes one
+    `lax.top_k` per key, which is much faster than a sort of all elements by several keys.
+
+    Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore, because a
+    later key selects it again, or because it differs from the k-th largest in an earlier key. Both
+    are int32, with k entries for each key along the last axis.
     """
-    # The two least NaNs in the total order. Elements that are no ties come after all that are.
+    # The two least numbers in the order of `lax.top_k`, both NaN. Elements that this key must not
+    # select get the least one, and no other element does, so they come after all others.
     least, next_to_least = (
         lax.bitcast_convert_type(jnp.int32(bits), jnp.float32) for bits in (-1, -2)
     )
@@ -457,7 +543,8 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
         order_of_best = _total_order(jnp.take_along_axis(key, best, axis=-1))
         last = order_of_best[..., -1:]
         out = ~is_tie_of_best
-        if len(indices) < len(keys) - 1:  # the next key compares the elements equal to the k-th
+        # The next key selects among the elements that equal the k-th largest in this key.
+        if len(indices) < len(keys) - 1:
             out |= order_of_best == last
         indices.append(best)
         is_out.append(out)
@@ -490,7 +577,10 @@ def _lower(program: Program, *operands: Any, **params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """A choice of k experts for each token, in a program that is being lowered."""
+    """What an implementation of `choose` is selected for: k choices per token, and a program.
+
+    The program is the one in which the primitive is being lowered.
+    """
 
     program: Program
     k: int
@@ -498,13 +588,17 @@ class _Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TopK(Implementation):
-    """A way to choose experts; `compute` takes the operands and parameters of the primitive."""
+    """An implementation of `choose`, by the GPU kernel or by XLA.
+
+    `compute` takes the operands and parameters of the primitive, and returns the primitive's
+    results.
+    """
 
     compute: Callable[..., Any]
 
 
 def _kernel_reason(problem: _Problem) -> str | None:
-    """Returns why the kernel cannot choose the experts, or None if it can."""
+    """Returns why the GPU kernel cannot run in the program of `problem`, or None if it can."""
     program = problem.program
     num_tokens, num_experts = program.operand_types[0].shape
     if program.platforms != ("cuda",):
@@ -526,7 +620,8 @@ def _kernel_reason(problem: _Problem) -> str | None:
     )
 
 
-# In the order in which they are tried. No argument names one: both choose the same experts.
+# The implementations, in the order in which they are tried. Callers cannot name one, because both
+# choose the same experts.
 IMPLEMENTATIONS = Implementations(
     (
         _TopK(name="pallas", unavailable_reason=_kernel_reason, compute=_by_kernel),
@@ -542,16 +637,19 @@ def _types(logits: Any, *_: Any, k: int, softmax: bool, **__: Any) -> Any:
 
 
 def _batch(operands: Any, axes: Any, *, given: tuple[str, ...], **params: Any) -> Any:
-    """Folds the batch axis into the tokens, for jax.vmap."""
+    """Runs the primitive on a batch, for `jax.vmap`: the batch's elements become further tokens.
+
+    `axes` has the batch axis of each operand, or None. `given` names the operands after the logits.
+    """
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     shape = None
     tokens = []
     for name, x, axis in zip(("logits", *given), operands, axes, strict=True):
         if axis is None and name == "bias" and x.shape[0] == 1:
-            tokens.append(x)  # of all tokens
+            tokens.append(x)  # one bias for all tokens
             continue
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        shape = shape or x.shape  # of the logits
+        shape = shape or x.shape  # the shape of the logits
         tokens.append(jnp.broadcast_to(x, shape).reshape(-1, shape[-1]))
     results = _choose_p.bind(*tokens, given=given, **params)
     return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)

@@ -17,7 +17,8 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-# A function that reads a larger constant than this equals only itself.
+# The size, in bytes, of the largest constant that a function may read to be compared by its jaxprs.
+# A function that reads a larger one equals only itself.
 _MOST_BYTES = 1 << 16
 
 
@@ -40,7 +41,7 @@ class Traced:
         self.key: Any = None
         try:
             self.key = tuple(_trace_key(_with_gradient(function), types) for types in samples)
-        # A function that cannot be traced keeps the key None, and equals only itself.
+        # If the function cannot be traced, `key` stays None, and the function equals only itself.
         except Exception:
             pass
 
@@ -81,14 +82,14 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 
     Returns the closed jaxpr and the type of the function's result.
     """
-    # JAX caches traces by the function's identity, so a new lambda makes it trace again.
+    # JAX caches traces by the identity of the function, so it traces a new lambda again.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes the value of `function` and its gradient.
 
-    The trace of the result includes what a custom gradient of `function` computes.
+    If `function` has a custom gradient, the trace of the returned function therefore shows it.
     """
 
     def both(*arrays: Any) -> Any:
@@ -107,7 +108,7 @@ def _cotangent(x: jax.Array) -> Any:
 def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
     """Returns a hashable key of a function's trace for arguments of `types`.
 
-    Functions with equal keys compute the same.
+    Functions with equal keys return the same values, in the same structure.
     """
     jaxpr, result = trace(function, types)
     return _jaxpr_key(jaxpr), jax.tree.structure(result)
@@ -130,8 +131,9 @@ def _jaxpr_key(jaxpr: Any) -> Any:
         return kind, numbers.setdefault(a, len(numbers))
 
     def equation(e: Any) -> Any:
-        # The parameters of these two primitives hold functions, which would not compare equal.
-        # They are left out, since the traced gradient includes what they compute.
+        # The parameters of these two primitives hold functions, which would never compare equal, so
+        # they are left out of the key. What they compute is in the key all the same, as a part of
+        # the traced gradient.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))
@@ -155,7 +157,7 @@ def _value_key(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_value_key, value))
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        # In Python, 1, 1.0 and True are equal, so the key includes the type.
+        # In Python, 1, 1.0 and True are equal, so the key includes the type to tell them apart.
         return type(value), repr(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if getattr(value, "nbytes", _MOST_BYTES + 1) > _MOST_BYTES:
