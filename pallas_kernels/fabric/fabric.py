@@ -143,10 +143,10 @@ class Fabric(Ranks, Protocol):
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for the n / 2 pairs that `rank` sends by `send_halves`; copies them to `words`.
+        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
 
-        `words` is [n] int32; pair i goes to words[2 * i] and words[2 * i + 1]. `what` names the
-        wait in the error message of a timeout.
+        `words` is [n] int32, for n / 2 pairs, rounded up. Pair i goes to words[2 * i] and
+        words[2 * i + 1]. `what` names the wait in the error message of a timeout.
         """
 
     def barrier(self) -> None:

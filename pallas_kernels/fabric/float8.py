@@ -1,4 +1,4 @@
-"""Emits the steps of float8 quantization in a kernel: each function, the code of one thread.
+"""Emits the steps of float8 quantization in a kernel. Each function emits code for one thread.
 
 The results have the same bits as those of `pallas_kernels.formats.Float8`. The argument `ptx_type`
 is a float8 type's name in PTX, such as "e4m3".

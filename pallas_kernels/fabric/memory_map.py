@@ -22,8 +22,9 @@ STRIDE = 1 << 30
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The indices of 64-bit words in a heap's header. From DELTA on there are MAX_GPUS words: for each
-# GPU of the domain, what is added to an address in its process to access the memory from here.
+# The indices of 64-bit words in a heap's header. From DELTA on there are MAX_GPUS words. Word g of
+# them is the number that the heap's GPU adds to an address of GPU g's process, to access the memory
+# there.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2

@@ -6,7 +6,8 @@ a word of a tile that itself equals the sentinel is sent as another word, `_INST
 
 If the receiver needs the exact bits, notes tell which words were replaced. A thread of the sender
 sends four words of a tile. If one of them equals the sentinel or `_INSTEAD`, the thread also sends
-a note: a byte whose bit i says whether its word i was replaced.
+a note: a byte whose bit i says whether its word i was replaced. A thread of the receiver that finds
+`_INSTEAD` waits for the note.
 """
 
 from __future__ import annotations

@@ -384,11 +384,11 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for the n / 2 pairs that `rank` sends by `send_halves`; copies them to `words`.
+        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
 
-        `words` is [n] int32 in shared memory; pair i goes to words[2 * i] and words[2 * i + 1]. The
-        caller must put a barrier between this call and other threads' reads of `words`. `what`
-        names the wait in the error message of a timeout.
+        `words` is [n] int32 in shared memory, for n / 2 pairs, rounded up. Pair i goes to
+        words[2 * i] and words[2 * i + 1]. The caller must put a barrier between this call and other
+        threads' reads of `words`. `what` names the wait in the error message of a timeout.
         """
         (total,) = words.shape
         self._read(rank, 0, words, -(-total // 2), what, halves=True)

@@ -14,11 +14,11 @@ One call may take several arrays `grad` for one `lhs`. The output tiles of all o
 position are computed one after the other, so that all but the first read `lhs` from the caches.
 
 A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
-and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The
-sum over a group's rows is cut into steps of 64 rows; a stage of the ring holds one step. A group's
-first and last step may hold rows of another group. The loader clears the step: it zeroes these rows
-in shared memory before they are multiplied. So a NaN in another group's row, or past the last
-group, never enters an accumulator.
+and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The sum over a
+group's rows is cut into steps of 64 rows; a stage of the ring holds one step. A group's first and
+last step may hold rows of another group. The loader *clears* such a step: it zeroes these rows in
+shared memory before they are multiplied. So a NaN in another group's row, or past the last group,
+never enters an accumulator.
 
 A stage of the ring passes between the warpgroups by three barriers:
 
@@ -81,8 +81,8 @@ class DrhsTiles:
       num_stages: number of pipeline stages in the ring, at least 2. A stage holds operand tiles of
         64 rows.
       band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
-        over the whole height of the output. The thread blocks compute the output band by band, and
-        within a band row of tiles by row of tiles.
+        over the whole height of a group's output. The thread blocks compute a group's output band
+        by band, and within a band row of tiles by row of tiles.
     """
 
     block_n: int
@@ -436,7 +436,7 @@ class _Computer:
 
     @property
     def _columns(self) -> range:
-        """The first column of each chunk of an output tile, which is 64 columns."""
+        """The first column of each chunk of 64 columns that an output tile consists of."""
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:

@@ -89,9 +89,7 @@ class Tiles:
         results are stored, at most 8 for each compute warpgroup.
 
         Args:
-          heights: the attribute of the result.
-          block_n: the attribute of the result.
-          band: the attribute of the result.
+          heights, block_n, band: these attributes of the result.
           matrices: the number of matrices of each group; a stage holds a tile of each of them.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
@@ -180,8 +178,8 @@ class Product(Kernel):
     """The kernel of `product`.
 
     The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
-    of an instruction's result may be any multiple of 8. So a tile needs no more rows than its group
-    has, rounded up to a multiple of 8.
+    of an instruction's result may be any multiple of 8. So the height of a tile can be fitted to
+    the number of rows that its group has.
 
     Attributes:
       depths: for each pair of operands, K, the length of the contraction dimension.
@@ -385,7 +383,7 @@ class _Computer:
         return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
-        """Computes this warpgroup's half of a tile, and stores its half of a tile.
+        """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
         If the kernel `holds` results in registers, the previous tile is stored while this tile is
         multiplied. Else this tile is stored after it is multiplied.

@@ -56,8 +56,8 @@ _PTX_TYPE = "e4m3"
 class Scaled(NamedTuple):
     """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
 
-    The number that is stored is the float8 value times the scale of its block. A block is 128
-    columns of one row if rows are stored, and 128 x 128 if matrices are stored.
+    A value stands for a number: the value times the scale of its block. In rows, a block is 128
+    columns of one row; in matrices, it is 128 rows by 128 columns.
 
     Attributes:
       values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.

@@ -128,7 +128,7 @@ def add(ops: Ops, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
-    """Returns whether columns (experts) need sums (high, low), to be compared by them.
+    """Returns whether columns (experts) need sums (high, low), to compare columns or groups.
 
     They do if there is a bias, which is added to the scores. They also do if groups are compared by
     the sum of their two best scores, unless the scores are the logits: the two best logits of a

@@ -278,8 +278,8 @@ class _TopK:
     def choose(self, lanes: Any, row: Any, operands: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the k best columns of a row and their logits, as two words in each lane.
 
-        Lane i < k holds the index of the i-th best column, and the float32 bits of its logit. Lanes
-        from k on hold anything.
+        Lane i < k holds the index of the i-th best column, and the float32 bits of its logit. The
+        other lanes hold the index of any column, so that every lane may use its index.
         """
 
         def by_all_keys() -> list[Any]:
@@ -355,7 +355,7 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Returns the keys by which the columns that a lane holds are compared.
+        """Returns the keys by which the columns that a lane holds, and groups, are compared.
 
         Args:
           lanes: the operations on the lanes of the warp.
