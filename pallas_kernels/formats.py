@@ -1,9 +1,10 @@
 """Defines number formats: numbers stored in few bits, with a scale for each block of numbers.
 
-A number is its stored value times the scale of its block. `Format` computes the shapes of values
-and scales. `Float8` is float8 with a scale for each block of rows and columns. `PLAIN` stands for
-rows in their own dtype. `encode` and `decode` take NumPy or JAX arrays, and return NumPy or JAX
-arrays accordingly. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels.
+An array of numbers is stored as an array of *values*, of few bits each, and an array of *scales*. A
+number is its value times the scale of its block. `Format` is the base class of the formats, and
+computes the shapes of these arrays. `Float8` has float8 values. `PLAIN` stands for rows that are
+stored in their own dtype. `encode` and `decode` take NumPy or JAX arrays, and return arrays of the
+same kind. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels.
 `jax_ep.formats` has the public names, and further formats that no kernel reads.
 
 Imports neither Pallas nor Mosaic.
@@ -54,7 +55,7 @@ class Format:
     numbers_per_value: ClassVar[int] = 1
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless an array of this shape consists of whole blocks.
+        """Raises ValueError unless an array of numbers of this shape consists of whole blocks.
 
         `name` is the array's name in the error message.
         """
@@ -84,7 +85,7 @@ class Format:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the array of scales for numbers of this shape.
 
-        A last block that is not whole has a scale, too.
+        If an axis is not a multiple of the block, its last block is cut off, and has a scale, too.
         """
         rows, columns = self.block
         blocks = shape[:-1] if rows == 1 else (*shape[:-2], -(-shape[-2] // rows))
@@ -95,17 +96,17 @@ class Format:
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Reorders items from the order of the numbers' axes to that of the values and scales.
+        """Reorders items, one for each axis of the numbers, to the order in which axes are stored.
 
-        A format may store axes in another order. The items, one for each axis, are for example the
-        entries of a `jax.sharding.PartitionSpec`.
+        A format may store the axes of values and scales in another order than that of the numbers'
+        axes. The items are for example the entries of a `jax.sharding.PartitionSpec`.
         """
         return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
-        """Returns (columns, dtype) of each array that stores rows of `hidden` numbers.
+        """Returns (columns, dtype) of each of the arrays that store rows of `hidden` numbers.
 
-        The arrays are the values and the scales. `dtype` is the rows' dtype before they are
+        The arrays are the values and the scales. `dtype` is the dtype of the rows before they are
         encoded.
         """
         parts = (self.values_shape, self.dtype), (self.scales_shape, self.scale_dtype)
@@ -125,9 +126,10 @@ class Format:
 
     @property
     def relative_error(self) -> float:
-        """The largest relative error |decoded - number| / |number|.
+        """The largest relative error, |decoded - number| / |number|, of large numbers.
 
-        It holds for numbers near the largest of their block.
+        These are numbers near the largest magnitude of their block. The relative error of much
+        smaller numbers may be larger.
         """
         raise NotImplementedError
 
@@ -155,7 +157,7 @@ class Format:
 
     @property
     def _axes(self) -> tuple[int, ...]:
-        """The axes of the result of `_in_blocks` along which a block extends."""
+        """The axes along which a block extends in an array that `_in_blocks` has split."""
         return (-1,) if self.block[0] == 1 else (-3, -1)
 
     def _in_blocks(self, x: Array) -> Array:
@@ -201,7 +203,7 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """The format of float8 values with scales that map a block's largest number to the dtype's.
+    """The format of float8 values whose scale maps the largest number of a block to that of float8.
 
     DeepSeek-V3 uses the same blocks and scales for rows (arXiv:2412.19437, section 3.3.2). NaN and
     infinities are stored as NaN, and do not affect the other numbers of their block.
@@ -298,7 +300,8 @@ class Float8(Format):
             factors = scales if divide else 1 / scales
             factors = xp.expand_dims(factors, self._axes)
             scaled = blocks / factors if divide else blocks * factors
-            # Scales of another dtype than float32 may have been rounded down, so clip overflows.
+            # A scale of another dtype than float32 may have been rounded down. A number divided by
+            # it may then exceed the largest float8 number, so it is clipped.
             if self.scale_dtype != _FLOAT32:
                 scaled = xp.clip(scaled, -self.largest, self.largest)
             values = xp.where(finite, scaled, np.float32(np.nan)).astype(self.dtype)
@@ -321,7 +324,7 @@ class Float8(Format):
 class Plain:
     """The format of rows that are sent unquantized, in their own dtype.
 
-    It has those methods of `Format` that concern rows.
+    It has those methods of `Format` that concern rows, so that code for rows can use either.
     """
 
     name: ClassVar[str] = "plain"
@@ -373,7 +376,8 @@ def bitcast(x: Array, dtype: DType) -> Array:
 def multiply(numbers: Array, scales: Array) -> Array:
     """Multiplies float32 numbers by scales of any dtype; returns float32.
 
-    A scale of float8_e8m0fnu may be 2^-127, a subnormal float32. It is not flushed to zero.
+    A scale of float8_e8m0fnu may be 2^-127, which is subnormal in float32. The product is right
+    even where hardware flushes subnormal numbers to zero.
     """
     if scales.dtype != E8M0:
         return numbers * scales.astype(_FLOAT32)

@@ -25,12 +25,12 @@ Function = Callable[..., jax.Array]
 
 
 class NotSupported(Exception):
-    """Raised for a function with an operation that `Elementwise` cannot emit."""
+    """Raised for a function that `Elementwise` cannot emit; the message names the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """An elementwise function of `arity` float32 arrays, to be called within a kernel.
+    """An elementwise function of float32 arrays, to be called within a kernel.
 
     Attributes:
       function: a JAX function of `arity` float32 arrays of one shape.
@@ -60,8 +60,9 @@ class Elementwise:
         return closed
 
     def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
-        """Applies the function to float32 arrays of one shape in the layout `plgpu.Layout.WGMMA`.
+        """Applies the function to float32 arrays of one shape, within a kernel.
 
+        The arrays are in registers, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators.
         `interpreted` is whether Pallas' GPU interpreter runs the kernel.
         """
         if interpreted:
@@ -76,7 +77,7 @@ class Elementwise:
         return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
 
     def emit(self, *values: Value) -> Value:
-        """Emits PTX that applies the function to float32 scalars, in each thread."""
+        """Emits PTX by which each thread applies the function to float32 scalars of its own."""
         return _emit(self._jaxpr.jaxpr, values)[0]
 
 
@@ -107,9 +108,10 @@ _quotient = _instruction("div.full.f32", 2)
 
 
 def _exp(x: Value) -> Value:
-    """Emits libdevice's expf(x): 2^j * 2^f with an integer j, where j + f = x / ln 2.
+    """Emits e^x, by the same instructions as the function expf of NVIDIA's libdevice.
 
-    j is clamped to the range of float32 exponents.
+    x / ln 2 is split into a sum of an integer j and a rest f; the result is 2^j * 2^f. j is clamped
+    to the range of float32 exponents.
     """
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
@@ -136,9 +138,10 @@ def _logistic(x: Value) -> Value:
 
 
 def _tanh(x: Value) -> Value:
-    """Emits XLA's tanh(x): x itself if it is tiny, else an odd polynomial over an even polynomial.
+    """Emits tanh(x), by the same operations as XLA.
 
-    x is first clamped to the range in which tanh does not round to 1 or -1.
+    If x is tiny, the result is x. Else x is clamped to the range in which tanh does not round to 1
+    or -1, and the result is an odd polynomial of x divided by an even one.
     """
 
     def constant(bits: int) -> Value:
@@ -182,8 +185,8 @@ def _same(x: Value, **_: Any) -> Value:
     return x
 
 
-# Maps the name of a JAX primitive to a function that emits it. The function takes the operands, and
-# the equation's parameters as keyword arguments.
+# Maps the name of a JAX primitive to a function that emits the primitive. The function takes the
+# operands of an equation of a jaxpr, and the equation's parameters as keyword arguments.
 _EMIT: dict[str, Callable[..., Value]] = {
     "add": _add,
     "add_any": _add,
@@ -206,7 +209,10 @@ _EMIT: dict[str, Callable[..., Value]] = {
 
 
 def _inner(equation: Any) -> Any:
-    """Returns the closed jaxpr that an equation such as `jit` calls, or None if it calls none."""
+    """Returns the closed jaxpr that an equation calls, such as one of `jit`; None if it calls none.
+
+    The result is None, too, if the called jaxpr captures arrays.
+    """
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
         return None
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -233,7 +239,10 @@ def _check(jaxpr: Any) -> None:
 
 
 def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
-    """Emits a jaxpr on float32 scalars; returns its results. `_check` must have accepted it."""
+    """Emits the operations of a jaxpr on the float32 scalars `arguments`; returns the results.
+
+    `_check` must have accepted the jaxpr.
+    """
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:

@@ -35,14 +35,20 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 class Ranks(Protocol):
-    """The ranks that a kernel runs on, and the operands and scratch that communication needs."""
+    """The ranks that a kernel runs on, and what the kernel's launch needs for communication.
+
+    `kernel` adds the operands and scratch that this class names to those of the kernel's body.
+    """
 
     @property
     def num_ranks(self) -> int: ...
 
     @property
     def stacked(self) -> bool:
-        """Whether all ranks run on one device, in a simulator, with their buffers stacked."""
+        """Whether all ranks run on one device, in the tests' simulator.
+
+        A buffer then has a leading axis of num_ranks, along which the ranks' buffers are stacked.
+        """
 
     @property
     def interpret(self) -> Any:
@@ -59,9 +65,10 @@ class Ranks(Protocol):
         """
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of a buffer on this device, given its shape on one rank.
+        """Returns the shape that a buffer has on a device, given its `shape` on one rank.
 
-        The two differ in the simulator, which stacks the buffers of all ranks.
+        On GPUs this is `shape` itself. If the buffers are `stacked`, it has a leading axis of
+        num_ranks.
         """
 
     def enter(
@@ -75,66 +82,81 @@ class Fabric(Ranks, Protocol):
     """The operations by which a kernel's body communicates with the other ranks."""
 
     def connect(self) -> None:
-        """Waits until the addresses of all ranks' buffers have arrived.
+        """Waits until this rank has received the addresses of the other ranks' buffers.
 
-        After that, this warpgroup may use `peer`.
+        A warpgroup must call it before it calls `peer`, which needs these addresses.
         """
 
     def rank(self) -> jax.Array:
-        """Returns this rank's number along the mesh axes, [] int32, from 0 to num_ranks - 1."""
+        """Returns the index of this rank among the kernel's ranks, [] int32, from 0 on."""
 
     def here(self) -> jax.Array:
         """Returns the index of this rank's device in the mesh, in row-major order, [] int32."""
 
     def mine(self, ref: Any) -> Any:
-        """Returns a reference to this rank's part of a buffer; `ref` itself unless `stacked`."""
+        """Returns a reference to this rank's own buffer, given the reference `ref` of the kernel.
+
+        If the buffers of all ranks are `stacked` in one array, it is the entry of this rank in the
+        array; else it is `ref` itself.
+        """
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
+        """Returns a reference to the memory of rank `rank` that corresponds to `ref` on this rank.
+
+        `ref` is one of the buffers that `kernel` was told to share, or a slice of one.
+        """
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Sends the number `count` to the block of the same index on every rank, as a signal.
+        """Sends a signal with the number `count` to every rank, for the block of the same index.
 
-        Signals of different `kind`, 0 or 1, are independent. With `release`, a peer that sees the
-        signal also sees what this warpgroup wrote before.
+        A block has a signal of each `kind`, 0 and 1, from each rank. In a call, a later signal of
+        the same kind must have a larger `count`. With `release`, a peer that sees the signal also
+        sees what this warpgroup wrote before.
         """
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits until the block of the same index on every rank has signalled `count` or more.
+        """Waits for signals of `kind` from every rank: from the block of this block's index.
 
-        `what` names the wait in the error message of a timeout.
+        The wait ends when each of these signals is `count` or more. `what` names the wait in the
+        error message of a timeout.
         """
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends the 32-bit `words` [n] to `ranks`, or to all ranks if None.
+        """Sends the n 32-bit numbers `words` to each of `ranks`, or to all ranks if None.
 
-        Receivers read them by number: words[i] is this rank's value number start + i.
+        A receiver selects the numbers that it wants by their indices among all that this rank
+        sends to it in a call: words[i] has the index start + i. See `read_values`.
         """
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for the values that `rank` sends by `send_values`; copies them to `words` [n].
+        """Waits for n numbers that `rank` sends by `send_values`, and copies them to `words` [n].
 
-        They are its values number start to start + n - 1. `what` names the wait in the error
-        message of a timeout.
+        They are the numbers that `rank` sends with the indices start to start + n - 1. `what` names
+        the wait in the error message of a timeout.
         """
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends `count` pairs of int32 of up to 16 bits to every rank, from pair `first` on.
+        """Sends `count` pairs of small int32 to every rank, starting with pair number `first`.
 
-        Pair i is words[2 * i] and words[2 * i + 1].
+        Pair i is (words[2 * i], words[2 * i + 1]), and has the number i at the receiver, too. Each
+        int32 must fit in 16 bits, since a pair is sent as one 32-bit number.
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for all pairs that `rank` sends by `send_halves`; copies them to `words` [n].
+        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
 
-        `what` names the wait in the error message of a timeout.
+        `words` is [n] int32, for n / 2 pairs, rounded up. Pair i goes to words[2 * i] and
+        words[2 * i + 1]. `what` names the wait in the error message of a timeout.
         """
 
     def barrier(self) -> None:
         """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """Makes writes that this warpgroup has waited for visible to its next bulk copies."""
+        """Orders this warpgroup's next bulk copies (TMA) after writes for which it has waited.
+
+        Without this fence a bulk copy may still read what the memory held before these writes.
+        """
 
     def delay_point(self, number: int) -> None:
         """Marks a point of a kernel at which a test may delay each rank by a different time.
@@ -147,17 +169,18 @@ class Fabric(Ranks, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RanksOfMesh:
-    """The ranks along some axes of a mesh, each with a GPU; base of both protocols' fabrics.
+    """The ranks along some axes of a mesh, each with a GPU.
 
-    A device's place is its index in the mesh, in row-major order.
+    It is the base class of `symmetric.Gpus`, and of `low_latency.Channels` for the low-latency
+    protocol. A device's *place* is its index in the mesh, in row-major order.
 
     Attributes:
       axes: (stride, size) of each mesh axis along which the ranks lie. The stride is the difference
-        of the places of neighbouring devices along the axis.
-      gpus: for each place, the number of its GPU among the GPUs of the host.
+        of the places of two devices that are neighbours along the axis.
+      gpus: for each place, the number of the device's GPU among the GPUs of the host.
       timeout_s: the seconds that a rank waits for a peer before it aborts the program.
-      delays_ns: the nanoseconds by which a test delays each rank at each delay point:
-        delays_ns[point][rank].
+      delays_ns: delays_ns[point][rank] is the number of nanoseconds by which a test delays a rank
+        at a delay point; see `Fabric.delay_point`. Empty outside of tests.
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -176,7 +199,7 @@ class RanksOfMesh:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """Returns a reference to this rank's part of a buffer: `ref`, the whole buffer."""
+        """Returns `ref`: on a GPU, the kernel's references are to this rank's own buffers."""
         return ref
 
     def barrier(self) -> None:
@@ -184,9 +207,10 @@ class RanksOfMesh:
         ptx.barrier()
 
     def rank_and_corner(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rank of the device at `place`, and the place of rank 0 of the same ranks.
+        """Returns the rank of the device at `place`, and the place of the device with rank 0.
 
-        A place is a device's index in the mesh, in row-major order.
+        A place is a device's index in the mesh, in row-major order. Devices that differ only along
+        the axes of the ranks communicate with each other, and one of them has rank 0.
         """
         rank, corner = jnp.int32(0), place
         for stride, size in self.axes:
@@ -195,7 +219,7 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns the number of the GPU at `place`, a device's row-major index in the mesh."""
+        """Returns the number on the host of the GPU at `place`, its row-major index in the mesh."""
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])
@@ -204,7 +228,10 @@ class RanksOfMesh:
         return number
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
-        """Delays this rank at delay point `point` of a kernel by `delays_ns[point][rank]`."""
+        """Waits for delays_ns[point][rank] nanoseconds, if a test has set delays for `point`.
+
+        `rank` is this rank, and `point` the number of a delay point (see `Fabric.delay_point`).
+        """
         if point < len(self.delays_ns):
             delay = jnp.int32(0)
             for r, nanoseconds in enumerate(self.delays_ns[point]):
@@ -283,10 +310,13 @@ def kernel(
 def update_in_place(
     arrays: Sequence[jax.Array], write: Callable[[Sequence[Any]], Any]
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Calls `write` with references to the arrays; returns the updated arrays and `write`'s result.
+    """Lets a kernel write to parts of existing arrays, without copies of the arrays.
 
-    A kernel that `write` calls with the references writes to the arrays' own memory. XLA first
-    copies an array that is still used elsewhere.
+    Calls `write` with references to the arrays. A kernel that `write` calls with these references
+    writes to the arrays' own memory. If an array is still used elsewhere, XLA first copies it.
+
+    Returns:
+      (the updated arrays, what `write` returned).
     """
     refs = [jax.new_ref(array) for array in arrays]
     returned = write(refs)
@@ -294,9 +324,9 @@ def update_in_place(
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
-    """Loads a contiguous 1D array into registers.
+    """Loads a contiguous 1D array into the registers of a warpgroup.
 
-    A thread holds vectors of `vector` neighbouring elements.
+    Each thread then holds vectors of `vector` neighbouring elements.
     """
     if fabric.interpret:
         return ref[...]
@@ -305,10 +335,10 @@ def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
 
 
 def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
-    """Starts a bulk copy from shared to global memory if `predicate` holds.
+    """Starts a bulk copy from shared to global memory if the scalar `predicate` is true.
 
-    On a GPU the copy is predicated, without a branch. The copy belongs to the group of copies that
-    the caller commits next.
+    On a GPU the copy instruction itself is predicated, so no branch is emitted. The copy does not
+    commit: the caller's next commit puts it into a group of copies, for which one can wait.
     """
     if not fabric.interpret:
         plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
@@ -320,9 +350,9 @@ def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) 
 
 
 def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
-    """Returns 0, 1, … size - 1 as int32 in registers.
+    """Returns the array 0, 1, … size - 1 of int32 in the registers of a warpgroup.
 
-    A thread holds vectors of `vector` neighbouring elements.
+    Each thread holds vectors of `vector` neighbouring elements.
     """
     if fabric.interpret:
         return jnp.arange(size, dtype=jnp.int32)
@@ -331,16 +361,16 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
 
 
 def clear(ref: Any, size: int) -> None:
-    """Sets ref[:size], int32, to 0; `size` is a multiple of LANES."""
-    # A single store would require a power of two elements.
+    """Sets the int32 elements ref[:size] to 0; `size` is a multiple of LANES."""
+    # One store of the whole slice would require that `size` is a power of two.
     for start in range(0, size, LANES):
         ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
 
 
 def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
-    """Adds 1 to bins[v] in shared memory for each v of `values` with 0 <= v < num_bins.
+    """Counts equal values: for each v in `values` adds 1 to bins[v], if 0 <= v < num_bins.
 
-    `values` is [n] int32 in registers.
+    `values` is [n] int32 in registers, and `bins` is int32 in shared memory.
     """
     if fabric.interpret:
         found = jnp.sum(values[:, None] == jnp.arange(bins.shape[0]), axis=0, dtype=jnp.int32)
@@ -350,15 +380,19 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
 
 
 def first_peer(fabric: Fabric) -> jax.Array:
-    """Returns the rank with which this block communicates first, to be taken modulo num_ranks.
+    """Returns the rank with which this block begins its loop over all ranks.
 
-    Neighbouring blocks begin with different ranks, to spread the load over the links.
+    The result may exceed num_ranks - 1; the caller takes it modulo num_ranks. Consecutive blocks
+    begin with different ranks, so that they do not all send over the same link.
     """
     return fabric.rank() + lax.axis_index("block")
 
 
 def any_row(places: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of the row indices, [] int32 each, is a row and not NOWHERE; [] bool."""
+    """Returns whether any of `places` is a row, [] bool.
+
+    `places` are [] int32 each: the index of a row, or NOWHERE for no row.
+    """
     return any_of([place >= 0 for place in places])
 
 
@@ -368,11 +402,13 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until every stage of a ring of pipeline stages has been emptied.
+    """Waits until consumers have emptied all stages of a ring of pipeline stages.
+
+    The warpgroup that fills the stages calls it before it ends.
 
     Args:
-      empty: [num_stages] barriers, at which consumers arrive when they have emptied a stage.
-      used: int32, how often this block has filled a stage so far.
+      empty: [num_stages] barriers. Consumers arrive at a stage's barrier when they have emptied it.
+      used: int32, how many times this block has filled a stage of the ring.
       num_stages: number of stages.
     """
 

@@ -1,7 +1,7 @@
-"""Emits the steps of float8 quantization for one thread of a kernel, on float32 and bytes.
+"""Emits the steps of float8 quantization in a kernel. Each function emits code for one thread.
 
-The results have the same bits as those of `pallas_kernels.formats.Float8`. `ptx_type` is a float8
-type's name in PTX, such as "e4m3".
+The results have the same bits as those of `pallas_kernels.formats.Float8`. The argument `ptx_type`
+is a float8 type's name in PTX, such as "e4m3".
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import Float8
 
-# The bits of a float32 infinity. The bits of a positive NaN are a larger integer.
+# The bits of the float32 infinity. As integers, the bits of a positive NaN are larger, and those of
+# a finite positive number are smaller.
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
 def magnitude(value: Value) -> tuple[Value, Value]:
-    """Returns whether a float32 is finite (i1), and the bits of its magnitude (i32).
+    """Returns whether a float32 is finite (i1), and the bits of its absolute value (i32).
 
-    The bits are 0 if the number is not finite. Compared as integers, the bits order as the
-    magnitudes.
+    If the number is not finite, the bits are 0, so that it does not affect the maximum of a block.
+    Of two such results, the larger integer belongs to the larger magnitude.
     """
     bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
     is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(_INFINITY))
@@ -31,23 +32,26 @@ def magnitude(value: Value) -> tuple[Value, Value]:
 
 
 def scale(format: Float8, largest: Value) -> Value:
-    """Returns the float32 scale of a block whose largest magnitude has the bits `largest` (i32)."""
+    """Returns the float32 scale of a block of numbers that are quantized together.
+
+    `largest` (i32) is the bits of the largest magnitude in the block; see `magnitude`.
+    """
     largest = arith.bitcast(mosaic.float_type(), largest)
     scale = arith.mulf(largest, mosaic.f32(format.scale_of_largest))
     return arith.maximumf(scale, mosaic.f32(format.least_scale))
 
 
 def reciprocal(scale: Value) -> Value:
-    """Returns the float32 1 / scale, rounded to nearest as IEEE 754 defines it."""
+    """Returns 1 / scale as float32, rounded to nearest as IEEE 754 defines it."""
     return mosaic.asm("rcp.rn.f32 $0, $1;", "=f,f", scale, returns=mosaic.float_type())
 
 
 def branchless_reciprocal(scale: Value) -> Value:
     """Returns 1 / scale with the same bits as `reciprocal`, but without a branch.
 
-    Emits the steps of PTX's `rcp.rn` for normal numbers, without its branch for subnormal numbers.
-    Scales and their reciprocals are never subnormal. Without the branch, the compiler can
-    interleave the steps of several quantization blocks; it then uses more registers.
+    PTX's `rcp.rn` has a branch for subnormal numbers. Scales and their reciprocals are never
+    subnormal, so this function emits only the steps for normal numbers. Without the branch, the
+    compiler can interleave the steps of several quantization blocks, but uses more registers.
     """
     return mosaic.asm(
         "{ .reg .f32 near, error;"
@@ -62,13 +66,19 @@ def branchless_reciprocal(scale: Value) -> Value:
 
 
 def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
-    """Returns value * inverse, where inverse is 1 / scale; NaN if the value is not finite."""
+    """Returns value * inverse, the number to round to float8; NaN if the value is not finite.
+
+    `inverse` is 1 / scale.
+    """
     nan = arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN))
     return arith.select(is_finite, arith.mulf(value, inverse), nan)
 
 
 def packed(ptx_type: str, four: Sequence[Value]) -> Value:
-    """Rounds 4 float32 to float8; returns them in a 32-bit word, the first in the lowest byte."""
+    """Rounds 4 float32 numbers to float8, and packs them into a 32-bit word.
+
+    The first number is the lowest byte.
+    """
     return mosaic.asm(
         "{ .reg .b16 low, high;"
         f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"
@@ -81,7 +91,7 @@ def packed(ptx_type: str, four: Sequence[Value]) -> Value:
 
 
 def widened(ptx_type: str, word: Value) -> list[Value]:
-    """Converts 4 float8 in a 32-bit word to 4 float32, the lowest byte first."""
+    """Converts the 4 float8 numbers in a 32-bit word to float32, beginning with the lowest byte."""
     i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
     halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
     wide = []

@@ -10,28 +10,29 @@ import jax.numpy as jnp
 
 # The threads of a warp.
 WARP = 32
-# The threads of a warpgroup. The length of an array in registers is a multiple of this.
+# The threads of a warpgroup. An array in its registers has a multiple of LANES elements.
 LANES = 128
 SHARED_MEMORY_BYTES = 227 * 1024
-# The bytes of an int32 or a float32.
+# The number of bytes of a 32-bit word.
 WORD_BYTES = 4
-# A thread loads or stores at most this many bytes by one instruction.
+# The bytes of a vector: the most that a thread loads or stores by one instruction.
 VECTOR_BYTES = 16
 
 
 def vector_length(dtype: jax.typing.DTypeLike) -> int:
-    """Returns how many elements of a dtype a vector of 16 bytes holds."""
+    """Returns how many elements of `dtype` fit in a vector of 16 bytes."""
     return VECTOR_BYTES // jnp.dtype(dtype).itemsize
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Returns the least multiple of `multiple` that is at least `value`."""
+    """Returns `value` rounded up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
 def padded_columns(columns: int, dtype: jax.typing.DTypeLike) -> int:
-    """Returns the row length, rounded up so that all threads of a warpgroup hold equally much.
+    """Returns the length of a row of `columns` elements of `dtype`, padded for a warpgroup.
 
-    Each thread holds whole vectors of 16 bytes.
+    A warpgroup holds a row in registers as vectors of 16 bytes. The padding makes the number of
+    vectors a multiple of LANES, so that each thread holds the same number of vectors.
     """
     return align_up(columns, LANES * vector_length(dtype))

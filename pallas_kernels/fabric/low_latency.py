@@ -1,4 +1,4 @@
-"""The low-latency protocol: receivers poll the payload itself, so a call needs no handshake.
+"""The low-latency protocol: receivers poll the data itself, so a call needs no signals.
 
 Every GPU has tile buffers in symmetric memory, which outlive the calls of kernels, and to which its
 peers write tiles. `memory_map` defines their addresses, and `sentinel_words` reads and writes them.
@@ -44,7 +44,9 @@ from pallas_kernels.fabric.sentinel_words import TileMemory
 
 @dataclasses.dataclass(frozen=True)
 class Channels(fb.RanksOfMesh):
-    """The fabric of a kernel whose ranks communicate by the low-latency protocol.
+    """The ranks of a kernel that communicates by the low-latency protocol.
+
+    Each warpgroup that communicates does so by an `Endpoint`.
 
     Attributes:
       memory: the call counters and tile buffers of all GPUs, in symmetric memory.
@@ -61,7 +63,10 @@ class Channels(fb.RanksOfMesh):
         pass
 
     def place(self, ref: Any) -> jax.Array:
-        """Returns this rank's row-major index in the mesh, [] int32, which `ref` [1] holds."""
+        """Returns the row-major index of this rank's device in the mesh, [] int32.
+
+        `ref` is a reference to an array [1] that holds the index.
+        """
         return ref[0]
 
 
@@ -88,10 +93,10 @@ class Endpoint:
         self._calls = channels.memory.read(self._here, self._counters)
 
     def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends a tile to each peer, under the tile number `index` of this call.
+        """Sends a tile to each peer.
 
         Args:
-          index: the number by which the peers receive the tiles, from 0 on.
+          index: the number of the tiles in this call, from 0 on. The peers receive them by it.
           tiles_of_peers: the tile for each of `peers`, in registers.
           exact: whether NaNs keep their bits; the peers' `receive` must pass the same value.
         """
@@ -99,7 +104,10 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to peers[i], under the tile number `index` of this call; see `send`."""
+        """Sends a tile to peers[i], which receives it as tile number `index` of this call.
+
+        See `send` for the arguments.
+        """
         number = self._buffer(self._here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
@@ -109,7 +117,7 @@ class Endpoint:
         """Waits for tile number `index` of this call from each peer, and returns these tiles.
 
         Args:
-          index: the number under which the peers send the tiles.
+          index: the number of the tiles in this call, which the peers pass to `send`.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
@@ -131,11 +139,11 @@ class Endpoint:
         """Waits for several tiles of this call from each peer at once, and returns them.
 
         Args:
-          indices: the numbers under which the peers send the tiles.
+          indices: the numbers of the tiles in this call, which the peers pass to `send`.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
-          wanted: for each index and each of `peers`, [] bool, whether the peer sends that tile.
+          wanted: wanted[i][j], [] bool, is whether peers[j] sends the tile of number indices[i].
             None if all peers send all tiles.
 
         Returns:
@@ -165,9 +173,9 @@ class Endpoint:
     def sum(self, index: int, mine: jax.Array) -> jax.Array:
         """Receives a tile from each peer, and returns their sum with this rank's tile `mine`.
 
-        The tiles have the shape and dtype of `mine` and are received under the number `index`. They
-        are added in rank order in float32, so that all ranks get equal bits. The sum is rounded
-        once, to the dtype of `mine`.
+        The peers send tiles of the shape and dtype of `mine` as tile number `index` of this call.
+        The tiles are added in rank order in float32, so that all ranks get equal bits. The sum is
+        rounded once, to the dtype of `mine`.
         """
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
@@ -175,16 +183,22 @@ class Endpoint:
         return total.astype(mine.dtype)
 
     def close(self) -> None:
-        """Ends this call: increments the call counter of each channel of this worker."""
+        """Ends this call: increments this warpgroup's counter of calls with each peer."""
         calls = [calls + 1 for calls in self._calls]
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
-        """Delays this rank if a test has set a delay for point `number` of the kernel."""
+        """Delays this rank if a test has set a delay for delay point `number` of the kernel.
+
+        See `fabric.Fabric.delay_point`.
+        """
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """Returns the row-major index of `rank`'s device in the mesh, less that of rank 0."""
+        """Returns the distance in the mesh from rank 0's device to `rank`'s, [] int32.
+
+        It is the difference of the devices' row-major indices.
+        """
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
             offset = offset + lax.rem(rank, jnp.int32(size)) * stride
@@ -194,14 +208,16 @@ class Endpoint:
     def _buffer(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number of a tile buffer among those of GPU `receiver`.
+        """Returns the number of a tile buffer among the buffers of GPU `receiver`.
 
-        It is the buffer for tile number `index` from this worker on GPU `sender`. `calls` is the
-        number of calls that the two GPUs have made; its lowest bit selects one of the two sets.
+        GPU `sender` sends to this buffer tile number `index` of a call. The sending warpgroup has
+        the same number as this one. `calls` is the number of calls that the two GPUs have made with
+        each other before: it selects one of two sets of buffers, for even and odd calls.
         """
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)
-        # Senders are counted from GPU receiver + 1, so that a receiver has no buffers for itself.
+        # The receiver's senders are numbered from GPU receiver + 1 on, modulo the number of GPUs.
+        # So no buffers are needed for the receiver itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker

@@ -16,14 +16,15 @@ Imports neither JAX nor Pallas.
 
 MAX_GPUS = 16
 BASE = 0x2A00_0000_0000
-# The address difference of consecutive GPUs' heaps, larger than any heap.
+# The heap of GPU g + 1 begins this many bytes after the heap of GPU g. No heap is larger.
 STRIDE = 1 << 30
 
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The indices of the header's 64-bit words. From DELTA on there are MAX_GPUS words, one for each GPU
-# of the domain.
+# The indices of 64-bit words in a heap's header. From DELTA on there are MAX_GPUS words. Word g of
+# them is the number that the heap's GPU adds to an address of GPU g's process, to access the memory
+# there.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2
@@ -34,50 +35,59 @@ VERSION = 6
 # The header's first word: the characters "jax_ep", then the version.
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION
 
-# The (start, bytes) of the memory pools if one process has all GPUs of the domain. All addresses
-# are then valid on all GPUs.
+# (POOL_START, POOL_BYTES) of every heap's header if one process has all GPUs of the domain. It
+# covers all addresses, since all are then valid on all GPUs.
 ANY_ADDRESS = (0, 1 << 63)
 
-# Limits of a kernel that uses symmetric memory: its thread blocks, the buffers that peers access,
-# the values that a rank sends to a peer in a call, and the kinds of signal.
+# Limits of a kernel that uses symmetric memory: the number of its thread blocks, of its buffers
+# that peers access, of the 32-bit values that a rank sends to a peer in a call, and of kinds of
+# signals.
 MAX_BLOCKS = 2048
 MAX_BUFFERS = 4
 MAX_VALUES = 4096
 SIGNAL_KINDS = 2
-# A signal is a 64-bit word. Its low bits, this many, hold a count, and the others the number of the
-# call.
+# A signal is a 64-bit word. Its lowest COUNT_BITS bits hold a count, and its other bits hold the
+# number of the call in which it was sent.
 COUNT_BITS = 20
 
-# Byte offsets in a heap of arrays of 64-bit words, which are zero at first. The arrays have room
-# for MAX_GPUS, so that the offsets in a compiled program do not depend on the machine.
-# CALLS [MAX_GPUS, MAX_BLOCKS]: the number of calls with each peer; only the heap's own GPU uses it.
+# The following constants are byte offsets of arrays in a heap. The arrays consist of 64-bit words,
+# which are zero at first. They have room for MAX_GPUS, so that the offsets in a compiled program do
+# not depend on the machine.
+# CALLS [MAX_GPUS, MAX_BLOCKS]: how many calls this GPU has made with each peer. Each block of a
+# kernel has a counter of its own, and only the heap's own GPU accesses it.
 CALLS = HEADER_BYTES
-# SIGNALS [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]: the last signal from each peer to each block.
+# SIGNALS [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]: the last signal of each kind that each block of this
+# GPU has received from each peer.
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS
-# ADDRESSES [MAX_GPUS, MAX_BUFFERS]: the addresses of each peer's buffers in its last call.
+# ADDRESSES [MAX_GPUS, MAX_BUFFERS]: the addresses of each peer's buffers, which the peer sent in
+# its last call with this GPU.
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS
-# VALUES [2, MAX_GPUS, MAX_VALUES]: the values from each peer, for odd and even calls.
+# VALUES [2, MAX_GPUS, MAX_VALUES]: the 32-bit values that each peer sent, each in a word with the
+# number of its call. Even calls use the first half of the array, and odd calls the second.
 VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS
-# TILES: the memory of the low-latency protocol, call counters and then tile buffers.
+# TILES: the memory of the low-latency protocol up to the heap's end. It has call counters of 32
+# bits, and then the tile buffers.
 TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES
 
 # The sentinel of the low-latency protocol: a 32-bit word of a tile that has not arrived. The word
 # is a NaN that arithmetic never produces.
 EMPTY = 0xFFFFFFFF
-# At most this many warpgroups of a kernel send tiles.
+# At most this many warpgroups of a kernel may send tiles by the low-latency protocol.
 MAX_WORKERS = 512
-# At most this many GPUs send tiles to each other.
+# At most this many GPUs may send tiles to each other by the low-latency protocol.
 MAX_LOW_LATENCY_GPUS = 8
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-# A buffer has a tile, and a byte from each of the sender's 128 threads (see `sentinel_words`).
+# A tile buffer has room for a tile, and for a note, a byte, from each of the sender's 128 threads
+# (see `sentinel_words`).
 TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 
 def num_senders(num_gpus: int) -> int:
-    """Returns how many GPUs a heap has tile buffers for: all other GPUs of a domain, at most 7.
+    """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
 
-    `num_gpus` is the number of GPUs in the domain. The result is at least 1.
+    These are all other GPUs of the domain, but at most 7. The result is at least 1. `num_gpus` is
+    the number of GPUs in the domain.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
@@ -85,20 +95,25 @@ def num_senders(num_gpus: int) -> int:
 def tiles_of_channel(num_gpus: int) -> int:
     """Returns how many tiles a warpgroup may send to each peer in one call: 4 or 2.
 
-    It is 2 in a domain of more than 4 GPUs, where a heap has buffers for more senders.
+    It is 2 if the domain has more than 4 GPUs, because a heap then has buffers for more senders.
     """
     return 4 if num_gpus <= 4 else 2
 
 
 def num_tile_buffers(num_gpus: int) -> int:
-    """Returns the number of tile buffers in a heap: two sets for each warpgroup of each sender."""
+    """Returns the number of tile buffers in a heap.
+
+    There are two sets, for even and odd calls, of `tiles_of_channel` buffers for each of
+    MAX_WORKERS warpgroups of each sending GPU.
+    """
     return 2 * num_senders(num_gpus) * MAX_WORKERS * tiles_of_channel(num_gpus)
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Returns a heap's initial contents as a list of (byte offset, 32-bit word, number of bytes).
+    """Returns what a heap contains before any kernel runs.
 
-    Each entry is a range of the heap that is filled with copies of the word.
+    The result is a list of (byte offset, 32-bit word, number of bytes). Each entry describes a
+    range of the heap that is filled with copies of the word.
     """
     buffers = TILES + 4 * NUM_COUNTERS
     return [(0, 0, buffers), (buffers, EMPTY, TILE_BUFFER_BYTES * num_tile_buffers(num_gpus))]

@@ -2,8 +2,9 @@
 
 Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
 functions that `inline` runs while the kernel is lowered. These functions use MLIR's dialects, the
-registers of Mosaic's arrays, thread numbers, and PTX, whose Python interfaces JAX does not keep
-stable. Functions here whose docstring starts with "Emits" may only be called by them.
+registers of Mosaic's arrays, thread numbers, and PTX. JAX does not keep the Python interfaces of
+these stable. The functions of this module whose docstring starts with "Emits" may only be called
+within a function that `inline` runs.
 
 If the installed JAX lacks one of the required names, this module and the kernels can still be
 imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or
@@ -30,7 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# The names of JAX and Mosaic that this module and the kernels use, by module.
+# The names of JAX and Mosaic that must exist, since this module and the kernels use them. The keys
+# are modules.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -82,7 +84,7 @@ _REQUIRED = {
 
 
 def _module(path: str) -> Any:
-    """Returns the module at an import path, or None if the installed JAX lacks it."""
+    """Imports and returns the module at `path`, or returns None if the installed JAX lacks it."""
     try:
         return importlib.import_module(path)
     except ImportError:
@@ -90,7 +92,7 @@ def _module(path: str) -> Any:
 
 
 def _attribute(owner: Any, path: str) -> Any:
-    """Returns the attribute of `owner` at a dotted path, or None if `owner` has none there."""
+    """Returns the attribute of `owner` at a dotted path such as "a.b", or None if there is none."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         for name in path.split("."):
             owner = getattr(owner, name, None)
@@ -99,7 +101,10 @@ def _attribute(owner: Any, path: str) -> Any:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Returns a sentence that lists the required names which this JAX lacks, or None if none."""
+    """Returns why the kernels cannot run with the installed JAX, or None if they can.
+
+    The reason is a sentence that lists the names of `_REQUIRED` which JAX lacks.
+    """
     missing = []
     for path, names in _REQUIRED.items():
         module = _module(path)
@@ -115,8 +120,8 @@ def _refuse_if_unavailable() -> None:
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
 
 
-# Modules for functions that emit MLIR. A module that the installed JAX lacks is None here, and
-# `inline` raises NotImplementedError.
+# The modules of JAX by which functions emit MLIR. If the installed JAX lacks a module, it is None
+# here, and `inline` raises NotImplementedError.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 passmanager = _module("jaxlib.mlir.passmanager")
@@ -128,10 +133,10 @@ vector = _module("jaxlib.mlir.dialects.vector")
 
 
 def _ask_ptxas_once() -> None:
-    """Caches the version of ptxas in Mosaic, for this process.
+    """Makes Mosaic ask the assembler `ptxas` for its version only once in this process.
 
-    Mosaic otherwise starts the program `ptxas` to ask for its version whenever a kernel converts a
-    bool to an integer, as each branch does: about 100 times for a kernel, 7 ms each time.
+    Otherwise, Mosaic starts the program `ptxas` whenever a kernel converts a bool to an integer, as
+    each branch does: about 100 times for a kernel, 7 ms each time.
     """
     bindings = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
     name = "_get_ptxas_isa_version"
@@ -144,36 +149,41 @@ _ask_ptxas_once()
 
 # An MLIR value.
 Value = Any
-# An array in the registers of a warpgroup, Mosaic's FragmentedArray.
+# An array in the registers of a warpgroup while MLIR is emitted: Mosaic's FragmentedArray.
 Array = Any
 
-# Layouts of `inline`'s operands that are references or scalars. `strided` returns the layout of an
-# array.
+# What to pass to `inline` as the layout of an operand that is a reference or a scalar. For an array
+# in registers, `strided` returns the layout.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
-    """Returns the register layout in which neighbouring threads hold neighbouring vectors.
+    """Returns a register layout of an array of this shape, which is divided into short vectors.
 
-    `shape` is the array's shape, and a vector has `elements` elements.
+    A vector has `elements` neighbouring elements. Neighbouring threads of the warpgroup hold
+    neighbouring vectors.
     """
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type of an `inline` result: an array in registers with the layout `strided`."""
+    """Returns the type of an array in registers, for `returns` of `inline`.
+
+    The array has the layout `strided`, with vectors of `elements` elements.
+    """
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
 def inline(
     emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
 ) -> Any:
-    """Inserts MLIR code into the kernel that is being traced: `emit` runs when it is lowered.
+    """Inserts MLIR code into the kernel that is being traced.
 
     Args:
-      emit: emits MLIR for one thread. It takes a memref for each reference, and a FragmentedArray
-        for each array in registers. It returns arrays of the types in `returns`.
+      emit: emits the MLIR code of one thread; it runs when JAX lowers the kernel. It takes a memref
+        for each operand that is a reference, and a FragmentedArray for each array in registers. It
+        returns arrays of the types in `returns`.
       operands: references, and arrays in registers.
       layouts: the layout of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
       returns: the type of the result, a list of types, or None if there is no result.
@@ -195,15 +205,16 @@ def inline(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Mosaic's compiler first runs MLIR's canonicalizer, which visits a block from top to bottom and
-# takes seconds for loops that carry hundreds of registers. This pipeline runs the canonicalizer
-# from bottom to top before, which takes hundredths of a second and leaves the compiler's own run
-# nothing to change. `_FORGET_PLACES` strips source locations, so that kernels that differ only in
-# source locations are compiled once.
+# The MLIR passes that run on a kernel before Mosaic compiles it. Mosaic's compiler begins with
+# MLIR's canonicalizer, which visits a block from top to bottom and takes seconds for loops that
+# carry hundreds of registers. The passes `_SIMPLIFY` run the canonicalizer earlier, from bottom to
+# top. This takes hundredths of a second, and leaves the compiler's own run nothing to change. The
+# pass `_FORGET_PLACES` strips source locations, so that kernels which differ only in source
+# locations are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-# Mosaic names the files that it dumps of a module by this attribute. By default the name contains a
-# counter.
+# The attribute of a kernel's MLIR module that holds the name of the files which Mosaic dumps of the
+# module. By default the name contains a counter.
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
@@ -237,9 +248,10 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-# A module's attribute that Mosaic ignores. Modules with different labels are compiled separately.
+# An attribute of a kernel's MLIR module, its label, which Mosaic ignores. Modules with different
+# labels are compiled separately.
 _LABEL = "mosaic_gpu.label"
-# The label of the kernels that are lowered next, or None for no label.
+# The label of the modules that are lowered next, or None for no label.
 _label: str | None = None
 _labels = map(str, itertools.count())
 
@@ -260,11 +272,11 @@ def compiled_anew() -> Iterator[None]:
 
 
 def _simplify_once_lowered() -> None:
-    """Makes Mosaic simplify the MLIR module of the kernel being traced, as soon as it is complete.
+    """Arranges that the MLIR module of the kernel being traced is simplified once it is complete.
 
-    The last step of lowering a kernel is Mosaic's `Scratch.finalize_size`, which emits the code on
-    the host that makes the descriptors of TMA copies. This function replaces that method in the
-    kernel's own launch context.
+    The last step of lowering a kernel is Mosaic's method `Scratch.finalize_size`. It emits the code
+    on the host that makes the descriptors of TMA copies. This function replaces the method, in the
+    launch context of this kernel only, by one that then also simplifies the module.
     """
 
     def run(context: Any) -> None:
@@ -284,10 +296,11 @@ def _simplify_once_lowered() -> None:
 
 
 def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
-    """Changes the type of a kernel's TMA descriptors from an array of bytes to 64-bit words.
+    """Changes the type of a kernel's TMA descriptors from an array of bytes to one of 64-bit words.
 
-    The descriptors are an argument by value, which code on the host copies element by element.
-    LLVM's time to compile these copies grows faster than the number of elements.
+    It saves compile time. The descriptors are passed to the kernel by value, and code on the host
+    copies them element by element. LLVM's time to compile these copies grows faster than the number
+    of elements.
 
     Args:
       allocation: the MLIR operation that allocates the descriptors.
@@ -300,11 +313,11 @@ def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
 
 
 def _simplify(module: Any) -> None:
-    """Simplifies a kernel's MLIR module, and removes source locations and a counter from it.
+    """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal.
 
-    Modules of equal kernels are then equal, so that Mosaic compiles them once. The environment
-    variables MOSAIC_GPU_DUMP_* make Mosaic dump files of a kernel. If one is set, the module keeps
-    its source locations, and the files' names keep the counter.
+    So Mosaic compiles equal kernels once. For this, source locations are removed, and the counter
+    in the name of the files that Mosaic dumps of a kernel. If an environment variable
+    MOSAIC_GPU_DUMP_* is set, which makes Mosaic dump these files, both are kept.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
@@ -313,7 +326,7 @@ def _simplify(module: Any) -> None:
         passes.append(_FORGET_PLACES)
         attributes[_DUMP_NAME] = attributes["sym_name"]
     pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
-    # Mosaic verifies the module later.
+    # No verification after each pass, because Mosaic verifies the module later.
     pipeline.enable_verifier(False)
     pipeline.run(module.operation)
 
@@ -375,7 +388,7 @@ def equal(a: Value, b: Value) -> Value:
 
 
 def below(a: Value, b: Value) -> Value:
-    """Emits whether a < b (i1), compared as unsigned integers."""
+    """Emits whether a < b (i1), where a and b are taken as unsigned integers."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
@@ -425,16 +438,16 @@ def when(condition: Value) -> Iterator[None]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a branch that computes values only in threads whose `condition` (i1) is false.
+    """Emits a choice between `values` and what `function` computes, by a branch.
 
     Args:
-      condition: whether the results are `values`.
-      function: emits, in the branch, the results in case the condition is false. They have the
-        types of `values`.
-      values: the results in case the condition is true.
+      condition: i1. If it is true in a thread, the thread's results are `values`. Else the thread
+        runs the code that `function` emits.
+      function: emits code that computes results of the types of `values`, and returns them.
+      values: values that exist before the branch.
 
     Returns:
-      The results.
+      The results: for each of `values`, that value or the one computed instead of it.
     """
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -490,7 +503,7 @@ def element_at(memref: Value, index: Value) -> Value:
 
 
 def scalar(array: Array) -> Value:
-    """Returns the MLIR value of a scalar array, the array's only register."""
+    """Returns the MLIR value that a scalar array, of shape (), holds in its only register."""
     return array.registers.item()
 
 
@@ -500,9 +513,9 @@ def splat(value: Value, is_signed: bool | None = None) -> Array:
 
 
 def registers(array: Array) -> list[Value]:
-    """Returns one thread's registers of an array in the layout `strided`.
+    """Returns the registers of an array in the layout `strided` that one thread holds.
 
-    Each is an MLIR vector of the layout's `elements`.
+    Each is an MLIR vector, of the length `elements` of the layout.
     """
     return list(array.registers.flat)
 
@@ -526,9 +539,9 @@ def array_of(
 
 
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
-    """Applies a function to each element of float arrays in one register layout.
+    """Applies a function elementwise to float arrays that have the same shape and register layout.
 
-    `function` takes an element of each array as an MLIR value, and emits the result's element.
+    `function` takes one element of each array, as MLIR values, and emits the element of the result.
     """
     out = np.empty_like(arrays[0].registers)
     for index in np.ndindex(out.shape):
@@ -542,16 +555,16 @@ def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
 
 
 def warp_max(word: Value) -> Value:
-    """Emits the largest of the words that a warp's threads hold, as unsigned 32-bit integers.
+    """Emits the maximum of `word` over the threads of a warp, as unsigned 32-bit integers.
 
-    All threads of the warp must execute it.
+    Every thread gets the maximum. All threads of the warp must execute this code.
     """
     text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def shuffle(word: Value, distance: int) -> Value:
-    """Emits the 32-bit word that another thread of the warp holds: a butterfly shuffle.
+    """Emits a butterfly shuffle: each thread gets the 32-bit `word` of another thread of its warp.
 
     The other thread's index in the warp is this thread's index XOR `distance`, a power of two.
     """
@@ -560,7 +573,10 @@ def shuffle(word: Value, distance: int) -> Value:
 
 
 def warp_sum(value: Value, threads: int) -> Value:
-    """Emits the float32 sum of `value` over each group of `threads` adjacent threads of a warp."""
+    """Emits the float32 sum of `value` over adjacent threads of a warp.
+
+    The warp is divided into groups of `threads` threads. Every thread gets the sum of its group.
+    """
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
 
 
@@ -568,12 +584,12 @@ def warp_sum(value: Value, threads: int) -> Value:
 
 
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
-    """Returns a reference to the buffer of another rank that corresponds to this rank's `ref`.
+    """Returns a reference to the memory of another rank that corresponds to this rank's `ref`.
 
-    The address is that of `ref` plus the offset that `reach_peers` finds for `entry`, an int32.
-    Mosaic takes the coordinates of a device in the mesh, and multiplies each by its axis' stride.
-    `entry` is passed as the coordinate along the last axis, whose stride is 1, so that
-    `reach_peers` gets it unchanged.
+    The address is that of `ref` plus an offset. `entry`, an int32, is what `offset`, the argument
+    of `reach_peers`, takes to find the offset. It is handed to Mosaic as if it were the coordinate
+    of a device along the last axis of the mesh. Mosaic multiplies a coordinate by the stride of its
+    axis, which is 1 for the last axis, so that `offset` gets `entry` unchanged.
 
     Without a mesh there is only one rank, and the result is `ref`.
     """
@@ -585,16 +601,18 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 
 
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
-    """Defines the addresses of `remote_ref(ref, entry)` in this kernel: ref's plus an offset.
+    """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
-    XLA's collective metadata or NVSHMEM. This function replaces the context's method `to_remote`,
-    since JAX up to 0.12 has no public way to give Mosaic other addresses.
+    Its address is that of `ref` plus an offset.
+
+    Mosaic asks its launch context for the address of a peer's buffer. By default the context takes
+    the address from XLA's collective metadata or NVSHMEM. This function replaces the context's
+    method `to_remote`, since JAX up to 0.12 has no public way to give Mosaic other addresses.
 
     Args:
       table: a reference to memory that `offset` reads.
-      offset: `offset(table, entry)` emits the offset in bytes, a 64-bit value. `table` is a memref
-        there.
+      offset: `offset(table, entry)` emits the offset in bytes, a 64-bit value. It takes the memref
+        of `table`.
     """
 
     def run(context: Any, table: Value) -> None:
@@ -628,19 +646,19 @@ def store_rows(
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    Each thread stores the elements that it holds, without shared memory. No other row of `out` is
-    written.
+    Each thread stores the elements that it holds directly, not through shared memory. No other row
+    of `out` is written.
 
     Args:
       out: a reference to the 2D output.
       values: [rows, columns] in registers.
       top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. out[top, left] must be aligned as a
-        thread's vectors.
+      left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
+        multiple of the size of a thread's vectors.
       begin: the first row of `values` to store.
       end: the row after the last one to store.
-      layout: the register layout of `values`, in which a thread holds vectors of neighbours in a
-        row.
+      layout: the register layout of `values`. In it, each vector that a thread holds consists of
+        neighbouring elements of a row.
     """
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
@@ -692,8 +710,8 @@ def store_rows_of(
 
     Args:
       out: a reference to the 2D output.
-      room: a reference to the array in shared memory: rows of 128 bytes, swizzled, whose number is
-        a multiple of 8.
+      room: a reference to the array in shared memory. Its rows have 128 bytes and are swizzled,
+        and their number is a multiple of 8.
       top: the row of `out` for row 0 of `room`.
       left: the column of `out` for column 0 of `room`.
       begin: the first row of `room` to store.
@@ -705,7 +723,7 @@ def store_rows_of(
         kind, byte = ir.MemRefType(out.type), integer_type(8)
         size = bytes_of(kind.element_type)
         row_of_eight = arith.shrui(lane(), i32(4))
-        # A row of 128 bytes has 16 units of 8 bytes, one for each thread.
+        # A row of 128 bytes has 16 units of 8 bytes. Thread i of 16 threads copies unit i.
         unit = arith.andi(lane(), i32(15))
         swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)
         offset = arith.addi(
@@ -737,23 +755,25 @@ def store_rows_of(
     inline(emit, [out, room, *numbers], [REFERENCE, swizzled, *[SCALAR] * len(numbers)])
 
 
-# The names of float8 dtypes in PTX.
+# Maps a float8 dtype to its name in PTX.
 _FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
 
 
 def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
-    """Stores an array in the layout `plgpu.Layout.WGMMA` to swizzled shared memory.
+    """Stores an array from registers to shared memory with a 128-byte swizzle.
 
-    `ref` has the array's shape, rows of 128 bytes, and a 128-byte swizzle. If `ref` is float8, the
-    array is float32 and is converted; else it is cast to the dtype of `ref`.
+    The array has the layout `plgpu.Layout.WGMMA` of tensor core accumulators. `ref` has the same
+    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`. If it is float8,
+    they must be float32.
     """
     if interpreted or ref.dtype.itemsize > 1:
         ref[...] = values.astype(ref.dtype)
         return
     to_float8 = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(ref.dtype)]}x2.f32 $0, $2, $1;"
 
-    # Mosaic cannot store pairs of float8, so this emits the stores. The four threads of each of a
-    # warp's 8 rows write to other banks than those of the other rows, because of the swizzle.
+    # Mosaic cannot store pairs of float8, so this function emits the stores. A warp stores 8 rows
+    # at a time, with four threads for each row. Because of the swizzle, the threads of different
+    # rows write to different banks.
     def emit(ref: Value, values: Array) -> None:
         byte, i32_type = integer_type(8), integer_type(32)
         base = pointer(ref)
@@ -784,9 +804,9 @@ def store_column(
     *,
     interpreted: bool,
 ) -> None:
-    """Stores elements [begin, end) of a float32 vector in registers to a column of `out`.
+    """Stores elements [begin, end) of a float32 vector in registers to a column of an array.
 
-    No other element of `out` is written.
+    For each such i, values[i] is stored to out[top + i, column]. Nothing else is written.
 
     Args:
       out: a reference to the 2D float32 output.
@@ -811,7 +831,7 @@ def store_column(
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, column, begin, end = (scalar(number) for number in scalars)
         kind = ir.MemRefType(out.type)
-        # Four threads hold the same element, and the first of them stores it.
+        # Each element is held by four neighbouring threads. The first of them stores it.
         is_first = equal(arith.andi(lane(), i32(3)), i32(0))
         for index, place in zip(
             np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
@@ -837,10 +857,10 @@ def store_column(
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:
-    """Stores an array [columns, rows] in registers, transposed, to `ref` in shared memory.
+    """Stores the transpose of an array [columns, rows] in registers to shared memory.
 
-    The array has 16-bit floats in the layout `plgpu.Layout.WGMMA`. `ref` is [rows, columns], with a
-    128-byte swizzle.
+    The array has 16-bit floats, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators.
+    `ref` is [rows, columns], with a 128-byte swizzle.
     """
     ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
@@ -850,13 +870,13 @@ def zero_rows_outside(
 ) -> None:
     """Zeroes the rows of a tile of 16-bit floats in shared memory that are not in [begin, end).
 
-    `ref` is [rows, columns], stored with `transforms` as blocks of 8 rows of 128 bytes with a
-    128-byte swizzle. The swizzle only permutes pieces of 16 bytes within the 128 bytes of a row.
-    So the function can ignore it: a row of zeros is the same in any order.
+    `ref` is [rows, columns]. By `transforms` it is stored as blocks of 8 rows of 128 bytes, with a
+    128-byte swizzle. The swizzle only permutes pieces of 16 bytes within a row of a block. Since
+    whole rows are zeroed, the function can ignore the swizzle.
     """
     rows, columns = ref.shape
-    # A row lies in this many blocks of 8 rows by 64 columns, and consists of this many pieces of 16
-    # bytes.
+    # The number of blocks, 8 rows by 64 columns, over which a row of `ref` extends; and the number
+    # of pieces of 16 bytes in a row of `ref`.
     blocks = columns // 64
     pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)
@@ -898,9 +918,10 @@ def zero_rows_outside(
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:
-    """Stores an array in registers to shared memory without a swizzle, despite bank conflicts.
+    """Stores an array from registers to shared memory that is not swizzled.
 
-    JAX 0.12 rejects this store without `optimized=False`; JAX 0.11 lacks `plgpu.store`.
+    The store has bank conflicts, so JAX 0.12 rejects it unless `optimized=False` is passed to
+    `plgpu.store`. JAX 0.11 lacks `plgpu.store`, and accepts a plain assignment.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)
@@ -914,10 +935,10 @@ def store_plain(ref: Any, values: jax.Array) -> None:
 def float8_matmul(
     left: Any, right: Any, stage: jax.Array, row: Any, column: Any, *, interpreted: bool
 ) -> jax.Array:
-    """Multiplies 64 rows of a float8 tile by the transpose of 128 rows of another, on tensor cores.
+    """Multiplies 64 rows of a float8 tile by the transpose of 128 rows of another tile.
 
-    Waits until the product is complete. Unlike `plgpu.wgmma` it does not add to an accumulator, so
-    that no registers have to be zeroed before.
+    The tensor cores compute the product, and this function waits until it is complete. Unlike
+    `plgpu.wgmma`, it does not add to an accumulator, so no registers need to be zeroed before.
 
     Args:
       left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
@@ -944,13 +965,14 @@ def float8_matmul(
         def descriptor(ref: Value, offset: Array) -> Value:
             place = arith.addi(arith.trunci(integer_type(32), address(ref)), scalar(offset))
             start = arith.shrui(arith.andi(place, i32(0x3FFFF)), i32(4))
-            # The matrix descriptor of PTX's wgmma: tiles of 8 rows are 1024 bytes apart, with a
-            # 128-byte swizzle.
+            # The descriptor by which PTX's instruction wgmma finds an operand in shared memory. It
+            # says that tiles of 8 rows are 1024 bytes apart, with a 128-byte swizzle.
             return arith.ori(arith.extui(wide, start), i64(1 << 62 | 64 << 32 | 1 << 16))
 
         names = "{" + ",".join(f"${i}" for i in range(registers)) + "}"
         steps = []
-        # An instruction sums 32 products, so 128 products need 4 instructions.
+        # An element of the product is a sum over 128 columns. An instruction sums over 32 of them,
+        # so 4 instructions are needed.
         for _ in range(4):
             steps.append(
                 f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds[0]}.{kinds[1]} "
@@ -994,10 +1016,11 @@ def float8_matmul(
 
 
 def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
-    """Returns a * b + total, rounded once, for float32 arrays in the layout `plgpu.Layout.WGMMA`.
+    """Returns a * b + total, rounded once, by FMA instructions.
 
-    It emits FMA instructions. With plain operators, LLVM may move the product out of a branch, and
-    emit a product and an addition.
+    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. With the
+    operators `*` and `+` instead, LLVM may move the product out of a branch, and then multiply and
+    add by separate instructions.
     """
     if interpreted:
         return a * b + total

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf
 
-# A polling loop reads the clock once in this many polls, a power of two.
+# A polling loop reads the clock only once in this many polls, to find a timeout. A power of two.
 _POLLS_PER_CLOCK = 1024
 
 
@@ -29,12 +29,12 @@ def poll(
     timeout_s: float,
     types: Sequence[Any] = (),
 ) -> list[Value]:
-    """Emits a loop in which each thread polls until its condition holds or a timeout is over.
+    """Emits a loop in which each thread polls memory until it has what it waits for, or times out.
 
     Args:
-      ask: emits one poll. Returns whether the thread must poll again (i1), and the values that it
-        read.
-      late: emits the code that runs after the timeout. It takes the values of the last poll.
+      ask: emits one poll of a thread. Returns whether the thread must poll again (i1), and the
+        values that it read.
+      late: emits the code of a thread that has timed out. It takes the values of the last poll.
       timeout_s: the timeout in seconds.
       types: MLIR types of the values that `ask` returns.
 
@@ -46,10 +46,10 @@ def poll(
     start = _global_timer()
 
     def in_time(polls: Value) -> Value:
-        """Emits whether the timeout is not over yet, i1.
+        """Emits whether the thread may go on polling after `polls` polls, i1.
 
-        Reading the clock is slow, so it is read in one of `_POLLS_PER_CLOCK` polls; the other polls
-        return true.
+        Reading the clock is slow. So it is read only in one of `_POLLS_PER_CLOCK` polls, and in the
+        other polls the result is true.
         """
         often = mosaic.i32(_POLLS_PER_CLOCK - 1)
         now = mosaic.equal(arith.andi(polls, often), often)
@@ -83,18 +83,18 @@ def load_word(pointer: Value) -> Value:
 
 
 def give_up(what: str, timeout_s: float, rank: Value, peer: Value) -> None:
-    """Emits the end of a timed-out wait: prints that `rank` waited for `peer`, and traps.
+    """Emits code that aborts the program because `rank` has waited too long for `peer`.
 
-    `what` names the wait in the message.
+    It prints a message, in which `what` names the wait, and traps.
     """
     waited = f"waited over {timeout_s:g} s for"
     _trap(f"{what}: rank %d {waited} rank %d (block %d); giving up", rank, peer)
 
 
 def refuse(what: str, rank: Value, peer: Value) -> None:
-    """Emits an error: prints that `rank` cannot access a buffer of `peer`, and traps.
+    """Emits code that aborts the program because `rank` cannot access a buffer of `peer`.
 
-    `what` is the kernel's name in the message.
+    It prints a message, in which `what` is the kernel's name, and traps.
     """
     _trap(
         f"{what}: rank %d cannot reach a buffer of rank %d (block %d), which is outside of the "
@@ -126,9 +126,9 @@ def pause(nanoseconds: Any) -> None:
 
 
 def count(bins: Any, values: Any, num_bins: int) -> None:
-    """Adds 1 to bins[v] in shared memory for each v of `values` with 0 <= v < num_bins.
+    """Counts equal values: for each v in `values` adds 1 to bins[v], if 0 <= v < num_bins.
 
-    `values` is [n] int32 in registers.
+    `values` is [n] int32 in registers, and `bins` is int32 in shared memory.
     """
 
     def emit(bins: Value, values: Any) -> None:
@@ -144,7 +144,10 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
 
 def async_fence() -> None:
-    """Emits a proxy fence: writes that this thread has seen become visible to its bulk copies."""
+    """Emits a proxy fence, which orders this thread's next bulk copies (TMA) after earlier writes.
+
+    Without the fence, a bulk copy may not see writes that the thread itself has already seen.
+    """
     mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [], [])
 
 

@@ -1,10 +1,13 @@
 """Memory operations of the low-latency protocol: a warpgroup sends and polls tiles of 32-bit words.
 
-In symmetric memory, every GPU's heap has counters of its calls, and tile buffers, to each of which
-one peer sends. The sentinel `EMPTY` is a word that has not arrived. A payload word that equals the
-sentinel is sent as the word `_INSTEAD`. Where a receiver needs exact bits, each of the sender's 128
-threads with a word that equals the sentinel or `_INSTEAD` also writes a note: a byte whose bits say
-which of its four words were replaced.
+In symmetric memory, every GPU's heap has counters of the GPU's calls, and tile buffers. Each buffer
+receives tiles from one peer. A word of a buffer holds the sentinel `EMPTY` until it has arrived. So
+a word of a tile that itself equals the sentinel is sent as another word, `_INSTEAD`.
+
+If the receiver needs the exact bits, notes tell which words were replaced. A thread of the sender
+sends four words of a tile. If one of them equals the sentinel or `_INSTEAD`, the thread also sends
+a note: a byte whose bit i says whether its word i was replaced. A thread of the receiver that finds
+`_INSTEAD` waits for the note.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from pallas_kernels.fabric.memory_map import (
 )
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 
-# A payload word that equals the sentinel `EMPTY` is sent as this word, a NaN in float32, too.
+# A word of a tile that equals the sentinel `EMPTY` is sent as this word. As float32 both are NaN.
 _INSTEAD = 0xFFFFFFFE
-# A note byte that has not arrived.
+# What a note, a byte, holds until it has arrived: a byte of the sentinel.
 _NO_NOTE = EMPTY & 0xFF
 
 _NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
@@ -57,7 +60,7 @@ class TileMemory:
 
         Args:
           gpu: [] int32, the number of the receiving GPU.
-          buffer: [] int32, the number of the tile buffer among the receiver's.
+          buffer: [] int32, the number of the tile buffer among those of the receiving GPU.
           tile: an array of `memory_map.TILE_BYTES` in registers.
           exact: whether NaNs keep their bits; else a NaN may arrive as another NaN. The receiver
             must pass the same value.
@@ -117,8 +120,8 @@ class TileMemory:
             this rank, and a peer whose tile has not arrived.
           what: the kernel's name in this message.
           exact: whether NaNs keep their bits; the sender must pass the same value.
-          wanted: for each buffer, whether a tile is sent to it, [] bool each. None if one is sent
-            to every buffer. The result of a buffer without a tile is undefined.
+          wanted: for each buffer, whether a tile is sent to it, [] bool each. None if a tile is
+            sent to every buffer. What is returned for a buffer without a tile is undefined.
 
         Returns:
           The tile of each buffer, in registers.
@@ -132,7 +135,7 @@ class TileMemory:
             pointers = [self._buffer(here, place) for place in places]
 
             def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits for each buffer whether any of this thread's words has not arrived, i1."""
+                """Emits, for each buffer, whether one of this thread's words is missing, i1."""
                 for j, of_tile in enumerate(_by_tile(words)):
                     is_empty = _any([_is(EMPTY, word) for word in of_tile])
                     yield arith.andi(is_empty, comes[j]) if comes else is_empty
@@ -166,9 +169,9 @@ class TileMemory:
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the values of this GPU's call counters `counters`, [] int32 each.
+        """Returns the values of some of this GPU's call counters, [] int32 each.
 
-        `gpu` is this GPU's number, and `counters` are the counters' numbers, [] int32 each.
+        `gpu` is this GPU's number, and `counters` are the numbers of the counters, [] int32 each.
         """
 
         def emit(gpu: Array, *counters: Array) -> list[Array]:
@@ -186,10 +189,10 @@ class TileMemory:
     def write(
         self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
     ) -> None:
-        """Sets this GPU's call counters `counters` to `values`, [] int32 each.
+        """Sets some of this GPU's call counters to `values`, [] int32 each.
 
         First waits until all threads of the warpgroup have reached this point. `gpu` is this GPU's
-        number.
+        number, and `counters` are the numbers of the counters, [] int32 each.
         """
         count = len(counters)
 
@@ -211,10 +214,17 @@ class TileMemory:
         timeout_s: float,
         give_up: Callable[[], None],
     ) -> list[Value]:
-        """Emits this thread's words of a received tile with the exact bits that the sender had.
+        """Emits this thread's words of a tile as they were before the sender replaced any.
 
-        If any of the words is `_INSTEAD`, waits for the sender's note, a byte whose bits say which
-        words were the sentinel. `give_up` emits the code that runs after `timeout_s` seconds.
+        If one of the received `words` is `_INSTEAD`, waits for the sender's note: a byte whose bits
+        say which words were the sentinel. Other tiles come without a note.
+
+        Args:
+          gpu: this GPU's number.
+          buffer: the number of the tile buffer from which `words` were read.
+          words: this thread's four words of the tile, as received.
+          timeout_s: the seconds after which the code of `give_up` runs.
+          give_up: emits the code that aborts the program, with a message.
         """
         i32 = mosaic.integer_type(32)
         noted = _any([_is(_INSTEAD, word) for word in words])
@@ -249,15 +259,19 @@ class TileMemory:
         return arith.addi(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
+        """Emits the address of this thread's part of a tile buffer, 16 bytes.
+
+        `buffer` is the number of the tile buffer among those of GPU `gpu`.
+        """
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's note byte of tile buffer `buffer` of GPU `gpu`.
+        """Emits the address of this thread's note on a tile buffer.
 
-        The note says which of the thread's words in the tile buffer were replaced.
+        The note is a byte that says which of the thread's words in the buffer were replaced.
+        `buffer` is the number of the tile buffer among those of GPU `gpu`.
         """
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
@@ -266,7 +280,7 @@ class TileMemory:
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
-    """Splits a thread's words of several tile buffers into a list of 4 words for each buffer."""
+    """Splits the words that a thread read from several tile buffers: returns 4 for each buffer."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
@@ -304,7 +318,10 @@ def _store(pointer: Value, words: Sequence[Value]) -> None:
 
 
 def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns the tile, an array in registers, of which each thread holds four 32-bit words."""
+    """Returns a tile of this shape and dtype, an array in registers.
+
+    `words` are the four 32-bit words of it that this thread holds.
+    """
     words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
     packed = vector.from_elements(words_type, list(words))
     of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))

@@ -1,4 +1,4 @@
-"""Communication within kernels between ranks with a GPU each, over symmetric memory.
+"""Communication within kernels over symmetric memory, between ranks that have a GPU each.
 
 `Gpus` implements `fabric.Fabric`; `memory_map` defines the memory. A kernel first calls `enter`: it
 reads the number of its call with each peer, and its block 0 sends each peer the addresses of this
@@ -9,12 +9,12 @@ A signal is a 64-bit word that only grows: its high bits are the number of the c
 bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip over the
 link.
 
-A call may reuse the memory of the previous call for this reason. A call ends at a rank when every
-peer's last signal has arrived. A peer's block sends this signal after it has read the words that
-this rank sent to the peer's heap. Two ranks make their calls with each other in the same order, one
-at a time. So when a rank begins a call, each peer has ended all earlier calls of the two ranks. As
-an exception, a peer's block without work may still have to read the addresses of an earlier call,
-but it does not use them.
+A call may reuse the memory of the previous call, because the peers no longer read it. A call ends
+at a rank when every peer's last signal has arrived. A peer's block sends this signal after it has
+read the words that this rank sent to the peer's heap. Two ranks make their calls with each other in
+the same order, one at a time. So when a rank begins a call, the blocks of each peer no longer read
+words of the earlier calls of the two ranks. As an exception, a peer's block without work may still
+have to read the addresses of an earlier call, but it does not use them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
 
-# A rank sends a buffer's address as a 64-bit word. From the highest bit on, it holds the address
-# without its last four bits, the flag `_NOT_SHARED`, and a tag: the low bits of the call's number.
+# A rank sends a buffer's address as a 64-bit word. From the highest bit on, the word holds the
+# address without its last four bits, which are 0; the flag `_NOT_SHARED`; and a tag of _TAG_BITS
+# bits, the low bits of the call's number.
 _TAG_BITS = 18
-# The flag of a buffer outside the memory pool that other processes map.
+# The bit of the word that is set if the buffer lies outside the memory pool which the rank's
+# process shares. A peer in another process cannot access such a buffer.
 _NOT_SHARED = 1 << _TAG_BITS
-# A warpgroup polls this many words at a time.
+# `read_values` polls this many 32-bit values at a time: 8 for each thread of the warpgroup.
 _VALUES_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpus(RanksOfMesh):
-    """The fabric of ranks along some axes of a mesh, each with a GPU of one host.
+    """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host.
 
     Attributes:
       place: [1] int32, the row-major index of this rank's device in the mesh; an operand of every
@@ -56,17 +58,17 @@ class Gpus(RanksOfMesh):
     base: int = memory_map.BASE
 
     def __post_init__(self) -> None:
-        # The list holds the kernel call that is being traced, if there is one.
+        # A list of at most one `_Call`, the kernel call that is being traced. `enter` sets it.
         object.__setattr__(self, "_calls", [])
 
     def async_fence(self) -> None:
-        """Makes writes that this warpgroup has waited for visible to its next bulk copies."""
+        """Orders this warpgroup's next bulk copies (TMA) after writes for which it has waited."""
         ptx.async_fence()
 
     def delay_point(self, number: int) -> None:
-        """Delays this rank if a test has set a delay for point `number` of the kernel.
+        """Delays this rank if a test has set a delay for delay point `number` of the kernel.
 
-        Point 0 is the beginning of a call, where `enter` itself delays the rank.
+        Does nothing for point 0, the beginning of a call, where `enter` has delayed the rank.
         """
         if number > 0:
             self.hold_back(number, self.rank())
@@ -87,7 +89,7 @@ class Gpus(RanksOfMesh):
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the type of the shared memory for `_Call.table`, by the scratch's name.
+        """Returns the scratch that `enter` takes, by name: shared memory for `_Call.table`.
 
         `num_buffers` is the number of the kernel's buffers that peers read or write.
         """
@@ -105,7 +107,8 @@ class Gpus(RanksOfMesh):
     ) -> None:
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
-        Reads the number of this call with each peer, and sends the buffers' addresses to the peers.
+        For each peer, reads the number of this call: how many calls the two ranks have made with
+        each other, including this one. Block 0 sends the buffers' addresses to the peers.
 
         Args:
           operands: references to `self.operands`.
@@ -140,9 +143,10 @@ class Gpus(RanksOfMesh):
             lane, block = mosaic.lane(), mosaic.block()
             heap = self._heap(here)
             numbers = call.numbers(table)
-            # Write to shared memory the number of this call with each peer. Numbers count from 1,
-            # so that a word of zeros belongs to no call. `connect` later writes the offsets to the
-            # peers' buffers, which copies add to addresses because of `mosaic.reach_peers`.
+            # Write to the table in shared memory the number of this call with each peer. Numbers
+            # count from 1, so that a word of zeros belongs to no call. The table's other entries
+            # are offsets: `connect` writes them later, and because of `mosaic.reach_peers` copies
+            # add them to the address of this rank's buffer to get that of a peer's buffer.
             peer = _of_lane(peers, lane)
             counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
@@ -151,15 +155,16 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
-            # Every call writes all MAX_BUFFERS address words, so that no word keeps an old call's
-            # tag.
+            # Every call sends MAX_BUFFERS addresses, even if the kernel has fewer buffers, so that
+            # no word keeps the tag of an old call. After the tags have wrapped around, such a tag
+            # could be taken for that of a later call.
             sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block have read the counter, so it may be set to the number of
-            # this call. The counters of blocks that this kernel lacks are set, too, since the next
-            # kernel may have these blocks.
+            # All warpgroups of this block have read the block's call counters, so they may be set
+            # to the number of this call. There are counters for MAX_BLOCKS blocks. Those of blocks
+            # that this kernel lacks are set, too, since the next kernel may have these blocks.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -176,19 +181,26 @@ class Gpus(RanksOfMesh):
         mosaic.reach_peers(table, lambda t, entry: _load_shared(_plus(call.deltas(t), (entry, 8))))
 
     def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
-        """Emits code in which thread i sends the address of buffer i // N to rank i % N.
+        """Emits code that sends the buffers' addresses to the ranks.
 
-        N is the number of ranks. `heap` is the address of this GPU's heap, `here` this GPU's
-        number, `peers` the ranks' GPUs, `refs` the buffers, and `numbers` the shared memory with
-        the number of this call with each rank.
+        Thread i sends the address of buffer i // N to rank i % N, where N is the number of ranks.
+
+        Args:
+          call: the kernel call.
+          heap: the address of this GPU's heap.
+          here: the number of this GPU.
+          peers: the number of each rank's GPU.
+          refs: memrefs of the buffers.
+          numbers: the address in shared memory of the number of this call with each rank.
+          lane: the index of the thread, i.
         """
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # A kernel without buffers sends an address in the pool. A peer's block without work may
-        # still be in an earlier call and read this word as an address of that call. So the word
-        # must not have the flag `_NOT_SHARED`, on which the block would abort the program.
+        # A kernel without buffers sends an address in the memory pool, so that the word does not
+        # have the flag `_NOT_SHARED`. For a peer's block without work may still be in an earlier
+        # call, and read this word as an address of that call. On the flag it would abort.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
@@ -204,10 +216,11 @@ class Gpus(RanksOfMesh):
         _store(there, word, release=call.reads)
 
     def connect(self) -> None:
-        """Waits until every rank has sent its buffers' addresses, and stores the offsets to them.
+        """Waits until every rank has sent its buffers' addresses to this rank.
 
-        After this, the warpgroup may use `peer`. With `reads` in `enter`, data that the ranks wrote
-        to their buffers before the call is visible.
+        Stores for each buffer of a rank the offset from this rank's buffer to it, which `peer`
+        needs. If `enter` was called with `reads`, this rank then also sees the data that the ranks
+        wrote to their buffers before the call.
         """
         call, num_ranks = self._call, self.num_ranks
         if not call.buffers:
@@ -229,9 +242,10 @@ class Gpus(RanksOfMesh):
 
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
-                    # The tag may belong to a later call, since a peer does not wait for a block
-                    # without work. So wait only while the tag is behind this call's number, modulo
-                    # the tag's range.
+                    # The word's tag, the low bits of the number of the call in which the peer sent
+                    # the word, may be ahead of this call's number: a peer does not wait for a block
+                    # without work. So poll only while the tag is behind. Tag and number are
+                    # compared modulo the range of tags.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -262,7 +276,10 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
+        """Returns a reference to the memory of rank `rank` that corresponds to `ref` on this rank.
+
+        `ref` is one of the buffers given to `enter`, or a slice of one.
+        """
         base = getattr(ref, "ref", ref)
         found = [i for i, other in enumerate(self._call.buffers) if other is base]
         if not found:
@@ -275,15 +292,15 @@ class Gpus(RanksOfMesh):
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        """Sends the number `count` to the block of the same index on every rank, as a signal.
+        """Sends a signal with the number `count` to every rank, for the block of the same index.
 
         Args:
-          kind: 0 or 1; signals of different kinds are independent.
-          count: int32 from 1 to 2**memory_map.COUNT_BITS - 1, which grows from signal to signal of
-            a call.
+          kind: 0 or 1. A block has a signal of each kind from each rank.
+          count: int32 from 1 to 2**memory_map.COUNT_BITS - 1. Of two signals of a kind in a call,
+            the later one must have the larger count.
           release: whether a peer that sees the signal also sees this warpgroup's earlier writes.
-            Without it, the signal is only ordered after the warpgroup's earlier reads, does not
-            wait for writes, and arrives about a microsecond sooner.
+            If False, the signal is ordered only after the warpgroup's earlier reads. It does not
+            wait for the writes, so it arrives about a microsecond sooner.
         """
         call = self._call
 
@@ -300,11 +317,11 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits until the block of the same index on every rank has signalled `count` or more.
+        """Waits for a signal from every rank, sent by the block of this block's index.
 
         Args:
-          kind: the kind of signal, 0 or 1.
-          count: int32; if it is 0, this does not wait.
+          kind: the kind of the signals, 0 or 1.
+          count: int32. The wait ends when all signals are at least `count`, or at once if it is 0.
           what: names the wait in the message that is printed when the program aborts after
             `timeout_s` seconds.
         """
@@ -334,11 +351,11 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends `count` pairs of int32 words to every rank, from pair number `first` on.
+        """Sends `count` pairs of int32 to every rank, starting with pair number `first`.
 
-        Pair i is words[2 * i] and words[2 * i + 1] of `words` [n] in this rank's global memory. It
-        is sent as one value with two halves of 16 bits, so that it takes half the memory of
-        `send_values`. A word that does not fit in 16 bits becomes -1.
+        Pair i is (words[2 * i], words[2 * i + 1]), where `words` is [n] int32 in this rank's global
+        memory. The two are sent as halves of one 32-bit value, so that they take half the memory
+        that `send_values` would need. An int32 that does not fit in 16 bits becomes -1.
         """
         call, last = self._call, words.shape[0] - 1
 
@@ -367,25 +384,27 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for all pairs that `rank` sends by `send_halves`; copies them to `words` [n].
+        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
 
-        `words` is int32 in shared memory. The caller must put a barrier between this call and other
-        threads' reads of `words`. `what` names the wait in the message of a timeout.
+        `words` is [n] int32 in shared memory, for n / 2 pairs, rounded up. Pair i goes to
+        words[2 * i] and words[2 * i + 1]. The caller must put a barrier between this call and other
+        threads' reads of `words`. `what` names the wait in the error message of a timeout.
         """
         (total,) = words.shape
         self._read(rank, 0, words, -(-total // 2), what, halves=True)
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        """Sends 32-bit words to other ranks, which read them by number with `read_values`.
+        """Sends n 32-bit values to other ranks, which read them with `read_values`.
 
         Any warpgroup may send, and any block of the receiver may read. Even and odd calls use
-        different memory at the receiver, so a sender need not wait until its values are read. This
-        requires that in every call a rank receives something from each peer: when the memory is
-        used again, two calls later, the peer has then read the values.
+        different memory at the receiver, so a sender need not wait until its values are read: when
+        it uses the memory again, two calls later, the receiver has read them. For this, a rank must
+        receive something from each peer in every call.
 
         Args:
           words: [n] 32-bit elements in this rank's global or shared memory.
-          start: int32, the number of words[0] among the values that this rank sends in the call.
+          start: int32, the index of words[0] among the values that this rank sends in the call. A
+            receiver selects values by this index.
           ranks: the ranks to send to, or None to send to all.
 
         Raises:
@@ -422,7 +441,7 @@ class Gpus(RanksOfMesh):
 
         Args:
           rank: the rank that sends the values.
-          start: int32, the number of the first value to read.
+          start: int32, the index of the first value to read among those that `rank` sends.
           words: [n] 32-bit elements in shared memory, for the n values from `start` on. The caller
             must put a barrier between this call and other threads' reads of `words`.
           what: names the wait in the message that is printed when the program aborts after
@@ -433,10 +452,12 @@ class Gpus(RanksOfMesh):
     def _read(
         self, rank: Any, start: Any, words: Any, total: int, what: str, *, halves: bool = False
     ) -> None:
-        """Waits for `total` values of `rank`, from number `start` on, and copies them to `words`.
+        """Waits for `total` values that `rank` sends, and copies them to `words`.
 
-        With `halves`, a value is a pair of 16-bit integers, which becomes two int32 in `words`;
-        else a value is one 32-bit word.
+        They are the values with the indices start to start + total - 1 among all that `rank` sends
+        in the call. If `halves` is set, a value is a pair of 16-bit integers, which becomes two
+        int32 in `words`; else it is one 32-bit word. `what` names the wait in the error message of
+        a timeout.
         """
         call, (num_words,) = self._call, words.shape
 
@@ -481,8 +502,8 @@ class Gpus(RanksOfMesh):
                     for i in indices
                 ]
 
-                # All blocks poll the same words. To reduce the traffic, poll only the last ones,
-                # one for each thread, until they have arrived.
+                # All blocks poll the same words. To reduce the traffic, each thread first polls
+                # only the last of its words, until it has arrived.
                 if len(places) > 1:
                     poll(places[-1:])
                 values = poll(places)
@@ -507,17 +528,19 @@ class Gpus(RanksOfMesh):
         return _at(i64(self.base), 0, (number, memory_map.STRIDE))
 
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
-        """Returns the address in GPU `owner`'s heap of the signal from `sender` to this block.
+        """Returns the address of a signal in GPU `owner`'s heap.
 
-        The signal comes from GPU `sender`, to the block of this block's index on GPU `owner`.
+        GPU `sender` sets the signal, and on GPU `owner` the block with the index of the running
+        block waits for it. `kind`, 0 or 1, selects one of the two signals of that pair.
         """
         start = memory_map.SIGNALS + 8 * memory_map.MAX_GPUS * memory_map.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (mosaic.block(), 8 * memory_map.MAX_GPUS), (sender, 8))
 
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
-        """Returns the address in GPU `owner`'s heap of value `index` from GPU `sender`.
+        """Returns the address in GPU `owner`'s heap of a value that GPU `sender` sends.
 
-        `number` is the number of the call; its lowest bit selects one of two sets of values.
+        `index` is the index of the value among those that `sender` sends to `owner` in a call.
+        `number` is the number of the call: even and odd calls have memory of their own.
         """
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, memory_map.MAX_GPUS))
@@ -528,16 +551,17 @@ class Gpus(RanksOfMesh):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """The values of a kernel call that the operations of `Gpus` need while the kernel is traced.
+    """A kernel call that is being traced: the values that the methods of `Gpus` need.
 
     Attributes:
       place: [] int32, the row-major index of this rank's device in the mesh.
       rank: [] int32, this rank.
       here: [] int32, the number of this rank's GPU on the host.
       peers: the number of each rank's GPU on the host, [] int32 each.
-      table: reference to 64-bit words in shared memory: the difference between each buffer's
-        address at each of the N ranks and its address at this rank, [buffers, N], and then the
-        number of the call with each rank, [N].
+      table: reference to shared memory with two arrays of 64-bit words, one after the other. The
+        first, [buffers, N], holds for each buffer and each of the N ranks the difference between
+        the buffer's address at that rank and its address at this rank. The second, [N], holds the
+        number of this call with each rank.
       buffers: references to the buffers that peers read or write.
       name: the kernel's name, for messages.
       reads: whether peers read data that was written to the buffers before the call.
@@ -559,7 +583,7 @@ class _Call:
         return _plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
 
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
-        """Returns the 64-bit word that signals `count` to `rank` in this call."""
+        """Returns the 64-bit word of a signal to or from `rank`: the call's number, and `count`."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
         return arith.ori(arith.shli(number, i64(memory_map.COUNT_BITS)), _widen(count))
 
@@ -573,7 +597,7 @@ def _widen(value: Value) -> Value:
 
 
 def _low_half(value: Value) -> Value:
-    """Emits the lower 16 bits of an int32, sign-extended to int32."""
+    """Emits the int32 that equals the lower 16 bits of an int32, taken as a signed number."""
     return arith.shrsi(arith.shli(value, i32(16)), i32(16))
 
 
@@ -582,7 +606,10 @@ def _narrow(value: Value) -> Value:
 
 
 def _of_lane(values: Sequence[Value], lane: Value) -> Value:
-    """Emits values[lane] for a dynamic `lane`, or values[0] if `lane` is past the last value."""
+    """Emits values[lane], where `lane` may differ between threads.
+
+    If `lane` is past the last value, the result is values[0].
+    """
     value = values[0]
     for i, other in enumerate(values[1:], 1):
         value = arith.select(mosaic.equal(lane, i32(i)), other, value)
@@ -590,7 +617,10 @@ def _of_lane(values: Sequence[Value], lane: Value) -> Value:
 
 
 def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
-    """Emits the 64-bit address base + offset + the sum of index * size over `terms`."""
+    """Emits a 64-bit address: base + offset + the sum of index * size.
+
+    `terms` are the pairs (index, size), with sizes in bytes: one pair for each axis of an array.
+    """
     address = arith.addi(base, i64(offset))
     for index, size in terms:
         address = arith.addi(address, arith.muli(_widen(index), i64(size)))
@@ -598,7 +628,10 @@ def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
 
 
 def _plus(base: Value, *terms: tuple[Value, int]) -> Value:
-    """Emits the 32-bit address in shared memory, base + the sum of index * size over `terms`."""
+    """Emits a 32-bit number, such as an address in shared memory: base + the sum of index * size.
+
+    `terms` are the pairs (index, size).
+    """
     for index, size in terms:
         base = arith.addi(base, arith.muli(index, i32(size)))
     return base

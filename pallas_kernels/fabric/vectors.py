@@ -1,8 +1,10 @@
 """Loads, stores and sums of 1D arrays in any rank's memory, by vectors of up to 16 bytes.
 
-A vector is loaded or stored by one instruction. Pallas knows the alignment only of this rank's own
-buffers, and loads a peer's memory element by element. In this module the caller guarantees the
-alignment: each reference starts at a multiple of the vector's bytes.
+An array in registers has the layout `mosaic.strided`: each thread holds vectors of `elements`
+neighbouring elements. A vector is loaded or stored by one instruction, so its address must be a
+multiple of its size. Pallas knows the alignment only of this rank's own buffers, and loads a peer's
+memory element by element. In this module the caller guarantees the alignment: each reference starts
+at a multiple of the vector's bytes.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
-# LLVM's number of the address space of global memory.
+# The number by which LLVM names the address space of global memory.
 GLOBAL_MEMORY = 1
-# `partial_sums` computes this many sums, one for each warp of a warpgroup.
+# The number of sums that `partial_sums` computes: one for each warp of a warpgroup.
 SUMS_OF_WARPGROUP = LANES // WARP
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     """Loads a contiguous 1D array from any rank's global memory into registers.
 
-    A thread holds vectors of `elements` neighbouring elements.
+    Each thread then holds vectors of `elements` neighbouring elements.
     """
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
@@ -52,10 +54,10 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """Stores a 1D array in registers to each of `refs`, contiguous in any rank's global memory.
+    """Stores a 1D array in registers to each of `refs`, contiguous arrays in any rank's memory.
 
-    A thread holds vectors of `elements` neighbouring elements. All addresses are computed before
-    the first store.
+    Each thread stores the vectors of `elements` neighbouring elements that it holds. All addresses
+    are computed before the first store.
     """
     if fabric.interpret:
         for ref in refs:
@@ -83,14 +85,15 @@ def load_each(
     fill: float = 0.0,
     read_only: bool = False,
 ) -> list[jax.Array]:
-    """Loads several 1D arrays of one size from any rank's global memory, without a branch.
+    """Loads several 1D arrays of equal size and dtype from any rank's global memory.
 
-    All loads are under way at once.
+    All loads are under way at once, since the code has no branches: an array that is not `held` is
+    skipped by predicated instructions.
 
     Args:
       refs: references to the arrays, each contiguous.
-      held: for each array, a scalar that is true if the array is to be loaded. The memory of an
-        array that is not loaded is not accessed.
+      held: for each array, a scalar that says whether to load the array. If it is false, the
+        array's memory is not accessed.
       elements: the number of neighbouring elements in a thread's vector, 16 bytes.
       fill: the value of elements that are not loaded.
       read_only: whether no thread of any rank writes to the arrays while the kernel runs.
@@ -150,10 +153,11 @@ def load_each(
 def store_part(
     fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int, *, held: Any = True
 ) -> None:
-    """Stores the first ref.shape[0] elements of a 1D array to `ref` in any rank's global memory.
+    """Stores the first elements of a 1D array in registers to `ref` in any rank's global memory.
 
-    A thread holds vectors of `elements` neighbouring elements in registers, and ref.shape[0] is a
-    multiple of `elements`. Nothing is stored unless the scalar `held` is true.
+    As many elements are stored as `ref` has, a multiple of `elements`; `value` may have more, its
+    padding. Each thread stores vectors of `elements` neighbouring elements. If the scalar `held` is
+    false, nothing is stored.
     """
     if fabric.interpret:
 
@@ -185,8 +189,9 @@ def store_part(
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
 
-    A plain product could be fused with a following addition (an FMA), which does not round the
-    product. A thread holds vectors of `elements` neighbouring elements.
+    With the operator `*`, the compiler could fuse the product with an addition that follows (an
+    FMA), which does not round the product. Each thread holds vectors of `elements` neighbouring
+    elements.
     """
     if fabric.interpret:
         return value * factor
@@ -210,9 +215,9 @@ def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) 
 
 
 def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Array:
-    """Returns [size] float32 in registers, whose elements are all `value`.
+    """Returns an array [size] float32 in registers, whose elements are all `value`.
 
-    A thread holds vectors of `elements` neighbouring elements.
+    Each thread holds vectors of `elements` neighbouring elements.
     """
     array = jnp.full((size,), value, jnp.float32)
     if fabric.interpret:
@@ -223,10 +228,11 @@ def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Ar
 def rotate(
     fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
-    """Rotates a list of N arrays in registers by the dynamic offset `first`.
+    """Rotates the list `parts` of N arrays in registers, by an offset that the kernel computes.
 
-    The result has parts[i] at index (first + i) % N. `first`, [] int32, is at least 0 and less than
-    N. A thread holds vectors of `elements` neighbouring elements of each array.
+    The array parts[i] gets the index (first + i) % N in the result. The offset `first`, [] int32,
+    is at least 0 and less than N. Each thread holds vectors of `elements` neighbouring elements of
+    each array.
     """
     parts, bit = list(parts), 1
     while bit < len(parts):
@@ -243,7 +249,11 @@ def _select(
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
-    """Returns the arrays `yes` if the scalar `predicate` is true, else `no`, without a branch."""
+    """Returns the arrays `yes` if the scalar `predicate` is true, else the arrays `no`.
+
+    The code selects each register, without a branch. `elements` is the length of the vectors that a
+    thread holds.
+    """
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
@@ -269,10 +279,10 @@ def _select(
 
 
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
-    """Sums the float32 elements of `value` that each warp holds, and writes the sums to `ref`.
+    """Sums, in each warp, the elements of the float32 array `value` that the warp's threads hold.
 
-    `ref` is [SUMS_OF_WARPGROUP] float32 in shared memory, a sum for each warp of the warpgroup. A
-    thread holds vectors of `elements` neighbouring elements.
+    Writes the sum of warp i to ref[i]: `ref` is [SUMS_OF_WARPGROUP] float32 in shared memory. Each
+    thread holds vectors of `elements` neighbouring elements. `store_total` adds the sums.
     """
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
@@ -300,7 +310,7 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
 
 
 def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
-    """Adds the partial sums of `partial_sums`, in order, and stores the total to ref[index].
+    """Adds the sums of a warpgroup's warps, in order, and stores the total to ref[index].
 
     Args:
       fabric: the ranks of the kernel.
@@ -327,9 +337,10 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 
 
 def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
-    """Sets totals[i] to the sum of sums[i * count : (i + 1) * count], added in order.
+    """Adds each `count` consecutive numbers of `sums`, in order, and stores the totals to `totals`.
 
-    `sums` and `totals` are 1D float32 in shared memory. A thread computes one total at a time.
+    totals[i] becomes the sum of sums[i * count : (i + 1) * count]. Both are 1D float32 in shared
+    memory. A thread computes one total at a time.
     """
     (size,) = totals.shape
     if fabric.interpret:
@@ -357,10 +368,11 @@ def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
 
 
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
-    """Emits pointers to this thread's `count` vectors in a memref of global memory.
+    """Emits pointers to this thread's `count` vectors of an array in global memory.
 
-    A vector has `num_bytes`. The vectors of a warpgroup's threads are adjacent: thread t has the
-    vectors t, t + LANES, t + 2 * LANES and so on.
+    The array, a memref, is divided into vectors of `num_bytes` bytes. Thread t of a warpgroup has
+    the vectors t, t + LANES, t + 2 * LANES and so on, so that neighbouring threads have
+    neighbouring vectors.
     """
     thread = mosaic.lane()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))

@@ -1,5 +1,7 @@
 """Kernel for the gradients of a grouped matmul's matrices: lhs^T @ grad over each group's rows.
 
+In this diagram the groups are a, b and c, and each row of letters stands for rows of one group:
+
   lhs [R, K]   grad [R, N]      output [L, K, N], a box is an output tile
                                 a's          b's
   a a a a      a a a            +---+---+    +---+---+
@@ -8,26 +10,27 @@
   c c c c      c c c            |   |   |    |   |   |
                                 +---+---+    +---+---+
 
-One call may take several grads for one lhs. The blocks compute the output tiles of all grads at one
-position in succession, so that all but the first read lhs from the caches.
+One call may take several arrays `grad` for one `lhs`. The output tiles of all of them at one
+position are computed one after the other, so that all but the first read `lhs` from the caches.
 
 A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
-and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The
-sum over a group's rows is cut into steps of 64 rows, one for each stage. A group's first and last
-step may hold rows of another group. The loader zeroes these rows in shared memory before the
-computers multiply. So a NaN in another group's row, or past the last group, never enters an
-accumulator.
+and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The sum over a
+group's rows is cut into steps of 64 rows; a stage of the ring holds one step. A group's first and
+last step may hold rows of another group. The loader *clears* such a step: it zeroes these rows in
+shared memory before they are multiplied. So a NaN in another group's row, or past the last group,
+never enters an accumulator.
 
 A stage of the ring passes between the warpgroups by three barriers:
 
-  full     the copies have arrived. Computers and loader wait for it at every step.
-  cleared  other groups' rows in the stage are zero. The loader arrives and the computers wait only
-           at a step that has rows of other groups.
-  empty    the computers have multiplied the stage's operands. The loader waits for it.
+  full     the copies into the stage have arrived. All warpgroups wait for it at every step.
+  cleared  other groups' rows in the stage are zero. It is used only at a step that has such rows:
+           the loader arrives, and the compute warpgroups wait.
+  empty    the compute warpgroups have multiplied the stage's operands. The loader waits for it.
 
 The loader clears a step after it has started the copies of the next `num_stages` - 2 steps, so that
-these copies run meanwhile. One more copy before the clearing would cause a deadlock: it needs a
-stage that the computers release only after they have started the step that is to be cleared.
+these copies run meanwhile. It must not start one more copy before the clearing, which would cause a
+deadlock: this copy needs a stage that the compute warpgroups release only after they have started
+the step that is to be cleared.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ from pallas_kernels.matmul.kernel import (
 from pallas_kernels.matmul.row_blocks import row_ranges
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-# An output tile has this many rows. Each computer warpgroup computes half of them.
+# The number of rows of an output tile. Each compute warpgroup computes half of them.
 BLOCK_M = COMPUTERS * CHUNK
 
 
@@ -77,8 +80,9 @@ class DrhsTiles:
       block_n: columns of an output tile, a multiple of 64 up to 256.
       num_stages: number of pipeline stages in the ring, at least 2. A stage holds operand tiles of
         64 rows.
-      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
-        band row by row.
+      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
+        over the whole height of a group's output. The thread blocks compute a group's output band
+        by band, and within a band row of tiles by row of tiles.
     """
 
     block_n: int
@@ -87,7 +91,10 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with as many stages as fit into shared memory, at most 6."""
+        """Returns the tile sizes with as many pipeline stages as fit into shared memory, at most 6.
+
+        `block_n` and `band` are those attributes of the result.
+        """
         chunks = 2 * BLOCK_M * CHUNK
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
@@ -138,10 +145,11 @@ def drhs_of_each(
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns a table of the steps of 64 rows over which each group's sum runs, [L, 4] int32.
+    """Returns a table that says which steps of 64 rows the sum over each group's rows has.
 
-    A group's entry is its number of steps (at least one), the first row of its first step (a
-    multiple of 8), and the range [begin, end) of the group's rows.
+    The table is [L, 4] int32. The entry of a group is its number of steps (at least one), the first
+    row of its first step (a multiple of 8), and the range [begin, end) of its rows. `num_rows` is
+    R, the number of rows of lhs.
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -155,8 +163,8 @@ class _Drhs(Kernel):
 
     Attributes:
       num_groups: L, the number of groups.
-      height: K, the rows of a group's output.
-      num_grads: number of grads, and of outputs.
+      height: K, the number of rows of a group's output.
+      num_grads: number of arrays `grad`, and of outputs.
     """
 
     num_groups: int
@@ -189,9 +197,10 @@ class _Drhs(Kernel):
 
     @property
     def _tile_rows(self) -> int:
-        """Returns the number of output tiles that cover the K rows of a group's output.
+        """Returns the number of output tiles, one above the other, that cover a group's K rows.
 
-        The last tile may reach past K. Its copies read zeros there, and it stores no row past K.
+        The last tile may reach past row K. For rows past it, the copies of lhs read zeros, and
+        nothing is stored.
         """
         return -(-self.height // BLOCK_M)
 
@@ -201,8 +210,8 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # The tiles of all grads at one position have consecutive indices, since they read the same
-        # tiles of lhs.
+        # The tiles of all outputs at one position have consecutive indices, because they read the
+        # same tiles of lhs.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -211,14 +220,16 @@ class _Drhs(Kernel):
 
 
 class _Tile(NamedTuple):
-    """An output tile, and the rows of lhs and grad that its sum runs over; all int32.
+    """An output tile, and the rows of lhs and grad over which its sum runs. All are int32.
 
     Attributes:
-      which: the index of the tile's grad, and of its output.
-      group, top, left_edge: the tile's group, and its first row and column in the group's output.
+      which: the index, among the arrays `grad`, of the one that is multiplied; also the index of
+        the output to which the tile belongs.
+      group: the group to whose output matrix the tile belongs.
+      top, left_edge: the tile's first row and first column in this matrix.
       steps: the number of steps of 64 rows in the sum.
       first: the first row of the first step, a multiple of 8.
-      begin, end: the range [begin, end) of the group's rows.
+      begin, end: the group's rows are [begin, end).
     """
 
     which: jax.Array
@@ -231,15 +242,15 @@ class _Tile(NamedTuple):
     end: jax.Array
 
     def rows_of_group(self, step: jax.Array) -> _Range:
-        """Returns the range of the rows of a step that belong to the tile's group."""
+        """Returns which rows of step number `step` of the sum belong to the tile's group."""
         row = self.first + step * STEP
         return _Range(self.begin - row, self.end - row)
 
 
 class _Range(NamedTuple):
-    """A range [begin, end) of rows, counted from the first of a step's 64 rows.
+    """The rows [begin, end) of a group, counted from the first of a step's 64 rows.
 
-    `begin` may be negative and `end` may exceed 64, if the group's rows go on past the step.
+    If the group begins before the step, `begin` is negative; if it ends after it, `end` exceeds 64.
     """
 
     begin: jax.Array
@@ -252,9 +263,11 @@ class _Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader warpgroup's work: fills stages, and zeroes other groups' rows `_lag` steps later.
+    """The loader warpgroup's work: fills the ring's stages, and clears them `_lag` steps later.
 
-    `table` is a reference to the result of `_group_steps`.
+    To clear a stage is to zero its rows that belong to other groups. `cleared` is the barrier by
+    which the loader says that it has done so, `table` is a reference to the result of
+    `_group_steps`, and `lhs` and `grads` are references to the operands.
     """
 
     kernel: _Drhs
@@ -266,14 +279,14 @@ class _Loader:
 
     @property
     def _lag(self) -> int:
-        """Returns how many more steps are filled before a filled step is cleared."""
+        """Returns how many more steps the loader fills after a step before it clears that step."""
         return self.ring.num_stages - 2
 
     def run(self) -> None:
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         look_up = functools.partial(self.kernel.look_up, self.table)
-        # The carry holds the number of steps filled so far, and the ranges of the group's rows in
-        # the last `_lag` steps, which are filled but not yet cleared.
+        # The last `_lag` steps are filled but not yet cleared. The carry holds the number of steps
+        # filled so far, and for each of these last steps the range of its group's rows.
         carry = jnp.int32(0), (all_rows,) * self._lag
         used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
 
@@ -298,21 +311,25 @@ class _Loader:
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears the oldest uncleared step; returns the row ranges of the steps after it.
+        """Clears the oldest step that is filled but not cleared: zeroes rows of other groups.
 
         Args:
-          step: the number of the oldest uncleared step; nothing is cleared if it is negative.
-          uncleared: the group's rows in each uncleared step, from the oldest on.
-          newest: the group's rows in the step that has just been filled.
+          step: the number of this step. If it is negative, nothing is cleared.
+          uncleared: for each filled step that is not cleared, from the oldest on, the range of the
+            rows of the step's group. The step that has just been filled is not among them.
+          newest: this range for the step that has just been filled.
+
+        Returns:
+          The ranges of the steps that are filled but not cleared after this.
         """
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits until the operand tiles of `step` have arrived, and zeroes other groups' rows.
+        """Waits until the operand tiles of step number `step` have arrived, and clears the step.
 
-        `rows` is the range of the step's rows that belong to the group.
+        Of the step's rows, `rows` belong to the step's group; the others are zeroed.
         """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])
@@ -334,11 +351,12 @@ class _Loader:
 
 
 class _Held(NamedTuple):
-    """A computer warpgroup's half of an output tile, held in registers until it is stored.
+    """A compute warpgroup's half of a finished output tile, in registers until it is stored.
 
     Attributes:
-      which: the index of the output.
-      group, top, left_edge: the group, and the first row and column of `values` in its output.
+      which: the index of the output to which the tile belongs.
+      group: the group to whose matrix in the output the tile belongs.
+      top, left_edge: the row and the column of values[0, 0] in this matrix.
       values: [64, block_n] of the output's dtype.
     """
 
@@ -351,10 +369,12 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """The work of computer warpgroup `number`: computes and stores half of each output tile's rows.
+    """The work of a compute warpgroup: computes and stores half of the rows of each output tile.
 
-    `table` is a reference to the result of `_group_steps`. `chunk` is this warpgroup's [64, 64]
-    buffer in shared memory, through which it stores 64 columns at a time.
+    `number` is the index of the warpgroup, 0 or 1. `cleared` is the barrier at which it waits until
+    the loader has zeroed rows of other groups. `table` is a reference to the result of
+    `_group_steps`. `chunk` is this warpgroup's [64, 64] buffer in shared memory, through which it
+    stores 64 columns at a time.
     """
 
     kernel: _Drhs
@@ -382,10 +402,10 @@ class _Computer:
         return CHUNK, self.kernel.tiles.block_n
 
     def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
-        """Computes an output tile, and meanwhile stores the previous one.
+        """Computes this warpgroup's half of an output tile, and meanwhile stores the previous one.
 
-        `carry` is the number of steps multiplied so far, and the previous tile. Returns the next
-        carry.
+        `carry` is (the number of steps that this warpgroup has multiplied before, its half of the
+        previous tile). Returns the carry for the next tile.
         """
         used, before = carry
         multiply = functools.partial(self._multiply, tile)
@@ -407,17 +427,20 @@ class _Computer:
         plgpu.wgmma(accumulator, transposed(mine), right)
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
-        """Stores the held tile's chunks of 64 columns, from chunk number `chunk` to the last."""
+        """Stores the columns of `held` that are not stored yet.
+
+        The columns are stored in chunks of 64; `chunk` is the number of the first chunk to store.
+        """
         left = jnp.maximum(len(self._columns) - chunk, 0)
         lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
 
     @property
     def _columns(self) -> range:
-        """The first column of each chunk of 64 columns in an output tile."""
+        """The first column of each chunk of 64 columns that an output tile consists of."""
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
-        """Stores chunk number `chunk`, 64 columns, of the held tile, if the tile has that many."""
+        """Stores 64 columns of `held`, from column 64 * `chunk` on, if it has so many columns."""
 
         def write(first: int) -> None:
             self.chunk[...] = held.values[:, first : first + CHUNK]

@@ -4,19 +4,22 @@ Rows have a float32 scale for each 128 columns of a row, and matrices have one f
 block. The tensor cores add float8 products with a precision of about 14 bits. So they sum only 128
 products at a time, and each such sum is multiplied by its two scales and added to float32 totals.
 
-    lhs [R, K]           rhs [L, N, K]              out [R, N]
-    128 rows  x 128  .   2 x 128 columns x 128  =   2 x [128 rows x 128 columns]
+The contraction dimension K is cut into steps of 128. In a step, a thread block multiplies a tile of
+the rows `lhs` by two tiles of the matrices `rhs`, for two halves of a tile of the output `out`:
+
+    lhs [R, K]                  rhs [L, N, K]                     out [R, N]
+    128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
 A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
-and two computer warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). A
-computer warpgroup multiplies 64 rows of an output tile by two matrix tiles of 128 columns, the
-halves, one after the other. In `product` the halves are adjacent columns of one matrix; in
-`gated_product` they are the same columns of two matrices. A computer's registers hold the totals of
-both halves, and the accumulators of one. While one computer adds scaled sums to its totals, the
-other computer uses the tensor cores.
+and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). A compute
+warpgroup multiplies 64 rows of an output tile by the two matrix tiles of 128 columns, the *halves*,
+one after the other. In `product` the halves are adjacent columns of one matrix; in `gated_product`
+they are the same columns of two matrices. The registers of a compute warpgroup hold the totals of
+both halves, and the accumulators of one half. While one compute warpgroup adds scaled sums to its
+totals, the other one uses the tensor cores.
 
-A group's last tile may have 64 rows or fewer. In `product` each computer then multiplies these rows
-by one of the two halves; in `gated_product` the second computer has nothing to compute.
+A group's last tile may have 64 rows or fewer. In `product` each compute warpgroup then multiplies
+these rows by one of the two halves; in `gated_product` the second one has nothing to compute.
 
 Both operands are stored with the contraction dimension innermost, which the tensor cores require of
 float8 operands.
@@ -57,25 +60,27 @@ from pallas_kernels.matmul.row_tiles import (
     row_tiles,
 )
 
-# Each computer warpgroup computes this many rows of an output tile.
+# The number of rows of an output tile that each compute warpgroup computes.
 _ROWS = BLOCK // COMPUTERS
-# A computer warpgroup multiplies its rows by this many matrix tiles of 128 columns, the halves.
+# The number of halves: matrix tiles of 128 columns by which a compute warpgroup multiplies its
+# rows.
 _HALVES = 2
-# A computer warpgroup stores as many columns at a time as fill this many bytes of a row.
+# A compute warpgroup stores so many columns at a time that a row of them has this many bytes.
 _ROW_BYTES = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tiles:
-    """The number of pipeline stages, the order of output tiles, and their width.
+    """The options of the float8 kernels: pipeline stages, and the order and width of output tiles.
 
     Attributes:
       num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 128
         long along the contraction dimension.
-      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
-        band row by row.
-      block_n: columns of an output tile: 256, or 128 if there are two outputs or a gated one. The
-        kernels' functions set it.
+      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
+        over the whole height of the output. The thread blocks compute the output band by band, and
+        within a band row of tiles by row of tiles.
+      block_n: number of columns of an output tile: 256, or 128 if the halves of a tile are the same
+        columns of two matrices. Callers leave it out; `gated_product` and `drhs_of_each` set it.
     """
 
     num_stages: int = 4
@@ -98,8 +103,8 @@ def product(
     """Multiplies each row by its group's matrix, and sums the products over (rows, matrices) pairs.
 
     Args:
-      pairs: one or more pairs (rows [R, K], matrices [L, N, K]), float8 with scales. R is a
-        multiple of 8.
+      pairs: one or more pairs (rows [R, K], matrices [L, N, K]), float8 with scales. The matrix of
+        group l is the transpose of matrices[l]. R is a multiple of 8.
       group_sizes: [L] int32, the number of rows of each group, in order.
       dtype: the dtype of the result: bfloat16, float16 or float32.
       num_blocks: number of thread blocks to launch.
@@ -107,7 +112,8 @@ def product(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of `dtype`, rounded once. Rows past the last group hold anything.
+      [R, N] of `dtype`. The products of all pairs are summed in float32, and each sum is rounded
+      once. Rows past the last group hold anything.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.values.shape[0], rhs.values.shape[1]
@@ -142,7 +148,9 @@ def gated_product(
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> tuple[Scaled, ...]:
-    """Computes gating(lhs @ rhs[0][group], lhs @ rhs[1][group]) for each group's rows, quantized.
+    """Computes gating(lhs @ rhs[0][group].T, lhs @ rhs[1][group].T), and quantizes the result.
+
+    `group` stands for the group of a row of lhs.
 
     Args:
       lhs: rows [R, K], float8 with scales; R is a multiple of 8.
@@ -184,9 +192,10 @@ def gated_product(
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
-    """Returns the kernel's operands: values and scales of the rows, and of each array of matrices.
+    """Returns the operands of a kernel: values and scales of `rows`, and of each of `matrices`.
 
-    Row scales are transposed to [K / 128, R], so that one copy takes the scales of a tile's rows.
+    The scales of the rows are transposed to [K / 128, R], so that the scales of a tile's rows are
+    contiguous and can be copied at once.
     """
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
@@ -202,7 +211,7 @@ class _Float8Kernel(Kernel):
     """Base class of the float8 kernels: the operand ring, the sums, and the stores.
 
     Attributes:
-      depths: K, the length of the contraction dimension, of each pair.
+      depths: for each pair of operands, K, the length of the contraction dimension.
       dtype: float8 dtype of the operands.
       out_dtype: dtype of the outputs' values.
     """
@@ -213,17 +222,20 @@ class _Float8Kernel(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns the number of right operand arrays, 1 or 2, that a stage has tiles of."""
+        """Returns the number of right operands, 1 or 2, of which a stage holds tiles."""
         raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps of 128 in a sum over all pairs."""
+        """Returns the number of steps of a sum over the contraction dimensions of all pairs.
+
+        A step sums 128 products.
+        """
         return sum(self.depths) // BLOCK
 
     @property
     def chunk(self) -> int:
-        """Returns the number of output columns that are stored at a time: 128 bytes of a row."""
+        """Returns the number of output columns that are stored at a time: those in 128 bytes."""
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
@@ -259,7 +271,8 @@ class _Float8Kernel(Kernel):
 
         Args:
           total: int32, the number of output tiles of all thread blocks.
-          look_up: maps the index of an output tile, less than `total`, to its description.
+          look_up: maps the index of an output tile, less than `total`, to the description of the
+            tile that `load_tile` and `compute_tile` take.
           operands: references to the operands.
           outs: references to the outputs.
           scratch: references to shared memory and barriers, by the names in `scratch_types`.
@@ -283,30 +296,40 @@ class _Float8Kernel(Kernel):
     def compute_tile(
         self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
     ) -> jax.Array:
-        """Computes and stores computer warpgroup `computer`'s part of an output tile.
+        """Computes and stores the part of an output tile that is a compute warpgroup's task.
 
-        `used` is the number of the ring's steps that the warpgroup has consumed before. Returns its
-        new value.
+        Args:
+          computer: the index of the compute warpgroup, 0 or 1.
+          tile: the description of the tile.
+          used: int32, the number of the ring's steps that this warpgroup has consumed before.
+          outs: references to the outputs.
+          scratch: references to shared memory and barriers, by name.
+
+        Returns:
+          The new value of `used`.
         """
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns a tile's slice of N in each right operand, 256 / `matrices` columns."""
+        """Returns the slice of an output tile's columns in a right operand, from `left_edge` on.
+
+        It has 256 columns if there is one right operand, and 128 if there are two.
+        """
         return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns references to the scales of a tile's two halves of 128 columns.
+        """Returns references to the scales of the two halves, 128 columns each, of an output tile.
 
-        If the output ends after the tile's first half, both references are to the first half's
-        scale, and the second is not used.
+        If the output ends after the tile's first half, both references are to the scale of the
+        first half; the second reference is then not used.
 
         Args:
-          scales: references to the scales of each right operand array.
-          left_edge: the tile's first column.
-          at: `at(array, block)` returns the reference to one array's scale for the columns from
-            128 * block on.
+          scales: for each right operand, a reference to the array of its scales.
+          left_edge: the first column of the output tile.
+          at: `at(array, block)` returns the reference to the scale, in the array `array` of scales,
+            of the 128 columns from 128 * block on.
         """
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.matrices > 1:
@@ -317,9 +340,10 @@ class _Float8Kernel(Kernel):
     def store_half(
         self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of one half's totals [64, 128] to `out`, some columns at a time.
+        """Stores rows [begin, end) of the totals of one half of a tile to `out`.
 
-        The arguments after `total` are those of `store`.
+        `total` is [64, 128] float32. It is converted to the dtype of the output and stored `chunk`
+        columns at a time. The other arguments are those of `store`.
         """
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
@@ -328,7 +352,8 @@ class _Float8Kernel(Kernel):
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
         """Copies the operands of an output tile into the ring, step by step.
 
-        `used` is the number of steps that the loader has filled before. Returns its new value.
+        `tile` is the description of the output tile. `used` is the number of steps for which the
+        loader has filled a stage before. Returns its new value.
         """
         group, first, _, _, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
@@ -363,8 +388,16 @@ class _Float8Kernel(Kernel):
     ) -> jax.Array:
         """Copies one step's operand tiles and scales into the ring, once the step's stage is empty.
 
-        `left`, `row_scales`, `rights` and `block_scales` are references in global memory, and
-        `used` is the number of steps filled before. Returns `used` + 1.
+        Args:
+          scratch: references to the ring's arrays and barriers, by name.
+          used: int32, the number of steps for which the loader has filled a stage before.
+          left: reference in global memory to the tile of the left operand.
+          row_scales: reference to the scales of the rows of `left`.
+          rights: reference to the tile of each right operand.
+          block_scales: reference to the scale of each half of the output tile's columns.
+
+        Returns:
+          `used` + 1.
         """
         stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
 
@@ -393,19 +426,21 @@ class _Float8Kernel(Kernel):
         steps: jax.Array | int,
         scratch: Any,
     ) -> tuple[jax.Array, ...]:
-        """Sums products over the ring's next `steps` steps, for 64 rows of each left tile.
+        """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
+
+        Computes 64 rows of an output tile, in one or both of its halves of 128 columns.
 
         Args:
           used: int32, the number of steps that this warpgroup has consumed before.
           row: the first of the 64 rows in the left operand's tiles.
-          first_half: the half of 128 columns, 0 or 1, to which the first total belongs.
-          num_halves: 2, or 1 to compute only the first total.
+          first_half: the index of the first half to compute, 0 or 1.
+          num_halves: the number of halves to compute, 1 or 2.
           steps: number of steps.
           scratch: references to the ring's arrays and barriers.
 
         Returns:
-          Two totals [64, 128] float32, of halves first_half and first_half + 1. The second is zero
-          if `num_halves` is 1.
+          Two sums [64, 128] float32: those of the halves first_half and first_half + 1. The second
+          sum is zero if `num_halves` is 1.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
         last = num_halves - 1
@@ -423,9 +458,9 @@ class _Float8Kernel(Kernel):
 
             return add
 
-        # One loop body computes either half, so that the tensor core instructions are emitted once
-        # and use one set of registers. With a body for each half, ptxas copies accumulators and
-        # spills totals.
+        # An iteration of the loop computes one step of one half, so that the tensor core
+        # instructions are emitted once and use one set of registers. If an iteration computed both
+        # halves, ptxas would copy accumulators between registers and spill totals to memory.
         def step(i, totals):
             half = i & last
             stage = lax.rem(used + (i >> last), num_stages)
@@ -445,8 +480,8 @@ class _Float8Kernel(Kernel):
                 interpreted=self.interpreted,
             )
 
-            # In the interpreter, threads read the operands instead of tensor cores. The fence
-            # orders their reads before the loader's next copies into the stage.
+            # In Pallas' interpreter, threads read the operands, not the tensor cores. The fence
+            # orders these reads before the loader's next copies into the stage.
             if self.interpreted:
                 plgpu.commit_smem()
 
@@ -465,7 +500,12 @@ class _Float8Kernel(Kernel):
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
-        """Releases the ring's stages of an output tile that this warpgroup does not compute."""
+        """Releases the ring's stages with the operands of an output tile, without multiplying them.
+
+        A compute warpgroup that has nothing to compute for the tile calls it instead of
+        `accumulate_halves`, since the loader waits until both compute warpgroups release a stage.
+        `used` is the number of steps that this warpgroup has consumed before.
+        """
 
         def step(i, _):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
@@ -485,8 +525,8 @@ class _Float8Kernel(Kernel):
           room: the [64, chunk] buffer in shared memory through which values are stored.
           top: the row of `out` to which row 0 of `values` belongs.
           left: the column of `out` to which column 0 of `values` belongs.
-          begin: the first row to store, or None to store all 64 rows.
-          end: the row after the last one to store.
+          begin: the first row of `values` to store, or None to store all 64 rows.
+          end: the row of `values` after the last one to store.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_swizzled(room, values, interpreted=self.interpreted)
@@ -602,13 +642,13 @@ class _GatedProduct(_Float8Kernel):
 class _Drhs(_Float8Kernel):
     """The kernel of `drhs_of_each`: an output tile is 128 rows by 2 halves of 128 columns.
 
-    The halves are adjacent columns of one matrix's gradient, or equal columns of two. The sum runs
-    over a group's blocks of 128 rows.
+    If there is one output, the halves of a tile are adjacent columns of it. If there are two, the
+    halves are the same columns of both. The sum runs over the blocks of 128 rows of a group.
 
     Attributes:
-      height: K, the number of rows of a matrix.
+      height: K, the number of rows of the gradient of a group's matrix.
       num_groups: L, the number of groups.
-      num_grads: number of grads, and of outputs, 1 or 2.
+      num_grads: number of arrays `grad`, and of outputs, 1 or 2.
     """
 
     height: int
@@ -671,7 +711,10 @@ class _Drhs(_Float8Kernel):
         return used + count
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the output that half `half` of a tile belongs to, and the half's first column."""
+        """Returns the output to which a half of a tile belongs, and the first column of the half.
+
+        `half` is the index of the half, 0 or 1, and `left_edge` the first column of the tile.
+        """
         if self.num_grads > 1:
             return outs[half], left_edge
         return outs[0], left_edge + half * BLOCK
@@ -730,11 +773,11 @@ def drhs_of_each(
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes rows [64, 128] float32, with a scale for each row.
+    """Computes a scale for each of the rows [64, 128] float32, and divides the row by it.
 
     Returns:
-      (rows divided by their scales, [64, 128] float32, to be converted to float8; scales, [64]
-      float32).
+      (numbers, scales). `numbers`, [64, 128] float32, are the rows divided by their scales; the
+      caller converts them to float8. `scales` are [64] float32.
     """
     magnitude = jnp.abs(rows)
     is_finite = magnitude < jnp.inf

@@ -1,8 +1,9 @@
 """Grouped matmul with two matrices for each group, and a gating function in the epilogue.
 
-The kernel is `grouped_matmul.Product` with one left and two right operands. It reads the rows once,
-holds a tile of both products in the accumulators side by side, and applies the gating function to
-both when it stores the tile:
+The kernel is a `grouped_matmul.Product` with one left and two right operands. It reads the rows
+once, holds a tile of both products in the accumulators side by side, and applies the gating
+function to both when it stores the tile. In this diagram, `part` is the number of columns of a tile
+that a compute warpgroup computes, and `block_m` the largest number of rows of a tile:
 
   rows of a tile --> times matrix 0 --> accumulators [part, block_m] \\
                                                                       gating --> hidden
@@ -39,15 +40,16 @@ def gated_product(
 ) -> tuple[jax.Array, ...]:
     """Computes gating(lhs @ rhs[0][group], lhs @ rhs[1][group]) for the rows of each group.
 
-    The products are rounded to lhs's dtype, and converted back to float32 for `gating`.
+    `group` stands for the group of a row. The products are rounded to lhs's dtype, and converted
+    back to float32 for `gating`.
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
       rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
       group_sizes: [L] int32, the number of rows of each group, in order.
-      gating: an elementwise function of two arrays.
+      gating: an elementwise function of the two products.
       keep: whether to return the two products, too.
-      tiles: tile sizes of an output, number of pipeline stages, and number of store buffers.
+      tiles: tile sizes of an output, and numbers of pipeline stages and of store buffers.
       num_blocks: number of thread blocks to launch.
       zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
@@ -83,8 +85,8 @@ def gated_product(
 class _GatedProduct(Product):
     """The kernel of `gated_product`.
 
-    Its only output is the gated product, unless `keep` is set: its outputs then are the two
-    products and, last, the gated product.
+    If `keep` is set, its outputs are the two products and, last, the gated product. Else its only
+    output is the gated product.
     """
 
     gating: Elementwise

@@ -1,7 +1,8 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
 The kernel cuts each group's rows into row tiles, and the output's columns into tiles of `block_n`.
-In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
+In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box of the output is an
+output tile:
 
   rows [R, K]    matrices [L, K, N]      output [R, N]
   a              a        b              +---+---+---+
@@ -11,16 +12,16 @@ In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box
   b              +-----+  +-----+        +---+---+---+
   c                                      |   |   |   |  of c's
   -                                      +---+---+---+
-  -  past the last group                  zeros, or not written
+  -  rows past the last group             zeros, or not written
 
 Row tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles. So a
 row tile may begin with up to 7 rows of the previous group, and end with rows of the next group.
 Rows of other groups are multiplied, too, but their products are not stored.
 
-`pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader (`_Loader`) copies tiles
-of the rows and of their group's matrix into a ring in shared memory. The computers (`_Computer`)
-multiply them, and store the sums by `pallas_kernels.matmul.store`. A kernel with another epilogue,
-or with several matrices for each group, is a subclass of `Product`.
+`pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader warpgroup (`_Loader`)
+copies tiles of the rows and of their group's matrix into a ring in shared memory. The two compute
+warpgroups (`_Computer`) multiply them, and store the sums by `pallas_kernels.matmul.store`. A
+kernel with another epilogue, or with several matrices for each group, is a subclass of `Product`.
 """
 
 from __future__ import annotations
@@ -57,18 +58,19 @@ from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tile sizes of `product`, and the number of its buffers in shared memory.
+    """The tile sizes of `product`, and the numbers of its stages and buffers in shared memory.
 
     Attributes:
-      heights: the numbers of rows that an output tile may have, in rising order: multiples of 8 up
-        to 256, the sizes that one tensor core instruction can multiply.
-      block_n: columns of an output tile, 128 or 256; each computer warpgroup computes half of them.
+      heights: the numbers of rows that an output tile may have, in rising order. They are multiples
+        of 8 up to 256, which one tensor core instruction can multiply.
+      block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
       num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
         long along K, the contraction dimension.
-      num_buffers: number of 32 x 64 buffers through which each computer warpgroup stores results to
+      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results to
         global memory.
-      band: number of columns of tiles in a band. The blocks compute the output band by band, and a
-        band row by row.
+      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
+        over the whole height of the output. The thread blocks compute the output band by band, and
+        within a band row of tiles by row of tiles.
     """
 
     heights: tuple[int, ...]
@@ -81,10 +83,14 @@ class Tiles:
     def fitting(
         cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
     ) -> Tiles:
-        """Returns tiles with as many stages as fit into shared memory, at most 6, and buffers.
+        """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        `matrices` is the number of matrices for each group; a stage holds a tile of each. The
-        memory left next to the stages goes to store buffers, at most 8 for each computer warpgroup.
+        There are at most 6 stages. The memory that they leave is used for buffers through which
+        results are stored, at most 8 for each compute warpgroup.
+
+        Args:
+          heights, block_n, band: these attributes of the result.
+          matrices: the number of matrices of each group; a stage holds a tile of each of them.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
@@ -100,7 +106,7 @@ class Tiles:
 
     @property
     def part(self) -> int:
-        """The columns of an output tile that each of the two computer warpgroups computes."""
+        """The number of columns that a compute warpgroup computes: half of an output tile's."""
         return self.block_n // COMPUTERS
 
     def __post_init__(self) -> None:
@@ -128,14 +134,14 @@ def product(
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
-    The kernel reads no rows past the last tile of the last group.
+    Rows past the last tile of the last group are not read.
 
     Args:
-      pairs: one or more pairs (lhs [R, K], rhs [L, K, N]) of bfloat16 or float16, all of one dtype;
-        rhs is [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.part. K may
-        differ between pairs.
+      pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where lhs holds the rows and rhs[l] is
+        the matrix of group l. All are bfloat16, or all float16. With `transpose_rhs`, rhs is
+        [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs.
       group_sizes: [L] int32, the number of rows of each group, in order.
-      transpose_rhs: whether rhs holds the transposes of the matrices.
+      transpose_rhs: whether each rhs holds the transposes of the matrices.
       tiles: tile sizes, number of pipeline stages, and number of store buffers.
       num_blocks: number of thread blocks to launch.
       zero_unused: whether rows past the last group become zero; else they are not written.
@@ -171,11 +177,12 @@ def product(
 class Product(Kernel):
     """The kernel of `product`.
 
-    The tensor cores compute the transpose of an output tile, [columns, rows]. An instruction's
-    result may have any multiple of 8 as its second dimension, so the number of rows fits the group.
+    The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
+    of an instruction's result may be any multiple of 8. So the height of a tile can be fitted to
+    the number of rows that its group has.
 
     Attributes:
-      depths: K of each pair.
+      depths: for each pair of operands, K, the length of the contraction dimension.
       transpose_rhs: whether the matrices are [L, N, K] instead of [L, K, N].
       zero_unused: whether the kernel zeroes the rows past the last group.
     """
@@ -186,7 +193,7 @@ class Product(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns the number of matrices of each group by which every row is multiplied."""
+        """Returns the number of matrices by which a group's rows are multiplied, in each pair."""
         return 1
 
     @property
@@ -195,22 +202,23 @@ class Product(Kernel):
 
     @property
     def holds(self) -> bool:
-        """Returns whether registers hold a finished tile's results next to the accumulators.
+        """Returns whether a compute warpgroup stores a tile while it multiplies the next one.
 
-        If they do, a computer warpgroup stores a tile while it multiplies the next tile.
+        For this, its registers must hold the results of the finished tile next to the accumulators
+        of the next tile. If False, it stores each tile before it multiplies the next one.
         """
         return True
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
     ) -> tuple[jax.Array, ...]:
-        """Computes a part of each output's tile from the accumulators: the kernel's epilogue.
+        """Computes some elements of the outputs from the accumulators: the kernel's epilogue.
 
         Args:
-          total: float32 accumulators [part, matrices * block_m], the transposed products of the
-            rows and each matrix, side by side.
+          total: float32 accumulators [tiles.part, matrices * tiles.block_m] of a compute warpgroup.
+            They are the transposed products of the tile's rows and each matrix, side by side.
           dtype: dtype of the outputs.
-          columns: the columns of the tile to return.
+          columns: the columns to return, counted in the warpgroup's half of the tile.
           rows: the rows of the tile to return.
 
         Returns:
@@ -228,7 +236,7 @@ class Product(Kernel):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         right = (tiles.block_n, STEP) if self.transpose_rhs else (STEP, tiles.block_n)
-        # A chunk of each output is stored at a time, so each output needs a buffer.
+        # One chunk of each output is stored at a time, so there must be a buffer for each output.
         num_buffers = max(tiles.num_buffers, self.outputs)
         return dict(
             ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
@@ -252,10 +260,10 @@ class Product(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _RowTiles:
-    """The row tiles of all groups, as the kernel's body sees them.
+    """The row tiles of all groups, read from the table that the kernel takes as an operand.
 
     Attributes:
-      table: a reference to the table of `row_tiles`, [most_tiles + 1, 4] int32.
+      table: a reference to the result of `row_tiles`, [most_tiles + 1, 4] int32.
       heights: the numbers of rows that a tile may have, in rising order.
       count: int32, the number of row tiles.
       num_rows: int32, the number of rows that belong to groups.
@@ -267,7 +275,10 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of the lowest height that is enough for a tile's rows."""
+        """Returns the index in `heights` of a tile's height: the lowest that its rows fit in.
+
+        `tile` is the index of the tile in the table.
+        """
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
         return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
@@ -277,8 +288,8 @@ class _RowTiles:
 class _Loader:
     """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
 
-    `rows` describes the row tiles. `operands` are references to the arrays of each pair in turn:
-    its lhs, and then its matrices.
+    `rows` describes the row tiles. `operands` are references to the operands of all pairs: for each
+    pair its lhs, and then its arrays of matrices.
     """
 
     kernel: Product
@@ -292,7 +303,10 @@ class _Loader:
         self.ring.drain(used)
 
     def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the tile at `index`: (group, first row, first column, index in `heights`)."""
+        """Returns what the loader must know of the output tile with the number `index`.
+
+        The result is (group, first row, first column, index in `heights` of the tile's height).
+        """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         table = self.rows.table
         return table[tile, GROUP], table[tile, FIRST], left_edge, self.rows.kind_of(tile)
@@ -300,9 +314,10 @@ class _Loader:
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
 
-        `used` is the number of steps that this block has filled before. Returns its new value.
+        `tile` is a result of `_look_up`. `used` is the number of steps for which this block has
+        filled a stage before. Returns its new value.
         """
-        # Each pair has this many operands: its lhs and its matrices.
+        # The number of operands of a pair: its lhs and its arrays of matrices.
         together = 1 + self.kernel.matrices
         for k, depth in enumerate(self.kernel.depths):
             lhs, *rhs = self.operands[k * together : (k + 1) * together]
@@ -324,9 +339,10 @@ class _Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """The work of computer warpgroup `number`: computes and stores half of each tile's columns.
+    """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
 
-    `rows` describes the row tiles, and `store` writes results to the outputs.
+    `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
+    writes results to the outputs.
     """
 
     kernel: Product
@@ -352,13 +368,14 @@ class _Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape [columns, rows] of this warpgroup's part of an output tile."""
+        """The shape [columns, rows] of this warpgroup's half of an output tile."""
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        """Returns the output tile at `index`: this warpgroup's part of it, and its height's index.
+        """Returns what a compute warpgroup must know of the output tile with the number `index`.
 
-        The height's index refers to the `heights` that a tile may have.
+        The result is (position in the outputs of this warpgroup's half of the tile, index in
+        `heights` of the tile's height).
         """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         left_edge += self.number * self.kernel.tiles.part
@@ -366,17 +383,20 @@ class _Computer:
         return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
-        """Computes a tile if it `exists`, and stores a tile.
+        """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
-        If the kernel `holds` results in registers, the previous tile is stored, else this tile.
+        If the kernel `holds` results in registers, the previous tile is stored while this tile is
+        multiplied. Else this tile is stored after it is multiplied.
 
         Args:
-          tile: the tile's place in the output, and the index of its height, from `_look_up`.
-          exists: False in the call after the last tile, which stores the last tile's results.
-          carry: the number of steps multiplied so far, and the previous tile's place and results.
+          tile: the result of `_look_up`.
+          exists: whether there is a tile to compute. It is False only in the call after the last
+            tile, which stores the last tile.
+          carry: (the number of steps that this warpgroup has multiplied before, (the position of
+            the previous tile, the results held for it)).
 
         Returns:
-          The next carry.
+          The carry for the next tile.
         """
         used, (place_before, held) = carry
         place, kind = tile
@@ -405,7 +425,10 @@ class _Computer:
         return used + own_steps, (place, held)
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of a stage's operands, for a tile of the height at index `kind`."""
+        """Starts the matmuls of the operand tiles in stage number `stage`.
+
+        `kind` is the index in `heights` of the output tile's height.
+        """
         multiply = functools.partial(self._multiply_rows, accumulator, stage)
         lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 

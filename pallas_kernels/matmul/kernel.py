@@ -1,14 +1,15 @@
 """Base of the grouped matmul kernels: warpgroup roles, ring of operand tiles, order of tiles.
 
 The kernels are persistent: a fixed number of thread blocks loop over the tiles of the output. A
-thread block has three warpgroups: a loader, which copies operands, and two computers, which
-multiply them. It has a ring of pipeline stages in shared memory. A stage holds the operands of one
-step of a sum over the contraction dimension: a tile of the left operand and a tile of each right
-operand, 64 long along that dimension.
+thread block has three warpgroups: a loader, which copies operands, and two *computers*, the compute
+warpgroups, which multiply them. It has a ring of pipeline stages in shared memory. A stage holds
+the operands of one step of a sum over the contraction dimension: a tile of the left operand and a
+tile of each right operand, 64 long along that dimension. In the diagram, `full` and `empty` are the
+barriers of each stage by which the warpgroups wait for each other:
 
                      full                       full
   memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
-                    <------ 0  1  2  3 ...     <------ computer 1 --> its half
+                    <------ 0  1  2  3 ...     <------ computer 1 --> its half of the output tile
                      empty                      empty
 
   loader     copies operand tiles into a stage as soon as both computers have released it. The
@@ -16,7 +17,7 @@ operand, 64 long along that dimension.
              output tile.
   computers  multiply the tiles in a stage and release it. Each computes half of the output tile.
              If the registers have room, a computer stores an output tile while it multiplies the
-             next one.
+             operands of the next one.
 
 Each kernel is a subclass of `Kernel`. Its `__call__` gives each warpgroup its role, and defines the
 operands in a stage, their multiplication, and the use of the sums.
@@ -39,25 +40,27 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-# A stage's operand tiles are this many elements long along the contraction dimension.
+# The length of a stage's operand tiles along the contraction dimension.
 STEP = 64
-# A computer warpgroup stores this many columns at a time: the width of a swizzled 16-bit tile.
+# A compute warpgroup stores this many columns of an output tile at a time. In 16-bit numbers they
+# are 128 bytes, the width of a tile in swizzled shared memory.
 CHUNK = 64
 COMPUTERS = 2
 # Warpgroup 2 loads operand tiles. Warpgroups 0 and 1 compute.
 _LOADER = 2
-# Registers per thread of the loader warpgroup and of the computer warpgroups, after the loader has
-# given registers to the computers. All threads start with 168.
+# Registers per thread of the loader warpgroup and of the compute warpgroups. All threads start with
+# 168 registers; then the loader gives most of its own to the compute warpgroups.
 _LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
-# Bytes of a block's shared memory that are reserved for barriers and for Mosaic.
+# Bytes of a thread block's shared memory that are reserved for barriers and for Mosaic.
 OTHER_BYTES = 2560
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Candidate tiles of one operand in global memory, one of which is copied.
+    """Tiles of one operand in global memory, of which the kernel copies one that it chooses.
 
-    A copy's source array and shape are static, so there is a candidate for each that may be needed.
+    The source array and the shape of a copy must be known when the kernel is compiled. So each
+    array or shape that may be needed has a candidate tile of its own.
 
     Attributes:
       tiles: references to the candidate tiles.
@@ -71,8 +74,9 @@ class Choice:
         """Starts an asynchronous copy of the chosen tile to shared memory.
 
         Args:
-          destination: maps a candidate tile to the reference in shared memory that it is copied to.
-          full: the barrier at which the copy arrives.
+          destination: takes a candidate tile, and returns the reference to shared memory to which
+            this tile would be copied.
+          full: the barrier at which the copy arrives when it is complete.
         """
 
         def copy(tile: Any) -> None:
@@ -90,14 +94,16 @@ class Choice:
 class Ring:
     """A ring of pipeline stages in shared memory, each with the operand tiles of one step.
 
-    The arrays and barriers are scratch types outside the kernel's body, and references inside it.
+    Outside the kernel's body, the attributes `left`, `right`, `full` and `empty` are types of
+    scratch, and inside it they are references to the scratch.
 
     Attributes:
       left: [stages, ...] one tile of the left operand for each stage.
       right: [stages, ...] one tile of the right operand for each stage; [stages, matrices, ...] if
         `matrices` is more than 1.
-      full: for each stage, the barrier at which the loader's copies arrive.
-      empty: for each stage, the barrier at which the computer warpgroups release it.
+      full: for each stage, the barrier at which the loader's copies into the stage arrive.
+      empty: for each stage, the barrier at which the compute warpgroups arrive when they have
+        multiplied its tiles, so that the loader may overwrite them.
       num_stages: number of stages.
       matrices: number of right operand tiles in a stage.
     """
@@ -139,14 +145,15 @@ class Ring:
         )
 
     def stage_of(self, step: jax.Array) -> jax.Array:
-        """Returns the index of the stage that holds step `step`.
+        """Returns the index of the stage that holds the operand tiles of step `step`.
 
-        A thread block numbers its steps consecutively, over all its output tiles.
+        A step is one stage's share of a sum. A thread block numbers its steps from 0 on, over all
+        its output tiles.
         """
         return lax.rem(step, jnp.int32(self.num_stages))
 
     def right_tiles(self, stage: jax.Array) -> list[Any]:
-        """Returns references to a stage's `matrices` right operand tiles."""
+        """Returns references to the `matrices` tiles of right operands in a stage."""
         tiles = self.right.at[stage]
         return [tiles] if self.matrices == 1 else [tiles.at[i] for i in range(self.matrices)]
 
@@ -154,9 +161,9 @@ class Ring:
         """Starts the copies of one step's operand tiles, once the step's stage is empty.
 
         Args:
-          used: int32, the number of steps that this block has filled before.
-          left: the left operand tile; it may have fewer rows than the stage has room for.
-          rights: a right operand tile for each of `matrices`.
+          used: int32, the number of steps for which this block has filled a stage before.
+          left: the left operand tile. It may have fewer rows than there is room for in the stage.
+          rights: the `matrices` right operand tiles.
 
         Returns:
           `used` + 1.
@@ -174,7 +181,10 @@ class Ring:
         return used + 1
 
     def drain(self, used: jax.Array) -> None:
-        """Waits until the computer warpgroups have released all stages, after `used` steps."""
+        """Waits until the compute warpgroups have released all stages.
+
+        The loader calls it after its last step; `used` is the number of steps that it has filled.
+        """
         drain(self.empty, used, self.num_stages)
 
     def accumulate(
@@ -194,10 +204,12 @@ class Ring:
           shape: shape of the accumulator.
           multiply: `multiply(accumulator, stage, step)` starts the asynchronous matmuls of a
             stage's operands: exactly `matrices` of them, since `wgmma_wait` counts matmuls.
-          meanwhile: `meanwhile(step)` runs in each step while its matmuls are under way.
-          least_steps: `meanwhile` runs at least this many times, even if `steps` is 0. If it is not
-            0, each step first checks that it is below `steps`. This check would make the gradients
-            of matrices up to 7 % slower.
+          meanwhile: `meanwhile(step)` runs in each step while the step's matmuls are under way, for
+            example to store the previous output tile.
+          least_steps: the least number of times that `meanwhile` runs. If `steps` is 0, it then
+            runs without matmuls. Pass 0 where this is not needed: otherwise each step first checks
+            that it is below `steps`. In the kernel for the gradients of matrices, this check would
+            cost up to 7 % of the time.
 
         Returns:
           The sums in registers, float32 of shape `shape`.
@@ -238,8 +250,8 @@ class Ring:
             multiply_stage()
         if meanwhile is not None:
             meanwhile(step)
-        # After the wait only this step's matmuls may still run, so the previous step's stage is
-        # free.
+        # After this wait, all matmuls of the previous step are complete, and only those of this
+        # step may still run. So the stage of the previous step is free.
         plgpu.wgmma_wait(self.matrices)
         pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
 
@@ -252,11 +264,11 @@ class Kernel:
     """Base class of the grouped matmul kernels: warpgroup roles, and the order of output tiles.
 
     Attributes:
-      tiles: tile sizes, with at least `block_n`, the columns of an output tile, and `band`, the
-        number of columns of tiles in a band (see `place`).
+      tiles: the tile sizes. Has at least the attributes `block_n`, the number of columns of an
+        output tile, and `band`, the number of columns of output tiles in a band (see `place`).
       num_blocks: number of thread blocks.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
-      width: columns of the output.
+      width: number of columns of the output.
     """
 
     tiles: Any
@@ -265,19 +277,26 @@ class Kernel:
     width: int
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        """Runs as the kernel's body, with references to operands, outputs and named scratch."""
+        """Runs as the kernel's body.
+
+        `refs` are references to the operands and then to the outputs, and `scratch` are references
+        to shared memory and barriers, by name.
+        """
         raise NotImplementedError
 
     @property
     def tile_columns(self) -> int:
-        """Returns how many tiles cover the output's columns; the last may reach past them."""
+        """Returns the number of tiles, side by side, that cover the columns of the output.
+
+        The last of them may reach past the last column.
+        """
         return -(-self.width // self.tiles.block_n)
 
     def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
-        """Runs `load()` in the loader warpgroup, and `compute(number)` in both computer warpgroups.
+        """Runs `load()` in the loader warpgroup, and `compute(number)` in both compute warpgroups.
 
-        `number` is the computer warpgroup's index, 0 or 1. The loader first gives most of its
-        registers to the computers.
+        `number` is the index of the compute warpgroup, 0 or 1. The loader first gives most of its
+        registers to the compute warpgroups.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -311,15 +330,15 @@ class Kernel:
         Args:
           total: int32, the number of output tiles of all blocks.
           look_up: maps a tile's index to the description of the tile that `body` takes.
-          body: `body(look_up(tile), exists, carry)` returns the next carry. `exists` is whether
-            there is a tile to compute.
-          carry: the first carry.
-          once_more: whether the body also runs once after the last tile, with `exists` False. A
-            body that stores the previous tile while it computes a tile can then store the last
-            tile.
+          body: `body(look_up(tile), exists, carry)` computes a tile, and returns the carry that it
+            takes for the next tile. `exists` is False only in the run that `once_more` adds, which
+            has no tile to compute.
+          carry: the carry that the body takes for the first tile.
+          once_more: whether the body also runs once after the last tile. A body that stores the
+            previous tile while it computes a tile can store the last tile in this run.
 
         Returns:
-          The last carry.
+          The carry that the body returned last.
         """
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
@@ -335,10 +354,11 @@ class Kernel:
         return lax.fori_loop(0, mine + int(once_more), turn, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the position of the output tile `index`: its row of tiles, and its first column.
+        """Returns the position of an output tile: (index of its row of tiles, its first column).
 
-        Tiles are numbered band by band, and row by row within a band. A band is `tiles.band`
-        columns of tiles over all `rows` rows of tiles; the last band may have fewer columns.
+        `index` is the number of the tile. Tiles are numbered band by band, and within a band row of
+        tiles by row of tiles. A band is `tiles.band` adjacent columns of tiles, over all `rows`
+        rows of tiles. The last band may have fewer columns.
         """
         band = jnp.int32(self.tiles.band)
         whole, rest = quotient_and_rest(index, jnp.maximum(rows * band, 1))
@@ -354,13 +374,17 @@ def _always(destination: Any, _: Any) -> Any:
 
 
 def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
-    """Calls `functions[index]` for a traced index; calls none if the index is past the last one."""
-    # JAX lowers the first branch of a switch twice. An empty first branch keeps the code small.
+    """Runs `functions[index]` in a kernel, where `index` is a traced scalar.
+
+    Runs none of the functions if the index is past the last one.
+    """
+    # JAX lowers the first branch of a switch twice. So the first branch is made an empty one, to
+    # keep the code small.
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
-# A warpgroup's register layout for arrays of 8 rows and 64 columns. Each of the four warps holds
-# two rows, and each thread holds four neighbouring values of a row.
+# A register layout of a warpgroup, for arrays of 8 rows and 64 columns: each of the four warps
+# holds two rows, and each thread holds four neighbouring values of a row.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
     warp_dims=(-4,),
@@ -382,11 +406,12 @@ def launch(
     name: str,
     interpret: Any,
 ) -> Callable[..., Any]:
-    """Returns a function from operand arrays to result arrays, which launches `kernel` on the GPU.
+    """Returns a function that launches `kernel`. It takes operand arrays and returns result arrays.
 
     Args:
       kernel: the kernel, which runs on `kernel.num_blocks` blocks of three warpgroups.
-      scratch_types: types of shared memory and barriers, by the argument names of the kernel.
+      scratch_types: types of shared memory and barriers, by the names under which the kernel takes
+        the references to them.
       out_type: shape and dtype of the result, or a list of them.
       name: the kernel's name in profiles.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
@@ -405,9 +430,10 @@ def launch(
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:
-    """Returns Mosaic's transforms of an array in shared memory that tensor cores read.
+    """Returns the Mosaic transforms of an array in shared memory that tensor cores can read.
 
-    The array is stored as tiles of 8 rows of 128 bytes, which are swizzled.
+    By these transforms, the array is stored as tiles of 8 rows of 128 bytes, which are swizzled.
+    `dtype` is the array's dtype.
     """
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
@@ -426,6 +452,9 @@ def transposed(ref: Any) -> Any:
 
 
 def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) -> jax.Array:
-    """Returns zeros in registers. `layout` is their Mosaic register layout on a GPU."""
+    """Returns an array of zeros in registers.
+
+    `layout` is its register layout, which an interpreted kernel does not need.
+    """
     array = jnp.zeros(shape, dtype)
     return array if interpreted else plgpu.layout_cast(array, layout)

@@ -2,9 +2,11 @@
 
 Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
 contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
-gradient of the matrices needs the rows and their gradients transposed, with scales for 128 rows.
+gradient of the matrices needs the rows and their gradients transposed, with scales that are shared
+by 128 rows.
 
-A thread block of 512 threads handles a tile of 128 rows by 128 columns:
+A thread block of 16 warps handles a tile of 128 rows by 128 columns. The diagram shows the patches
+of 4 x 4 elements that the threads of a warp handle in one step:
 
             16 columns                   A warp handles 32 rows by 32 columns, in 2 steps of 16
          +--+--+--+--+                   columns. In each step a thread handles 4 x 4 elements:
@@ -37,14 +39,14 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # In each step, a thread handles a patch of 4 rows by 4 columns.
 _PATCH = 4
-# A warp's 32 patches lie 4 side by side, 8 above each other.
+# In a step, the patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 _ACROSS = 4
-# A warp handles this many columns in a step.
+# The number of columns that a warp handles in a step.
 _STEP = _PATCH * _ACROSS
-# A tile has this many strips of 32 rows, and 4 warps share each strip.
+# A tile of 128 x 128 has _STRIPS strips of 32 rows. _SIDES warps, side by side, handle a strip.
 _STRIPS = BLOCK // WARP
 _SIDES = 4
-# A warp handles this many columns of a tile in all, in `_WALKS` steps.
+# The number of columns of a tile that a warp handles in all, in `_WALKS` steps.
 _WIDTH = BLOCK // _SIDES
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
@@ -54,12 +56,12 @@ _PTX_TYPE = "e4m3"
 class Scaled(NamedTuple):
     """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
 
-    A number is its value times the scale of its block. Rows have blocks of 128 columns of one row;
-    matrices have blocks of 128 x 128.
+    A value stands for a number: the value times the scale of its block. In rows, a block is 128
+    columns of one row; in matrices, it is 128 rows by 128 columns.
 
     Attributes:
       values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
-      scales: [R, K / 128], or [L, N / 128, K / 128], float32.
+      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32.
     """
 
     values: Any
@@ -80,10 +82,10 @@ def quantize_rows(
       rows: [R, K] bfloat16, float16 or float32, or quantized rows; K is a multiple of 128.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`.
-      keep_order: whether to also return the rows not transposed, with a scale for each 128 columns
-        of a row.
-      by_column: whether the transposed rows have a scale for 128 rows of one column; else they have
-        a scale for 128 rows and 128 columns.
+      keep_order: whether to return the quantized rows also without the transposition, with a scale
+        for each 128 columns of a row.
+      by_column: whether the transposed rows have a scale for each 128 rows of one column. If False,
+        they have a scale for each 128 rows by 128 columns.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -115,9 +117,10 @@ def quantize_rows(
 
 
 def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
-    """Quantizes matrices to float8_e4m3fn; returns them and their transposes.
+    """Quantizes matrices to float8_e4m3fn; returns the quantized matrices and their transposes.
 
-    A scale belongs to 128 rows and 128 columns, so a matrix and its transpose hold equal numbers.
+    A scale belongs to a block of 128 rows by 128 columns. So a matrix and its transpose have the
+    same float8 values and scales.
 
     Args:
       matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
@@ -156,20 +159,21 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel that quantizes and transposes, on `num_blocks` x (`width` / 128) tiles.
+    """The kernel that quantizes and transposes. Its blocks handle tiles of 128 rows by 128 columns.
 
     Attributes:
       width: number of columns of the input.
-      num_blocks: number of blocks of 128 rows.
+      num_blocks: number of blocks of 128 rows. There are num_blocks x (width / 128) tiles.
       rows_of_matrix: number of rows of a matrix, a multiple of 128. Each matrix is transposed by
-        itself. Rows, when they are the input, count as one matrix of P rows.
-      by_row: whether the kernel stores values that are not transposed, with a scale for each 128
-        columns of a row.
-      by_column: whether transposed values have a scale for 128 rows of each column; else they have
-        a scale for 128 rows and 128 columns.
+        itself. If the input is rows, they count as one matrix of P rows, the number of rows with
+        each group padded to a multiple of 128.
+      by_row: whether the kernel also stores the values without the transposition, with a scale for
+        each 128 columns of a row.
+      by_column: whether the transposed values have a scale for each 128 rows of one column. If
+        False, they have a scale for each 128 rows by 128 columns.
       is_scaled: whether the input is quantized; its scales are then the second operand.
-      whole: whether every block has 128 rows, and the kernel stores values that are not transposed
-        with the scales of the transposed values.
+      whole: set for matrices: every block has 128 rows, and the kernel also stores the values
+        without the transposition, with the same scales as the transposed values.
     """
 
     width: int
@@ -220,9 +224,9 @@ class _Job:
         Args:
           refs: references to the input, its scales if it is quantized, and the outputs.
           block: the index of the tile's block of 128 rows.
-          column: the index of the tile's 128 columns.
+          column: the tile's columns begin at 128 * column.
           first: the block's first row in the input.
-          count: the number of rows that the block has.
+          count: the number of rows that the block has; the rest of its 128 rows is padding.
         """
         source, *rest = refs
         source_scales = rest.pop(0) if self.is_scaled else None
@@ -258,9 +262,10 @@ class _Job:
         pl.when(lax.axis_index("warpgroup") == 0)(store)
 
     def store_kept(self, values_ref, scales_ref, tile, first, count, column):
-        """Quantizes a tile's `count` rows and stores them, not transposed, in the interpreter.
+        """Quantizes the first `count` rows of a tile, and stores them without a transposition.
 
-        `tile` is [128, 128] float32; its row 0 is row `first` of the outputs.
+        It runs in Pallas' interpreter. `tile` is [128, 128] float32. Its row 0 is stored to row
+        `first` of the outputs, and its columns from column 128 * `column` on.
         """
         values, scales = FLOAT8_ROWS.encode(tile)
 
@@ -273,12 +278,11 @@ class _Job:
         lax.fori_loop(0, BLOCK, store, None)
 
     def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
-        """Emits MLIR code for one thread, which quantizes the thread's elements of a tile.
+        """Emits the code by which a thread quantizes its elements of a tile.
 
         Args:
           memrefs: the input, its scales if it is quantized, the outputs, and shared memory.
-          scalars: the tile's index among blocks and among columns, and the block's first row and
-            number of rows.
+          scalars: the arguments `block`, `column`, `first` and `count` of `interpreted`.
         """
         source, *rest = memrefs
         source_scales = rest.pop(0) if self.is_scaled else None
@@ -295,11 +299,13 @@ class _Job:
         block, column, first, count = scalars
         left = arith.muli(column, i32(BLOCK))
         tile = _Tile(self, row, place, left, block, column, first, count)
-        # numbers[walk][row][column] are the thread's patches in each step.
+        # numbers[walk][row][column] are the thread's elements: in each step, which the code calls a
+        # walk, a patch of 4 rows by 4 columns.
         numbers = tile.load(source, source_scales)
 
-        # Each warp finds the largest magnitudes of its rows and columns, and shares them with the
-        # other warps through shared memory.
+        # Each warp finds the largest magnitude of each of its rows, and of each of its columns or
+        # of all its elements, as the scales require. It writes these magnitudes to shared memory,
+        # since a scale belongs to elements of several warps.
         sizes = [[[_size(x) for x in of_row] for of_row in walk] for walk in numbers]
         if self.by_row:
             rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
@@ -362,17 +368,20 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """A thread's elements of a tile of 128 x 128.
+    """A tile of 128 rows by 128 columns, and which of its elements the running thread handles.
+
+    In each step the thread handles a patch of 4 rows by 4 columns.
 
     Attributes:
       job: the kernel.
-      row, place: the first row and column in the tile of the thread's 4 x 4 patch in the first
-        step. The patch of the next step is 16 columns further.
+      row: the first row of the thread's patches, counted in the tile.
+      place: the first column of the thread's patch in the first step, counted in the tile. The
+        patch of the next step begins 16 columns further.
       left: the tile's first column in the input.
       block: the index of the tile's block of 128 rows.
-      column: the index of the tile's 128 columns.
+      column: the index of the tile in its row of tiles: `left` / 128.
       first: the block's first row in the input.
-      count: the number of rows that the block has.
+      count: the number of rows that the block has; the rest of its 128 rows is padding.
     """
 
     job: _Job
@@ -385,10 +394,13 @@ class _Tile:
     count: Value
 
     def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
-        """Loads the thread's elements as float32: numbers[step][row][column], 4 x 4 in a step.
+        """Loads the thread's elements of the tile, and converts them to float32.
 
-        Elements in rows past the block's `count` are 0. `scales` are the input's scales, by which
-        its values are multiplied, or None.
+        Elements in rows past the block's `count` are 0. If the input is quantized, `scales` is the
+        memref of its scales, by which the values are multiplied; else it is None.
+
+        Returns:
+          numbers[step][row][column]: for each step, the elements of the thread's 4 x 4 patch.
         """
         i32, f32 = mosaic.i32, mosaic.float_type()
         element = mosaic.element_of(source)
@@ -399,8 +411,8 @@ class _Tile:
             row = arith.addi(self.row, i32(i))
             exists = mosaic.below(row, self.count)
             if not self.job.whole:
-                # Rows past `count` may not exist in the array, so the block's first row is read
-                # instead.
+                # Rows past the block's `count` may not exist in the input. Instead of them, the
+                # block's first row is read.
                 row = arith.select(exists, row, i32(0))
             row = arith.addi(self.first, row)
             start = self.pointer(source, row, self.job.width, self.column_of_thread, size)
@@ -422,9 +434,9 @@ class _Tile:
         return arith.addi(self.left, self.place)
 
     def pointer(self, ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
-        """Returns a pointer to element (row, column) of an array [rows, width].
+        """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
 
-        `size` is the bytes of an element.
+        `size` is the number of bytes of an element.
         """
         wide = mosaic.integer_type(64)
         at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
@@ -432,14 +444,14 @@ class _Tile:
         return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
 
     def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
-        """Stores 32-bit numbers to shared memory, next to each other from element `at` on."""
+        """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
         word = mosaic.integer_type(32)
         pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
         of_all = mosaic.vector_type(len(numbers), word)
         llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
 
     def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
-        """Loads `count` 32-bit numbers from shared memory, from element `at` on."""
+        """Loads `count` consecutive 32-bit numbers from `ref` in shared memory, from `at` on."""
         word = mosaic.integer_type(32)
         loaded = []
         for first in range(0, count, _PATCH):
@@ -500,9 +512,10 @@ def _past(pointer: Value, num_bytes: int) -> Value:
 
 
 def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
-    """Loads four adjacent elements as float32.
+    """Loads four adjacent elements, and converts them to float32.
 
-    An element has the MLIR type `element` and `size` bytes; it is float8 if `size` is 1.
+    `element` is the MLIR type of an element, and `size` its number of bytes. Elements of 1 byte are
+    float8.
     """
     if size == 1:
         word = llvm.load(mosaic.integer_type(32), pointer, alignment=_PATCH)
@@ -523,25 +536,29 @@ def _max(sizes: Any) -> Value:
 
 
 def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the elementwise maximum of this lane's and another lane's magnitudes `sizes`.
+    """Returns the elementwise maximum of the magnitudes `sizes` of two lanes of a warp.
 
-    The other lane of the warp has this lane's index XOR `distance`.
+    The two are this lane, and the lane whose index is this lane's XOR `distance`.
     """
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
 def _scale(largest: Value) -> tuple[Value, Value]:
-    """Returns the float8 scale of a block with this largest magnitude, and 1 / scale.
+    """Returns the scale of a quantization block, and 1 / scale.
 
-    `float8.reciprocal` is used because with `branchless_reciprocal` some kernels would need more
-    than 64 registers per thread. A multiprocessor would then run one thread block instead of two.
+    `largest` is the bits of the largest magnitude in the block. With `float8.branchless_reciprocal`
+    instead of `float8.reciprocal`, some kernels would need more than 64 registers per thread. A
+    multiprocessor would then run one thread block at a time instead of two.
     """
     scale = float8.scale(FLOAT8_ROWS, largest)
     return scale, float8.reciprocal(scale)
 
 
 def _packed(numbers: Any, factors: Any) -> Value:
-    """Returns four float32 numbers, each times its factor, as four float8 in a 32-bit word."""
+    """Multiplies four float32 numbers by their factors, rounds to float8, and packs the results.
+
+    Returns a 32-bit word.
+    """
     four = [
         float8.scaled(number, float8.magnitude(number)[0], factor)
         for number, factor in zip(numbers, factors, strict=True)

@@ -1,7 +1,7 @@
 """Cuts each group's rows into blocks of 128, for float8 matmuls that sum over a group's rows.
 
-The gradient of a group's matrix is such a sum. A block holds rows of one group only, so that the
-products of a block can share scales.
+The gradient of a group's matrix is such a sum. In it, the products of 128 rows are added before
+they are multiplied by scales. So a block must hold rows of one group only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ BLOCK = 128
 
 
 class TransposedRows(NamedTuple):
-    """Float8 rows [R, K], transposed, with each group's rows padded to a multiple of 128.
+    """The transpose of rows [R, K] that are quantized to float8, for sums over each group's rows.
 
-    So each group starts at a multiple of 128. The padding is zero.
+    Each group's rows are padded with zeros to a multiple of 128, so that each group starts at a
+    multiple of 128.
 
     Attributes:
       values: [K, P] float8, where P is `padded_rows(R, num_groups)`.
-      scales: [P / 128, K] float32, one scale for 128 rows of a column; or [P / 128, K / 128]
-        float32, one scale for 128 rows and 128 columns.
+      scales: [P / 128, K] float32, a scale for each 128 rows of one column; or [P / 128, K / 128]
+        float32, a scale for each 128 rows by 128 columns. Rows and columns are those before the
+        transposition.
     """
 
     values: Any
@@ -30,12 +32,13 @@ class TransposedRows(NamedTuple):
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns each group's first row, and the row after its last one, [L] int32 each.
+    """Returns where each group begins and ends: (first rows, rows after the last), [L] int32 each.
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
         0.
-      num_rows: groups are cut off at this row. L * num_rows must be below 2^31.
+      num_rows: the number of rows of the array. Groups are cut off there, if their sizes add up to
+        more. L * num_rows must be below 2^31.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
@@ -43,12 +46,15 @@ def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
-    """Returns an upper bound of the number of rows, with each group padded to a multiple of 128."""
+    """Returns P, the number of rows that suffices to pad each group to a multiple of 128 rows.
+
+    `num_rows` is the number of rows of all groups without the padding.
+    """
     return (-(-num_rows // BLOCK) + num_groups) * BLOCK
 
 
 def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the rows in each block of `TransposedRows`, and the blocks of each group.
+    """Returns which rows each block of 128 rows of `TransposedRows` has, and each group's blocks.
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order.
@@ -70,6 +76,7 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     first = starts[group] + (block - first_blocks[group]) * BLOCK
     count = jnp.clip(ends[group] - first, 0, BLOCK)
     count = jnp.where(block < block_ends[-1], count, 0)
-    # A block without rows gets first row 0, which exists, since kernels may read it.
+    # A block without rows gets 0 as its first row. Kernels may read the first row of any block, so
+    # it must be a row that exists.
     first = jnp.where(count > 0, first, 0)
     return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)

@@ -1,6 +1,7 @@
 """Computes the table of row tiles: how a grouped matmul cuts each group's rows into tiles.
 
-In this example a letter stands for 8 rows of group a, b or c, and a tile may be 16 or 32 rows high:
+In this example a letter stands for 8 rows of group a, b or c, and a tile may be 16 or 32 rows high.
+Below each letter is the number of its tile within the group:
 
   group of the rows           a a a a a a a a a a b b b b c c c c c c
   tile within the group       0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
@@ -30,20 +31,21 @@ from pallas_kernels.matmul.row_blocks import row_ranges
 
 # A tile's first row is a multiple of this number.
 ROW_ALIGNMENT = 8
-# The columns of the table: a tile's group, its first row, and the range [begin, end) of its rows
-# that belong to the group.
+# The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)
+# of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-# A table has room for tiles of this height, even if a matmul's tiles may be higher. So matmuls with
-# higher tiles have tables of one size, and share a kernel.
+# The size of a table is chosen as if tiles were at most this many rows high. So all matmuls whose
+# tiles may be as high or higher have tables of one size, and share the kernel that computes them.
 _LOW = 64
 
 
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
-    """Returns the number of entries in a table of row tiles: an upper bound of all groups' tiles.
+    """Returns the number of tiles for which a table of row tiles has room.
 
-    A group's first tile may begin up to 7 rows before the group, at a multiple of 8, and its last
-    tile may end after the group.
+    It is an upper bound of the number of tiles of all groups. The bound includes that a group's
+    first tile may begin up to 7 rows before the group, at a multiple of 8, and that its last tile
+    may end after the group.
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
@@ -54,8 +56,8 @@ def row_tiles(
 ) -> jax.Array:
     """Returns the table of row tiles: which rows each tile of a grouped matmul has.
 
-    A group has as few tiles as the largest of `heights` allows. A group's tiles have equal heights,
-    but the last one may be lower.
+    A group is cut into as few tiles as possible, given the largest of `heights`. These tiles have
+    equal heights, but the last one may be lower.
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
@@ -65,10 +67,10 @@ def row_tiles(
       interpreted: whether XLA computes the table, on any machine, instead of a kernel on a GPU.
 
     Returns:
-      [most_tiles + 1, 4] int32. An entry is a tile's group, its first row (a multiple of 8), and
-      the range [begin, end) of its rows that belong to the group. The last entry holds the number
-      of tiles that exist, and then the number of rows in groups. Entries of tiles that do not exist
-      may hold anything.
+      [most_tiles + 1, 4] int32. An entry describes a tile: its group, its first row (a multiple of
+      8), and the range [begin, end) of its rows that belong to the group. The last entry instead
+      begins with the number of tiles that exist, and the number of rows in groups. The entries
+      between the last tile that exists and the last entry may hold anything.
     """
     return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
 
@@ -92,7 +94,7 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
 
 
 def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
-    """Returns the lowest of the tile `heights` that is at least `rows`, or the largest of them."""
+    """Returns the lowest of the tile `heights` that is at least `rows`; if none is, the largest."""
     lowest = jnp.full_like(rows, heights[-1])
     for height in reversed(heights[:-1]):
         lowest = jnp.where(rows <= height, height, lowest)
@@ -102,9 +104,10 @@ def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
 def by_kernel(
     group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpret: Any = None
 ) -> jax.Array:
-    """Computes the table of `row_tiles` by a Pallas kernel.
+    """Computes the table that `row_tiles` returns by a Pallas kernel.
 
-    `interpret` is the options of Pallas' GPU interpreter, or None to run on a GPU.
+    `interpret` is the options of Pallas' GPU interpreter, or None to run on a GPU. The other
+    arguments are those of `row_tiles`.
     """
     most = most_tiles(group_sizes.shape[0], heights, num_rows)
     padded = [*heights, *[heights[-1]] * (-len(heights) % _UNROLL)]
@@ -122,12 +125,15 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns the rows of `group`, which starts at row `start` and ends by `num_rows`."""
+            """Returns the number of rows of `group`, which starts at row `start`.
+
+            The group is cut off at `num_rows`.
+            """
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
         def tiles_of(start, size):
-            """Returns the number of tiles of a group with `size` rows from row `start` on."""
+            """Returns the number of tiles of a group of `size` rows that starts at row `start`."""
             return jnp.where(
                 size > 0,
                 lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (heights[-1] - 1), heights[-1]),
@@ -187,5 +193,5 @@ def _call(
     )(group_sizes, heights)
 
 
-# The kernel is jitted, so that it is traced once in a program with several matmuls.
+# The call of the kernel is jitted, so that a program with several matmuls traces it only once.
 _call_once = functools.partial(jax.jit, static_argnums=(2, 3, 4))(_call)

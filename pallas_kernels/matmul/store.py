@@ -1,14 +1,15 @@
-"""Stores a computer warpgroup's half of an output tile from registers to global memory.
+"""Stores a compute warpgroup's half of an output tile from registers to global memory.
 
 A tile in registers is [columns, rows], as the tensor cores compute it. It is stored in chunks of 64
-columns by 32 rows. A chunk is transposed into a buffer in shared memory, and copied to the output:
+columns by 32 rows. A chunk is transposed into a buffer in shared memory, and copied from there to
+the output. Only those rows of a tile are copied that belong to the tile's group of rows:
 
   registers             buffer        output
   chunk of the tile --> [32, 64] -->  if all 32 rows belong to the group: one bulk copy (TMA)
                                  -->  else: each thread stores its elements of the group's rows
 
-A warpgroup uses its buffers cyclically. A buffer is rewritten only after the bulk copies from it
-have read it.
+A compute warpgroup uses its buffers cyclically. It writes to a buffer only after the earlier bulk
+copies from this buffer have read it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-# A computer warpgroup stores this many rows of a tile at a time.
+# A compute warpgroup stores this many rows of an output tile at a time.
 STORED_ROWS = 32
 
-# A function of a slice of a tile's columns and a slice of its rows. Returns the elements there,
-# [columns, rows], for each output.
+# A function that returns some elements of a finished tile. It takes a slice of the tile's columns
+# and a slice of its rows, and returns for each output the elements there, [columns, rows].
 Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 
 
@@ -50,15 +51,17 @@ Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 )
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Shared memory buffers through which chunks of a tile are stored.
+    """Buffers in shared memory through which the compute warpgroups store chunks of tiles.
 
-    The attributes are scratch types outside the kernel's body, and references inside it. `of`
-    returns buffers without the axis of computers.
+    Outside the kernel's body the attributes are types of scratch, and inside it they are references
+    to the scratch. The first axis of the attributes is the compute warpgroup; the buffers that `of`
+    returns lack it.
 
     Attributes:
-      chunks: [computers, buffers, 32, 64] of the outputs' dtype, swizzled.
-      plain: [computers, 32, 64], not swizzled, in an interpreted kernel; else None. The interpreter
-        copies single rows from this buffer, since it can't copy them from a swizzled one.
+      chunks: [2, buffers, 32, 64] of the outputs' dtype, swizzled.
+      plain: [2, 32, 64] of the outputs' dtype, not swizzled, in an interpreted kernel; else None.
+        The interpreter copies single rows from this buffer, since it can't copy them from a
+        swizzled one.
     """
 
     chunks: Any
@@ -72,18 +75,19 @@ class Buffers:
         return cls(plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)), plain)
 
     def of(self, computer: jax.Array) -> Buffers:
-        """Returns the buffers of one computer warpgroup, without the axis of computers."""
+        """Returns the buffers of the compute warpgroup with the index `computer`, 0 or 1."""
         plain = None if self.plain is None else self.plain.at[computer]
         return Buffers(self.chunks.at[computer], plain)
 
 
 class Place(NamedTuple):
-    """The position of a tile in the output; all int32.
+    """The position of a tile in the output. All attributes are int32.
 
     Attributes:
-      top: the tile's first row.
-      begin, end: the range [begin, end) of output rows that the tile has of its group.
-      left_edge: the tile's first column.
+      top: the output row of the tile's first row.
+      begin, end: the tile's rows that belong to its group are the output's rows [begin, end). Only
+        these are stored.
+      left_edge: the output column of the tile's first column.
     """
 
     top: jax.Array
@@ -94,13 +98,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Stores the output tiles of one computer warpgroup.
+    """Stores what one compute warpgroup computes: half of the columns of each output tile.
 
     Attributes:
       outs: references to the outputs, [R, N], all of one dtype.
       buffers: the buffers of this warpgroup in shared memory.
-      block_m: the largest number of rows in a tile.
-      part: number of columns of a tile that this warpgroup computes.
+      block_m: the largest number of rows that a tile may have.
+      part: number of columns of a tile that this warpgroup computes, half of the tile's columns.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
 
@@ -112,27 +116,31 @@ class Store:
 
     @property
     def num_chunks(self) -> int:
-        """Returns the number of 32 x 64 chunks in this warpgroup's part of a tile."""
+        """Returns the number of 32 x 64 chunks in this warpgroup's half of a tile."""
         return len(self._chunks())
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Returns the first (row, column) of each 32 x 64 chunk, counted from the tile's first."""
+        """Returns the position of each 32 x 64 chunk in this warpgroup's half of a tile.
+
+        It is the chunk's first (row, column), counted from the first row and column of the half.
+        """
         rows = range(0, self.block_m, STORED_ROWS)
         return [(row, column) for row in rows for column in range(0, self.part, CHUNK)]
 
     def chunks(self, first: Any, count: int, place: Place, results: Results) -> None:
-        """Stores `count` chunks of a tile to the outputs, from chunk number `first` on.
+        """Stores `count` chunks of this warpgroup's half of a tile to the outputs.
 
-        `place` is the tile's position in the outputs, and `results` returns the tile's elements.
-        Chunk numbers past the tile's last chunk are ignored.
+        They are the chunks with the numbers `first`, `first` + 1 and so on, in the order of
+        `_chunks`. Numbers past the last chunk are ignored. `place` is the position of the half in
+        the outputs, and `results` returns its elements.
         """
         lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
 
     def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
-        """Stores the rows of a tile's chunk `number` that belong to the tile's group.
+        """Stores those rows of chunk `number` of a tile that belong to the tile's group.
 
-        Registers can only be selected by constant indices, so each chunk has its own code that
-        writes it to a buffer. The code that copies the buffer to the output is shared.
+        Registers can be selected only by constant indices. So the code that writes a chunk to a
+        buffer exists once for each chunk. The code that copies a buffer to the output exists once.
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
@@ -147,7 +155,7 @@ class Store:
 
         @pl.when(number == 0)
         def _():
-            # Wait until the bulk copies of the previous tile have read their buffers.
+            # Wait until the bulk copies of the previous tile have read the buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(first < stop)
@@ -159,16 +167,20 @@ class Store:
             self._copy(buffers, top, left_edge, first, stop)
 
     def _write_each(self, buffers: Sequence[Any], results: Results, row: int, column: int) -> None:
-        """Writes the chunk that starts at (row, column) of each output's tile to a buffer."""
+        """Writes a chunk of a tile to shared memory: for each output to one of `buffers`.
+
+        The chunk starts at (row, column) of this warpgroup's half of the tile. `results` returns
+        the elements of the half.
+        """
         height = min(STORED_ROWS, self.block_m - row)
         values = results(slice(column, column + CHUNK), slice(row, row + height))
         for buffer, part in zip(buffers, values, strict=True):
             self._write(buffer.at[:height], part)
 
     def _write(self, buffer: Any, values: jax.Array) -> None:
-        """Writes values [columns, rows], transposed, to a buffer in shared memory.
+        """Writes the transpose of `values` [columns, rows] to a buffer in shared memory.
 
-        The caller must call `commit_smem` before the buffer is read.
+        The caller must call `plgpu.commit_smem` before the buffer is read.
         """
         if self.interpreted:
             buffer[...] = values.T
@@ -183,11 +195,12 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of each buffer to its output.
+        """Copies rows [begin, end) of each of `buffers`, one for each output, to its output.
 
-        Row 0 and column 0 of a buffer belong to row `top` and column `left_edge` of the output.
+        Row 0 of a buffer belongs to row `top` of the output, and column 0 to column `left_edge`.
         """
-        # A tile's last chunk has fewer than 32 rows if block_m is not a multiple of 32.
+        # The last chunks of a tile have fewer than 32 rows if block_m is not a multiple of 32. All
+        # rows of a chunk are copied at once by TMA.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(begin == 0) & (end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
@@ -214,9 +227,10 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of a buffer to `out`; `begin` need not be a multiple of 8.
+        """Copies rows [begin, end) of a buffer in shared memory to `out`, an output.
 
-        Row 0 and column 0 of the buffer belong to row `top` and column `left_edge` of `out`.
+        The range may begin and end at any row. Row 0 of the buffer belongs to row `top` of `out`,
+        and column 0 to column `left_edge`.
         """
         if self.interpreted:
             self._copy_rows_in_parts(buffer, out, top, left_edge, begin, end)
@@ -239,10 +253,11 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of a buffer to `out`, as `_copy_rows`, in the interpreter.
+        """Does in Pallas' interpreter what `_copy_rows` does on a GPU.
 
-        A copy has a static height. So the rows are copied in parts whose heights are powers of two:
-        the binary digits of end - begin.
+        The number of rows of a copy must be known when the kernel is compiled, but end - begin is
+        not. So the rows are copied in parts of 16, 8, 4, 2 and 1 rows: a part for each binary digit
+        of end - begin that is 1.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plain = self.buffers.plain
@@ -260,10 +275,10 @@ class Store:
             height //= 2
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
-        """Zeroes this computer warpgroup's share of the outputs' rows from `start` to the last.
+        """Zeroes a share of the outputs' rows from `start` to the last.
 
-        The rows' chunks are shared among `num_workers` warpgroups; `worker` is the index of this
-        one.
+        `num_workers` compute warpgroups, those of all thread blocks, divide the work into chunks of
+        32 rows by 64 columns. `worker` is the index of this warpgroup among them.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape
@@ -288,9 +303,9 @@ class Store:
     def _zero_chunk(
         self, buffer: Any, top: jax.Array, left_edge: jax.Array, begin: jax.Array, end: jax.Array
     ) -> None:
-        """Zeroes 64 columns of the outputs' rows [top + begin, top + end), from `left_edge` on.
+        """Zeroes rows [top + begin, top + end) of the outputs, in 64 columns from `left_edge` on.
 
-        `buffer` is [32, 64] in shared memory, and holds zeros.
+        `buffer`, [32, 64] in shared memory, holds the zeros that are copied there.
         """
         buffers = [buffer] * len(self.outs)
 

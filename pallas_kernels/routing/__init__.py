@@ -1,1 +1,1 @@
-"""Pallas Mosaic GPU kernel of the MoE router: top-k experts, their weights, and softmax."""
+"""Pallas Mosaic GPU kernel of the MoE router: each token's top-k experts, weights, and softmax."""

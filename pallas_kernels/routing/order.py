@@ -1,12 +1,14 @@
 """Sums of scores by which top-k routing compares experts and groups of experts.
 
-Experts are the columns of the scores. A sum is a score plus a bias, or the sum of a group's two
-best scores. It is represented by two float32 numbers: `high`, the sum rounded to float32, and
-`low`, the error of that rounding. If two sums are equal, the logits are compared.
+Experts are the columns of the scores. A *sum* is a score plus a bias, or the sum of the two best
+scores of a group of experts. It is represented by two float32 numbers, (high, low): `high` is the
+exact sum rounded to float32, and `low` is the error of that rounding. If two sums are equal, the
+logits are compared.
 
 The XLA implementation and the GPU kernel must choose the same experts, so both call the functions
-here. A function computes by an argument `ops`, whose values are JAX arrays in XLA and registers in
-the kernel. `ops` applies elementwise functions, which `pallas_kernels.fabric.elementwise` can emit.
+here. A function computes by its argument `ops`: its operations take and return JAX arrays in XLA,
+and registers in the kernel. `Ops.call` applies an elementwise function, which in the kernel is
+emitted by `pallas_kernels.fabric.elementwise`.
 """
 
 from __future__ import annotations
@@ -21,24 +23,28 @@ import numpy as np
 
 from pallas_kernels.routing.plan import Groups
 
-# Logits are clipped to this magnitude, so that their sums and differences are finite in float32.
+# The functions of `OF_TWO` clip logits to at most this magnitude, so that sums and differences of
+# two logits are finite in float32.
 _LARGEST = np.float32(1e37)
 _LOG_2 = np.float32(math.log(2))
 
 
 class Ops(Protocol):
-    """The operations on float32 values by which sums are computed, in XLA or in a kernel."""
+    """The operations on float32 values by which sums are computed.
+
+    One implementation computes with JAX arrays in XLA, and another with registers in a kernel.
+    """
 
     def zero(self) -> Any: ...
 
     def call(self, function: Callable[..., jax.Array], *operands: Any) -> Any:
-        """Applies `function`, a key of `ARITY`, to operands elementwise."""
+        """Applies `function`, one of the functions in `ARITY`, to the operands elementwise."""
 
     def where_finite(self, of: Any, value: Any) -> Any:
-        """Returns `value` where `of` is finite, else 0."""
+        """Returns, elementwise, `value` where `of` is finite, and 0 elsewhere."""
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        """Returns `value` where `of` is greater than 0, else `other`."""
+        """Returns, elementwise, `value` where `of` is greater than 0, and `other` elsewhere."""
 
 
 def plus(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -46,21 +52,24 @@ def plus(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def rounded_off(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns exactly a + b - total, where total is a + b rounded to float32 (Knuth's TwoSum)."""
+    """Returns the error of an addition: exactly a + b - total (Knuth's TwoSum).
+
+    `total` is a + b rounded to float32.
+    """
     of_b = total - a
     return (a - (total - of_b)) + (b - of_b)
 
 
 def left_of(total: jax.Array, rest: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns exactly total + rest - high, where high is total + rest rounded to float32.
+    """Returns the error of an addition: exactly total + rest - high (Dekker's Fast2Sum).
 
-    |rest| must be less than |total| (Dekker's Fast2Sum).
+    `high` is total + rest rounded to float32, and |rest| must be less than |total|.
     """
     return rest - (high - total)
 
 
 def smaller_sigmoid(x: jax.Array) -> jax.Array:
-    """Returns the smaller of sigmoid(x) and sigmoid(-x). These two numbers add up to 1."""
+    """Returns the smaller of sigmoid(x) and sigmoid(-x), which add up to 1."""
     return jax.nn.sigmoid(-jnp.abs(x))
 
 
@@ -73,10 +82,11 @@ def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
 
 
 def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns an upper bound of the error of a + b for the sum of two sums (a, low) and (b, low).
+    """Returns an upper bound of |s - (a + b)|, where s is the exact sum of two sums (high, low).
 
-    Each low is at most 2^-24 times its high, and the rounding of a + b is at most 2^-24 times the
-    result. The constant 2^-120 covers the error of numbers below 2^-126, which are flushed to 0.
+    a and b are their highs. The lows of the two sums are unknown. The magnitude of each is at most
+    2^-24 times that of its high, and the rounding error of a + b is at most 2^-24 times the result.
+    The constant 2^-120 covers numbers below 2^-126, which are flushed to 0.
     """
     return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
 
@@ -85,7 +95,7 @@ def minus(a: jax.Array, b: jax.Array) -> jax.Array:
     return a - b
 
 
-# Maps each elementwise function that is passed to `Ops.call` to its number of operands.
+# Maps each elementwise function that may be passed to `Ops.call` to its number of operands.
 ARITY: dict[Callable[..., jax.Array], int] = {
     plus: 2,
     minus: 2,
@@ -101,7 +111,8 @@ ARITY: dict[Callable[..., jax.Array], int] = {
 def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
     """Adds two sums a and b, each (high, low).
 
-    Returns (total, rest, high): the sum is total + rest, and high is the sum rounded to float32.
+    Returns (total, rest, high), float32 numbers: the result of the addition is total + rest, and
+    high is total + rest rounded to float32.
     """
     total = ops.call(plus, a[0], b[0])
     rest = ops.call(plus, a[1], b[1])
@@ -111,17 +122,22 @@ def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def add(ops: Ops, a: Any, b: Any) -> tuple[Any, Any]:
-    """Adds two sums, each (high, low); returns the total as (high, low)."""
+    """Adds two sums a and b, each (high, low); returns the result as (high, low)."""
     total, rest, high = _rounded(ops, a, b)
     return high, ops.where_finite(high, ops.call(left_of, total, rest, high))
 
 
 def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
-    """Returns whether columns are compared by sums (high, low) instead of by logits.
+    """Returns whether columns (experts) need sums (high, low), to compare columns or groups.
 
-    They are if there is a bias, or if groups are worth the sum of their two best scores and the
-    scores are not logits. If scores are logits, a group's two best logits are found by comparing
-    logits, and are added afterwards.
+    They do if there is a bias, which is added to the scores. They also do if groups are compared by
+    the sum of their two best scores, unless the scores are the logits: the two best logits of a
+    group are found without sums, and are added afterwards.
+
+    Args:
+      scores: the score function, a key of `OF_TWO`.
+      bias: the biases, or None.
+      groups: the groups of columns, or None.
     """
     return bias is not None or (groups is not None and groups.best == 2 and scores != "logit")
 
@@ -129,10 +145,10 @@ def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
 def score_and_bias(
     ops: Ops, scores: str, logit: Any, score: Any, bias: Any, *, rounded: bool = False
 ) -> tuple[Any, ...]:
-    """Adds scores and biases.
+    """Computes the sums of scores and biases by which columns (experts) are compared.
 
     Args:
-      ops: the operations that compute with the operands.
+      ops: the operations on `logit`, `score` and `bias`.
       scores: the score function, a key of `OF_TWO`.
       logit: float32 logits; used if `scores` is "logit" or "sigmoid".
       score: float32 scores; used if `scores` is another function.
@@ -157,10 +173,11 @@ def score_and_bias(
 
 
 def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Bounds the sum of two sums (a, low) and (b, low) without knowing their lows.
+    """Returns bounds of the exact sum of two sums, given only their highs a and b.
 
-    Returns (total, lower, upper): total is a + b rounded to float32, and the exact sum is at least
-    `lower` and at most `upper`. If total is infinite or NaN, so are lower and upper.
+    Returns (total, lower, upper): total is a + b rounded to float32, and the exact sum of the two
+    sums, whose lows are unknown, is at least `lower` and at most `upper`. If total is infinite or
+    NaN, so are lower and upper.
     """
     total = ops.call(plus, a, b)
     error = ops.where_finite(total, ops.call(error_of_two, a, b))
@@ -168,9 +185,9 @@ def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
-    """Returns log(e^a + e^b) = max(a, b) + log(1 + e^-|a - b|), with a series for the logarithm."""
+    """Returns log(e^a + e^b), as max(a, b) + log(1 + e^-|a - b|)."""
     ratio = jnp.exp(-jnp.abs(a - b))
-    # log(1 + ratio) is 2 artanh(z), whose series has odd powers of z.
+    # log(1 + ratio) equals 2 artanh(z), which is computed by its power series: odd powers of z.
     z = ratio / (ratio + np.float32(2))
     square = z * z
     series = square * np.float32(2 / 13) + np.float32(2 / 11)
@@ -180,9 +197,9 @@ def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
 
 
 def _log_odds_of_mean(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns log(s / (1 - s)) where s is the mean of sigmoid(a) and sigmoid(b).
+    """Returns log(s / (1 - s)), where s is the mean of sigmoid(a) and sigmoid(b).
 
-    s / (1 - s) equals (e^a + e^b + 2 e^(a + b)) / (2 + e^a + e^b).
+    It uses that s / (1 - s) equals (e^a + e^b + 2 e^(a + b)) / (2 + e^a + e^b).
     """
     either = _log_sum(a, b)
     return _log_sum(either, a + b + _LOG_2) - _log_sum(either, _LOG_2)
@@ -196,9 +213,9 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# Maps each score function to a function of two logits that grows with the sum of their scores, also
-# between sums that round to equal (high, low). It orders groups whose two best scores have equal
-# sums.
+# Maps the name of each score function to a function of two logits that grows with the sum of the
+# logits' scores. It breaks ties between groups: it can still tell which of two groups has the
+# larger sum of its two best scores if these sums round to equal (high, low).
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

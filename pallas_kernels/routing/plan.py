@@ -1,4 +1,4 @@
-"""Defines the options of the routing kernel `top_k`, and which shapes it supports.
+"""Defines the options of the routing kernel `top_k`, and the limits of what it supports.
 
 Imports neither Pallas nor Mosaic.
 """
@@ -10,13 +10,13 @@ import math
 
 from pallas_kernels.fabric.hardware import WARP
 
-# The most columns (experts) of a row, which must fit in the registers of a warp.
+# The largest number of columns (experts). A row of so many fits in the registers of a warp.
 MOST_COLUMNS = 1024
-# The most choices of a row, since each lane of a warp stores one choice.
+# The largest number of columns that a row may choose, since each lane of a warp stores one of them.
 MOST_CHOICES = WARP
-# To normalize weights, the kernel divides a row's chosen scores by the largest of them, and then by
-# their sum. The sum exceeds this bound, unless all scores are 0. A smaller sum is replaced by this
-# bound, to avoid a division by 0.
+# To normalize weights, the kernel divides a row's chosen scores by the largest of them, and then
+# the quotients by their sum. The sum exceeds LEAST_SUM unless all scores are 0. A smaller sum is
+# replaced by LEAST_SUM, to avoid a division by 0.
 LEAST_SUM = 1e-6
 # The lowest finite float32.
 _LOWEST = -3.4028234663852886e38
@@ -31,7 +31,7 @@ class Groups:
     Attributes:
       number: the number of groups, a divisor of the number of columns.
       kept: the number of groups from which a row chooses columns.
-      best: 1 or 2; groups are compared by the sum of this many of their largest scores.
+      best: 1 or 2. Groups are compared by the sum of their `best` largest scores.
     """
 
     number: int
@@ -41,17 +41,20 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """How weights are computed from the scores of a row's k chosen columns.
+    """How the weights of a row's k chosen columns (experts) are computed from their scores.
+
+    The kernel takes a number for each chosen column, from which it computes the weight. Which
+    number this is depends on `normalize` and `sigmoid`.
 
     Attributes:
-      normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. The
-        kernel's inputs are then logarithms of scores, so that the ratios of scores that underflow
-        are still right; if `epsilon` is 0, a common constant may be added to them. If False, the
-        inputs are the scores.
-      epsilon: a constant added to the sum in the normalization, 0 or more.
-      scale: a factor by which each weight is finally multiplied.
-      sigmoid: whether, with `normalize`, the inputs are logits whose sigmoids are the scores,
-        instead of logarithms of scores.
+      normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. If
+        False, the numbers are the scores. If True, they are the logarithms of the scores, so that
+        weights are right even where scores would underflow. If `epsilon` is 0, the same constant
+        may be added to all numbers of a row, since it does not change the weights.
+      epsilon: a constant that is added to the sum of the chosen scores, 0 or more.
+      scale: a factor by which each weight is multiplied in the end.
+      sigmoid: whether the numbers are logits whose sigmoids are the scores, instead of logarithms
+        of the scores. Only used with `normalize`.
     """
 
     normalize: bool
@@ -61,14 +64,19 @@ class Weighing:
 
     @property
     def log_epsilon(self) -> float:
-        """The logarithm of `epsilon`, or the lowest finite float32 if `epsilon` is 0."""
+        """The logarithm of `epsilon` as a finite float32: the lowest one if `epsilon` is 0."""
         return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:
-    """Returns why the kernel cannot choose k of `columns` columns, or None if it can.
+    """Returns why the kernel `top_k` does not support these shapes, or None if it does.
 
-    The reason is the end of a sentence such as "the kernel cannot run: ...".
+    The reason completes a sentence such as "the kernel cannot run: ...".
+
+    Args:
+      columns: the number of columns (experts).
+      k: the number of columns that each row chooses.
+      groups: the groups of columns for group-limited routing, or None.
     """
     if columns > MOST_COLUMNS:
         return f"it holds rows of at most {MOST_COLUMNS} columns, not {columns}"

@@ -12,9 +12,10 @@ low, logit), where the sum of score and bias is high + low (see `order`). The wa
 `high` alone. The warp chooses again, by all three numbers, only if two chosen columns, or the last
 chosen column and another one, have equal highs.
 
-With groups, the lanes of a group first compute the group's keys. The warp chooses the best groups
-in the same way as columns, and columns of other groups count as -inf. If a group is worth the sum
-of its two best scores, groups are first compared by the sum of two highs. The exact sums are
+In group-limited routing, each row chooses columns only from its best groups of columns. The lanes
+that hold a group's columns first compute the group's keys. The warp chooses the best groups in the
+same way as columns, and columns of other groups count as -inf. If groups are compared by the sum of
+their two best scores, this sum is first computed from the two highs alone. The exact sums are
 compared only if the rounding errors could change the chosen groups.
 
 On request, the warp also computes the row's softmax. The lanes that hold the chosen columns compute
@@ -43,7 +44,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
-# A thread block handles this many rows, one per warp.
+# The number of rows that a thread block handles: one for each warp.
 _ROWS = LANES // WARP
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
@@ -97,18 +98,23 @@ def top_k(
       logits: [T, E] float32, T > 0.
       k: the number of columns to choose in each row.
       weighing: how weights are computed.
-      scores: the score function, a key of `order.OF_TWO`. The bias is added to scores, and groups
-        are compared by sums of scores.
-      rounded: [T, E] float32, the scores. Needed if there is a bias, or if groups are compared by
-        two scores, unless `scores` is "logit" or "sigmoid"; else None.
+      scores: the name of the score function of the logits, a key of `order.OF_TWO`. The bias is
+        added to scores, and groups are compared by sums of scores.
+      rounded: [T, E] float32, the scores, or None if they are not needed. They are needed if there
+        is a bias, or if groups are compared by the sum of two scores; but not if `scores` is
+        "logit" or "sigmoid", which the kernel computes itself.
       bias: [1, E] or [T, E] float32 added to the scores in the choice, or None.
-      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None if there are
-        none.
-      gathered: [T, E] float32, the numbers from which weights are computed. If None, these are the
-        softmax if `softmax` is set and `weighing` does not normalize, else the logits.
+      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None if no column
+        is excluded so.
+      gathered: [T, E] float32, the numbers from which weights are computed; see `Weighing`. If
+        None, the numbers are the softmax if `softmax` is set and `weighing` does not normalize,
+        else the logits.
       groups: the groups of columns for group-limited routing, or None.
       softmax: whether to return the softmax of the logits, too.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      The chosen columns, best first, and their weights.
 
     Raises:
       ValueError: the kernel does not support this number of columns, choices or groups.
@@ -153,8 +159,9 @@ def top_k(
     )
 
 
-# The words by which columns or groups are compared: keys, and last a word that is larger for a
-# smaller index. Tuples of words are compared lexicographically. Words of 0 stand for no column.
+# The 32-bit words by which a column or a group is compared with others. The first words are keys,
+# and the last one is the complement of the index, so that of equal ones the first is the largest.
+# Tuples of words are compared lexicographically. A tuple of zeros stands for no column.
 _Words = tuple[Any, ...]
 
 
@@ -167,15 +174,16 @@ class _TopK:
     scores: str
     groups: Groups | None
     makes_softmax: bool
-    # The names of the operands that are given.
+    # The names of those operands of `top_k` that are not None, in the order in which they are
+    # passed.
     given: tuple[str, ...]
-    # Whether all rows have one bias, [1, E].
+    # Whether the bias is [1, E], the same for all rows.
     has_one_bias: bool
     interpreted: bool
 
     @property
     def width(self) -> int:
-        """The number of columns of a row that each lane of the warp holds."""
+        """The number of columns of a row that each lane of a warp holds."""
         return pl.cdiv(self.columns, WARP)
 
     def __call__(self, *refs: Any) -> None:
@@ -201,7 +209,7 @@ class _TopK:
         """Chooses the columns of a row, computes their weights, and stores the row's results.
 
         Args:
-          lanes: emits or computes the operations on the warp's lanes.
+          lanes: the operations on the lanes of the warp, a `_Lanes`.
           row: the index of the row.
           refs: references to the operands in `given`, and then to the outputs.
         """
@@ -220,10 +228,10 @@ class _TopK:
         lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
     def weigh(self, lanes: Any, chosen: Any) -> Any:
-        """Returns the weights of the row's chosen columns, one in each of the first k lanes.
+        """Returns the weights of the row's chosen columns: in lane i that of the i-th best column.
 
-        Lane i of `chosen` holds the bits of the number from which the weight of choice i is
-        computed.
+        Lane i of `chosen` holds the number from which the weight is computed; see `Weighing`. Both
+        are float32 bits. Lanes from k on hold anything.
         """
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
@@ -247,9 +255,13 @@ class _TopK:
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
         """Computes the softmax of a row.
 
-        `values` are the logits of each lane's columns. `others` are further logits of the row, such
-        as the chosen ones. Returns the probabilities of `values` and then of `others`. Words hold
-        float32 bits.
+        Args:
+          lanes: the operations on the lanes of the warp.
+          values: the logits of the row: a word for each column that a lane holds.
+          others: logits whose probabilities are computed, too, such as those of the chosen columns.
+
+        Returns:
+          The probabilities of `values`, and then those of `others`. All words are float32 bits.
         """
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
@@ -264,10 +276,10 @@ class _TopK:
         return [lanes.apply(_DIVIDE, term, total) for term in terms]
 
     def choose(self, lanes: Any, row: Any, operands: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns the k best columns of a row and their logits.
+        """Returns the k best columns of a row and their logits, as two words in each lane.
 
-        Lane i < k holds the index of the i-th best column, and the bits of its logit. Other lanes
-        hold any column.
+        Lane i < k holds the index of the i-th best column, and the float32 bits of its logit. The
+        other lanes hold the index of any column, so that every lane may use its index.
         """
 
         def by_all_keys() -> list[Any]:
@@ -288,18 +300,20 @@ class _TopK:
     def chosen(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], *, exact: bool
     ) -> tuple[_Words, Any]:
-        """Chooses the k best columns of a row by all keys, or by the first key alone.
+        """Chooses the k best columns of a row, exactly or by a faster guess.
 
         Args:
-          lanes: emits or computes the operations on the warp's lanes.
+          lanes: the operations on the lanes of the warp.
           row: the index of the row.
           operands: references to the kernel's operands, by name.
-          exact: whether columns and groups are compared by all of their keys. Else groups, and
-            columns with a bias, are compared by the first key, the sum rounded to float32.
+          exact: whether columns and groups are compared by all of their keys. If False, groups, and
+            columns with a bias, are compared by their first key alone: that of their sum rounded to
+            float32. This choice is a guess, which may differ from the exact one where sums are
+            nearly equal.
 
         Returns:
-          The words of the i-th best column in lane i < k, and whether the choice is certain to be
-          the same as with `exact`.
+          (words, is_sure). In lane i < k, `words` are the words of the i-th best column. `is_sure`
+          is whether the choice is certain to be the exact one.
         """
         keys = self.keys(lanes, row, operands, exact)
         of_columns = keys if "bias" in operands else keys[-1:]
@@ -341,12 +355,19 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Returns the keys by which a lane's columns are compared, as lists of a key per column.
+        """Returns the keys by which the columns that a lane holds, and groups, are compared.
 
-        Columns are compared by the first list, then by the second, and so on. With `exact` the
-        lists are the keys of high, low and logit, or only of the logit if columns are not compared
-        by sums. Without `exact` there is a list of the keys of high if columns are compared by
-        sums, and then one of the logits if there is no bias.
+        Args:
+          lanes: the operations on the lanes of the warp.
+          row: the index of the row.
+          operands: references to the kernel's operands, by name.
+          exact: whether to return all keys, or only those for the guess of `chosen`.
+
+        Returns:
+          Lists with a key for each column. The first list decides, and where its keys tie, the next
+          one does. If columns have sums (see `order.has_sums`), the lists are with `exact` the keys
+          of high, of low and of the logit; without `exact` they are the keys of high and, if there
+          is no bias, of the logit. If columns have no sums, the only list is the keys of the logit.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -372,16 +393,17 @@ class _TopK:
         return keys
 
     def kept(self, lanes: Any, columns: Sequence[_Words], exact: bool) -> tuple[Any, Any]:
-        """Chooses the best groups of a row.
+        """Chooses the best groups of columns of a row, exactly or by a faster guess.
 
         Args:
-          lanes: emits or computes the operations on the warp's lanes.
-          columns: the keys of each of a lane's columns, without the word of the index.
-          exact: whether `columns` have all keys; else they have the first key only.
+          lanes: the operations on the lanes of the warp.
+          columns: for each column that a lane holds, the tuple of its keys.
+          exact: whether `columns` have all keys, so that the choice is exact. If False, they have
+            only the first key, and the choice is a guess.
 
         Returns:
-          Whether each lane's columns belong to a chosen group, and a word that is 0 if the choice
-          is certain to be the same as with `exact`, else not 0.
+          (kept, doubt). `kept` is, in each lane, whether the lane's columns belong to a chosen
+          group. `doubt` is a word that is 0 if the choice is certain to be the exact one.
         """
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
@@ -398,7 +420,7 @@ class _TopK:
         none = doubt = lanes.word(0)
         upper = first[0]
         if self.groups.best == 2:
-            # A group has at least two columns, which `unavailable_reason` has checked.
+            # `second` exists, because a group has at least two columns (see `unavailable_reason`).
             assert second is not None
             if exact:
                 first = self.sum_of(lanes, first, second)
@@ -415,17 +437,20 @@ class _TopK:
             kept = is_best if kept is None else lanes.either(kept, is_best)
             own = _without(lanes, own, best)
         if not exact:
-            # The groups were ordered by lower bounds of their sums. The choice is certain if the
-            # lower bound of the last chosen group exceeds the upper bound of every other group.
+            # The groups were chosen by lower bounds of their sums of scores. The choice is certain
+            # if the lower bound of the last chosen group exceeds the upper bound of the sum of
+            # every group that was not chosen.
             reaches = lanes.select(lanes.greater(best[0], upper), none, lanes.word(1))
             doubt = lanes.either(doubt, lanes.select(kept, none, reaches))
             doubt = lanes.warp_max(doubt)
         return kept, doubt
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
-        """Returns the keys of a group by which groups are compared: (high, low, tie-breaker).
+        """Returns the keys of (high, low, tie-breaker), by which a group is compared with others.
 
-        `keys` are the keys of the group's two best columns. (high, low) is the sum of their scores.
+        (high, low) is the sum of the scores of the group's two best columns. The tie-breaker is the
+        function `order.OF_TWO` of their logits. `keys` are the keys of these two columns: for each,
+        the keys of the high and low of its sum, if it has one, and of its logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
@@ -451,7 +476,7 @@ def _is_larger(lanes: Any, a: _Words, b: _Words) -> Any:
 
 
 def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
-    """Returns, in each lane, the largest tuple of words of the lane's columns."""
+    """Returns, in each lane, the largest of the tuples of words of the columns that it holds."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]
@@ -461,7 +486,7 @@ def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
 
 
 def _warp_best(lanes: Any, own: _Words) -> _Words:
-    """Returns the largest tuple of words of all lanes of the warp, in every lane."""
+    """Returns, in every lane, the largest of the tuples of words that the lanes hold in `own`."""
     best, is_best = [lanes.warp_max(own[0])], None
     for word in own[1:]:
         is_last = lanes.equal(own[len(best) - 1], best[-1])
@@ -471,7 +496,10 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns `words`, or words of 0 if they are those of the column or group `taken`."""
+    """Returns `words`, or zeros if they belong to a column or group that has just been chosen.
+
+    `taken` are the words of the chosen one. A tuple of zeros is not chosen again.
+    """
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
 
@@ -479,9 +507,9 @@ def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
 def _two_largest(
     lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
 ) -> tuple[_Words, _Words]:
-    """Returns the two largest of the word tuples a, a_second, b and b_second.
+    """Returns the largest and the second largest of the tuples a, a_second, b and b_second.
 
-    a_second is at most a, or None; b_second is at most b, or None.
+    a_second is at most a, and b_second is at most b. Either may be None, and is then left out.
     """
     a_is_larger = _is_larger(lanes, a, b)
     first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
@@ -492,9 +520,10 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns, in each lane, the float32 sum of `word` over the lane's group of `number` lanes.
+    """Returns the float32 sum of `word` over `number` neighbouring lanes.
 
-    `number` is a power of two. Words hold float32 bits.
+    The warp is divided into sets of `number` lanes, a power of two. Every lane gets the sum over
+    its set. `word` and the sum are float32 bits.
     """
     distance = number // 2
     while distance:
@@ -504,7 +533,11 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """Emits the operations of `_TopK` for one lane of a warp. Words are 32-bit, unsigned."""
+    """The operations of which `_TopK` consists, emitted as the code of one lane of a warp.
+
+    They compute with words, unsigned 32-bit integers; a word may hold the bits of a float32. A lane
+    holds `width` neighbouring columns of a row of `columns` columns.
+    """
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
@@ -514,10 +547,11 @@ class _Lanes:
         return self.word(0)
 
     def load(self, ref: Value, row: Value, *, again: bool = False) -> list[Value]:
-        """Loads this lane's columns of row `row` as float32 bits, `width` words.
+        """Loads those columns of row `row` of `ref` that this lane holds: `width` words.
 
-        Columns past the row's last column repeat the last column. With `again`, the loads are
-        volatile, so that the compiler does not keep the values of an earlier load in registers.
+        Columns past the row's last column repeat the last column. Set `again` if the values have
+        been loaded before: the loads are then volatile, so that the compiler does not keep the
+        values of the earlier load in registers meanwhile.
         """
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
@@ -544,9 +578,10 @@ class _Lanes:
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
-        """Returns the words of each of this lane's columns: its keys, and the word of its index.
+        """Returns the tuple of words of each column that this lane holds.
 
-        `keys` are lists of a key per column. Columns past the row's last column have words of 0.
+        The words of a column are its keys, and then the complement of its index. `keys` are lists
+        with a key for each column. All words of columns past the row's last column are 0.
         """
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
@@ -560,12 +595,15 @@ class _Lanes:
         return columns
 
     def bits(self, key: Value) -> Value:
-        """Returns the float32 bits of the number whose key is `key`: the inverse of `key()`."""
+        """Returns the bits of the float32 number whose key is `key`: the inverse of `key()`."""
         below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns a lane's words, one for each column, with 0 past the row's last column."""
+        """Returns `words`, with 0 instead of those that are past the row's last column.
+
+        `words` has a word for each column that this lane holds.
+        """
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -576,7 +614,10 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 numbers to words that hold float32 bits."""
+        """Applies a function of float32 numbers to words that hold the numbers' bits.
+
+        Returns the bits of the result.
+        """
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
 
@@ -603,9 +644,9 @@ class _Lanes:
     def unless(
         self, condition: Value, function: Callable[[], list[Value]], values: list[Value]
     ) -> list[Value]:
-        """Returns `values` if the condition holds, else the results that `function` emits.
+        """Returns `values` if `condition` is true, else the results of the code of `function`.
 
-        The condition must be equal in all lanes of a warp.
+        The condition must be the same in all lanes of a warp.
         """
         return mosaic.unless(condition, function, values)
 
@@ -618,13 +659,16 @@ class _Lanes:
         return llvm.load(i32, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
 
     def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
-        """Stores the words of the first k lanes to row `row` of `ref` [T, k]."""
+        """Stores `word` of lane i to ref[row, i], for each lane i < k; `ref` is [T, k]."""
         with mosaic.when(mosaic.below(self.lane, mosaic.i32(k))):
             place = arith.addi(arith.muli(row, mosaic.i32(k)), self.lane)
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores each lane's words, one for each of its columns, to row `row` of `ref` [T, E]."""
+        """Stores a row to row `row` of `ref` [T, E].
+
+        `words` has a word for each column of the row that this lane holds.
+        """
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -646,14 +690,14 @@ class _Lanes:
         return mosaic.warp_max(word)
 
     def exchange(self, word: Value, distance: int) -> Value:
-        """Returns the word of another lane: the lane whose index is this lane's XOR `distance`."""
+        """Returns `word` of another lane: of the lane whose index is this lane's XOR `distance`."""
         return mosaic.shuffle(word, distance)
 
     def word(self, value: int) -> Value:
         return mosaic.i32(value)
 
     def number(self, value: float) -> Any:
-        """Returns a word that holds the float32 bits of `value`."""
+        """Returns the word with the float32 bits of the constant `value`."""
         return self.word(int(np.float32(value).view(np.uint32)))
 
     def complement(self, word: Value) -> Value:
@@ -679,9 +723,9 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """The operations of `_Lanes` in Pallas' interpreter, on all lanes of a warp at once.
+    """The operations of `_Lanes` for Pallas' interpreter, on all lanes of a warp at once.
 
-    A word is an array [WARP] uint32, with an element for each lane.
+    What is a word in `_Lanes` is here an array [WARP] uint32, with an element for each lane.
     """
 
     def __init__(self, columns: int, width: int) -> None:
