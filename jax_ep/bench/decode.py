@@ -53,8 +53,8 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
-    # Each block of 128 x 128 weights has one float32 scale. The tolerance follows from two matmuls
-    # in a row, each of which rounds its two operands: this changes a number by up to 2^-4 of itself.
+    # Each block of 128 x 128 weights has one float32 scale. The tolerance is for two matmuls in a
+    # row, each of which rounds its two operands, which changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
@@ -168,8 +168,8 @@ class DecodeCase(runner.Case):
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         # Rounding to float8 in one layer may change which experts tokens choose in the next layers,
-        # and so the outputs. A stack of several layers is therefore compared only with stacks of the
-        # same format.
+        # and so the outputs. A stack of several layers is therefore compared only with stacks of
+        # the same format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         name, outputs = self.bench.name(row), loop.outputs()

@@ -111,7 +111,7 @@ def traffic(op: str, work: Work) -> Traffic:
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
     # `here` is the bytes of a rank's array [T, H]: tokens, combined outputs or their cotangents.
-    # `rows` is the bytes of the filled rows of an array [R, H]: experts' outputs or their cotangents.
+    # `rows` is the bytes of the filled rows of an array [R, H]: experts' outputs or cotangents.
     here = work.num_tokens * own
     rows = filled * own
     local = {

@@ -53,8 +53,8 @@ from jax_ep.moe.routing import Score
 
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
-# Regular expressions for the names of kernels in a profile. EXCHANGE matches this library's exchange
-# and XLA's collectives; MATMUL matches this library's grouped matmuls.
+# Regular expressions for the names of kernels in a profile. EXCHANGE matches this library's
+# exchange and XLA's collectives; MATMUL matches this library's grouped matmuls.
 EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 MATMUL = re.compile(r"^grouped_matmul")
 # The largest allowed error of a row of a result, for `agree`: the norm of the difference from the
@@ -195,7 +195,8 @@ class LayerCase(runner.Case):
                 for matmul_dtype in _matmul_dtypes(name)
             ],
         )
-        # Maps a direction to the name and outputs of the first layer that was checked in it.
+        # Maps each of DIRECTIONS to the name and the outputs of the first layer that was checked in
+        # this direction. All further layers are compared with it.
         self.expected: dict[str, tuple[str, Any]] = {}
 
     def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
@@ -221,15 +222,18 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the layer's memory in bytes, the rows a rank receives, and the buffer's rows."""
+        """Returns the bytes that the compiled layer holds, and numbers of rows per rank.
+
+        The numbers are those of `make_config`: the rows received and those of the receive buffer.
+        """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs, name = loop.outputs(), row["implementation"]
         other, expected = self.expected.setdefault(row["direction"], (name, outputs))
-        # Rounding to the wire dtype changes a value by up to `relative_error`; two layers are
-        # compared, so the tolerance is twice that.
+        # Rounding to the wire dtype changes a value by up to `relative_error` of itself. Both of
+        # the compared layers may round, so the tolerance is twice as much.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
         if set(_MATMUL_DTYPE.value) != {"none"}:
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)

@@ -129,8 +129,8 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
-    # The index of the token, among the N * T tokens of all ranks, that is in each row of the receive
-    # buffer. An empty row has an index past the last token.
+    # For each row of the receive buffer, the index of its token among the N * T tokens of all
+    # ranks. An empty row has an index past the last token.
     token = choice // top_k
 
     def bring_back(y, weights):
@@ -200,8 +200,8 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
     # pairs[source, destination] is the number of rows that one rank sends to the other.
     pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)
-    # mine[source, e] is the number of rows that rank `source` sends to this rank for the e-th of its
-    # L experts.
+    # mine[source, e] is the number of rows that rank `source` sends to this rank for the e-th of
+    # this rank's L experts.
     mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
     # Received rows are ordered by source rank, then by expert. Unfilled rows at the end of the
     # buffer get the expert number L, so that they sort last.
@@ -265,9 +265,9 @@ def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
     """Sends rows that are ordered as the result of `_ragged_out` back to the ranks they came from.
 
-    pairs[s, d] is the number of rows that rank s had sent to rank d, and that rank d now sends back.
-    Returns the rows that come back to this rank, padded with zeros to [num_rows, H]. This function
-    is the transpose of `_ragged_out`, so the gradient of each of the two is the other.
+    pairs[s, d] is the number of rows that rank d sends back to rank s. Returns the rows that come
+    back to this rank, padded with zeros to [num_rows, H]. This function is the transpose of
+    `_ragged_out`, so each of the two computes the other's gradient.
     """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 
