@@ -111,7 +111,7 @@ class CollectivesCase(runner.Case):
     """Measures one collective on one number of ranks, for all array sizes, algorithms and plans.
 
     A plan is the launch configuration of a kernel: how many thread blocks it has, how many
-    warpgroups a block has, and how many vectors a thread handles at a time.
+    warpgroups a block has, and how many 16-byte vectors a thread holds at a time.
     """
 
     def __init__(self, op: str, ranks: int, rows: Sequence[int], on_gpu: bool):
@@ -217,7 +217,8 @@ class CollectivesCase(runner.Case):
         eps = float(jnp.finfo(self.dtype).eps)
         exact = self.op in ("all_gather", "all_to_all")
         # XLA may round to the operands' dtype after each of the N - 1 additions of a sum over
-        # ranks, so the tolerance grows with N. The kernels round a sum only once.
+        # ranks, so its tolerance grows with N. (A sum of N standard normal numbers has a magnitude
+        # of about sqrt(N).) The kernels of all_reduce and reduce_scatter round only once.
         tolerance = 0.0 if exact else 8 * eps * self.num_ranks
         if row["algorithm"] != "xla" and self.op in ("all_reduce", "reduce_scatter"):
             tolerance = eps

@@ -26,9 +26,10 @@ from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 def mosaic_blocks(short: bool, num_cols: int) -> dict[str, int]:
     """Chooses the block sizes with which JAX's "mosaic" kernels are called.
 
-    A block of the result has 64 rows if `short`, and else 128. The kernel pads the last block of
-    each group, so short blocks are better for groups of few rows. `num_cols` is the number of
-    columns of the result. Returns keyword arguments of the kernels.
+    A block of the result has 64 rows if `short`, and else 128. Short blocks suit groups of few
+    rows, because the kernel pads the last block of each group, and results whose number of rows is
+    not a multiple of 128. `num_cols` is the number of columns of the result. Returns keyword
+    arguments of the kernels.
     """
     return {
         "block_m": 64 if short else 128,
