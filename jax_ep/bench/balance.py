@@ -324,7 +324,7 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
     """Counts the rows that each rank receives under a placement; returns the largest count.
 
-    `state` is that of `Placed`.
+    `state` has the operands of the layer, as in `Placed.state`.
     """
 
     def on_rank(state: Any) -> Any:

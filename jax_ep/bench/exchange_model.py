@@ -162,7 +162,7 @@ def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
     `rows` is the number of rows that are sent for one token, `cluster` has the bandwidths, and
     `work` has the number of tokens and the bytes of a row.
     """
-    # A size in bytes divided by GB/s gives nanoseconds. The factor 1e-3 turns them to microseconds.
+    # Bytes divided by GB/s are nanoseconds. The factor 1e-3 makes the times below microseconds.
     size = work.tokens * work.row_bytes * 1e-3
     between = rows.between * size / cluster.nic_gb_per_s
     inside = rows.inside * size / cluster.nvlink_gb_per_s

@@ -241,7 +241,7 @@ class LayerCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, if device times were measured, those of matmuls and exchange."""
+        """Returns throughputs and, if device times were measured, the results of `parts_of`."""
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
@@ -576,9 +576,9 @@ def compare(rows: list[Row]) -> None:
     """Adds to each row the speed-ups of its layer in wall time over other layers of the same work.
 
     "speedup_over_ragged" is the speed-up over the baseline of ragged_all_to_all and ragged_dot.
-    "speedup_over_xla" is the one over the fastest baseline that combines plain XLA collectives with
-    this library's grouped matmul. "speedup_of_float8" is the one of a layer whose experts multiply
-    float8 over the same layer in bfloat16.
+    "speedup_over_xla" is the speed-up over the fastest baseline that combines plain XLA collectives
+    with this library's grouped matmul. "speedup_of_float8" is the speed-up of a layer whose experts
+    multiply float8 over the same layer in bfloat16.
     """
     runner.compare_float8(rows, ("shape", "tokens", "ranks", "direction", "implementation"))
 

@@ -69,8 +69,8 @@ class MeasuredLayer:
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
     """Makes a MoE layer of the kind that LAYERS calls `name`.
 
-    `capacity` is the number of rows of the layer's receive buffer. This library's layer computes
-    the number from the capacity factor of `config` instead, which must give the same.
+    `capacity` is the number of rows of the layer's receive buffer. This library's layer instead
+    computes this number from the capacity factor of `config`, which must give the same number.
     """
     chosen = LAYERS[name]
     exchange = chosen.exchange
@@ -198,7 +198,7 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     )
     ends = jnp.searchsorted(by_expert, jnp.arange(config.num_experts), side="right")
     counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
-    # pairs[source, destination] is the number of rows that one rank sends to the other.
+    # pairs[source, destination] is the number of rows that rank `source` sends to `destination`.
     pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)
     # mine[source, e] is the number of rows that rank `source` sends to this rank for the e-th of
     # this rank's L experts.

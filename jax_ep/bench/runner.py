@@ -319,13 +319,14 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
 
     Args:
       loop: the loop.
-      timer: the profiler to use, one of `flags.TIMERS`: "auto" tries all of them in turn, and
-        "none" measures nothing.
+      timer: the profiler to use, one of `flags.TIMERS`: "auto" tries each profiler in turn until
+        one works, and "none" measures nothing.
       repeats, spaced: arguments of `Loop.device_time`.
 
     Returns:
       Fields for a row of results: "device", a dict of times in microseconds, or None if they were
-      not measured; and "device_error", the reason, if a timer failed or was named without a GPU.
+      not measured; and "device_error", the reason, if no profiler worked, or if one was named
+      although there is no GPU.
     """
     if timer == "none":
         return {"device": None}

@@ -447,8 +447,8 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # With eager sharding, nnx would look for mesh axes that have the names of the parameters'
-    # logical axes.
+    # With eager sharding, nnx would take the names of the parameters' logical axes for names of
+    # axes of the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)

@@ -381,9 +381,9 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
     """Makes the `Block` of a layer that a directory lacks, in order to add it to the directory.
 
-    The tensor names of the new block begin like those of the layer in the directory whose number is
-    nearest, but with the number `layer`. If the directory has no layer, they begin like the name of
-    its embedding or last norm, or else as published.
+    The tensor names of the new block begin like those of the nearest layer that has an MoE block
+    or, if none has, of the nearest layer; only the layer's number differs. If the directory has no
+    layer, they begin like the name of its embedding or last norm, or else as published.
 
     Returns:
         The block, or None if the directory `path` already has the block of this layer.

@@ -37,7 +37,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names in the files under which the tensor is stored: its own, and those of scales."""
+        """The names of the stored tensors that make up this one: the values, and any scales."""
         return (self.name,)
 
     @property
@@ -142,7 +142,7 @@ class _InBlocks:
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Finds the blocks that make up a slice of the tensor, for use of the blocks undecoded.
+        """Finds the blocks that make up a slice, so that they are read or written undecoded.
 
         Returns:
             The slice along each axis, counted in blocks.

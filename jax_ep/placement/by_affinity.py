@@ -25,7 +25,7 @@ def place_by_affinity(
     max_imbalance: float = 1.05,
     num_experts: int | None = None,
 ) -> Placement:
-    """Places experts so that the experts that a token chooses in successive layers share a rank.
+    """Places experts so that a token's experts of successive layers are often on one rank.
 
     The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
     no communication. Experts are first split among hosts, so that tokens seldom change host, then
