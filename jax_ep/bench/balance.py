@@ -98,7 +98,8 @@ class Placed(NamedTuple):
       state: the tuple (parameters, x, topk_idx, placement); every array has a leading axis of
         ranks. The placement is None if experts are in the order of their ids.
       mesh: the one-axis mesh of the ranks.
-      config: the layer's configuration, without a capacity factor; `BalanceCase.build` sets it.
+      config: the layer's configuration, except for the capacity factor, which `BalanceCase.build`
+        sets.
       needed: the number of rows that the most loaded rank receives.
       facts: fields for the row of results: the time and bytes of moving the weights.
     """
@@ -113,8 +114,9 @@ class Placed(NamedTuple):
 class BalanceCase(runner.Case):
     """Measures a layer with one routing and one placement, for each overflow rule and capacity.
 
-    `expected` maps a routing, in words, to the first output [N, T, H] measured with it. All cases
-    share this dict, so that the outputs of all placements are compared.
+    All cases share the dict `expected`. It maps a description of a routing to the output [N, T, H]
+    of the first layer that was checked with this routing. So all placements are checked to give the
+    same output.
     """
 
     spaced = False
@@ -262,8 +264,9 @@ def draw_choices(
 ) -> Any:
     """Draws K distinct experts for each token, at random without replacement (Gumbel top-k).
 
-    Expert e is drawn with a probability proportional to 1 / (1 + ranks[e]) ** exponent. ranks [E]
-    are the experts' popularity ranks; 0 is the most popular expert.
+    Expert e is drawn with a probability proportional to 1 / (1 + ranks[e]) ** exponent, where
+    `ranks` [E] holds the place of each expert in the order of popularity; the most popular expert
+    has 0.
 
     Returns:
         [num_tokens, K] int32 expert ids, in the order in which they are drawn.
@@ -273,11 +276,12 @@ def draw_choices(
 
 
 def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, Row]:
-    """Computes a placement and moves the experts' weights to it.
+    """Computes a placement from the experts' loads, and moves the experts' weights to it.
 
     Args:
-        state: the tuple (params, x, cotangent) of `layer.make_state`, stacked by rank.
-        load: [1, E], the number of choices of each expert.
+        state: the tuple (params, x, cotangent) from `layer.make_state`; its arrays have a leading
+            axis of ranks.
+        load: [1, E], how often each expert was chosen.
         copies: the number of extra slots per rank, for copies of popular experts; a slot holds one
             expert's weights. None: experts stay in the order of their ids.
         mesh: the one-axis mesh of the ranks.
@@ -318,7 +322,10 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Counts the rows that each rank receives; returns the count of the most loaded rank."""
+    """Counts the rows that each rank receives under a placement; returns the largest count.
+
+    `state` has the operands of the layer, as in `Placed.state`.
+    """
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
@@ -343,10 +350,11 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
 
 
 def compare(rows: list[Row], steps: int) -> None:
-    """Adds to each row "over_uniform": its wall time divided by that of uniform routing.
+    """Adds the fields "share_us" and "over_uniform" to each row of results.
 
-    The wall time includes "share_us", the time of one redistribution of the experts divided by
-    `steps`, the number of steps between two redistributions.
+    "share_us" is what redistributing the experts costs each step: the time of one redistribution
+    divided by `steps`, the number of steps between two of them. "over_uniform" is the sum of the
+    row's wall time and "share_us", divided by the wall time of the same layer with uniform routing.
     """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")

@@ -79,9 +79,10 @@ class Case:
         return np.stack([(by_source == rank).sum(axis=1) for rank in ranks], axis=1)
 
     def tokens(self) -> Array:
-        """Counts the tokens of each rank that choose an expert on each rank: [N, N].
+        """Counts the tokens that each rank sends to each rank: [N, N].
 
-        The first axis is the tokens' rank, the second the experts' rank.
+        The first axis is the source rank, the second the destination. A token counts once for each
+        rank that has at least one of the experts that it chose.
         """
         by_source = self.routing.reshape(self.num_ranks, self.num_tokens, -1)
         ranks = range(self.num_ranks)
@@ -90,7 +91,7 @@ class Case:
     def wire_rows(self) -> float:
         """Counts the rows that a rank must send to other ranks, as the mean over ranks.
 
-        A token is one row for each other rank that has an expert of it.
+        A token is sent as one row to each other rank that has an expert that the token chose.
         """
         return _off_diagonal_mean(self.tokens())
 
@@ -109,9 +110,10 @@ def rank_seeds(num_ranks: int, seed: int = 0) -> Array:
 
 
 def all_to_all(case: Case, direction: str) -> Baseline:
-    """Makes the baseline of `lax.all_to_all`.
+    """Makes the baseline of `lax.all_to_all`, which is the same in both directions.
 
-    Each rank sends an array [N, T, H]: one row of H values for each of its T tokens to every rank.
+    Every rank sends T rows of H values to each of the N ranks, as if each of its T tokens had
+    chosen an expert on every rank.
     """
     shape = (case.num_ranks, case.num_tokens, case.hidden)
     return Baseline(
@@ -124,7 +126,11 @@ def all_to_all(case: Case, direction: str) -> Baseline:
 
 
 def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
-    """Makes a baseline: `lax.all_gather` for the direction "out", `lax.psum_scatter` for "back"."""
+    """Makes the baseline in which every token goes to every rank.
+
+    In the direction "out", `lax.all_gather` sends all tokens to all ranks. In the direction "back",
+    `lax.psum_scatter` sums the results of all ranks for each token.
+    """
     rows = (case.num_ranks - 1) * case.num_tokens
     if direction == "out":
         shape: tuple[int, ...] = (case.num_tokens, case.hidden)
@@ -178,14 +184,14 @@ def unavailable_reason(name: str, platform: str) -> str | None:
 
 
 def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
-    """Makes a baseline of `lax.ragged_all_to_all`.
+    """Makes a baseline of `lax.ragged_all_to_all`, for given numbers of rows.
 
     `out_counts` [N, N] holds the number of rows that each source rank (first axis) sends to each
     destination rank (second axis) in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    # Both are [source, destination]: where the source's rows for the destination start in the
-    # source's operand, and in the destination's output.
+    # Where the rows that a source rank sends to a destination rank begin: send_offsets in the
+    # source's operand, recv_offsets in the destination's output. Both are [source, destination].
     send_offsets = np.cumsum(counts, axis=1) - counts
     recv_offsets = np.cumsum(counts, axis=0) - counts
     send_rows = max(int(counts.sum(axis=1).max()), 1)

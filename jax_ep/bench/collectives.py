@@ -47,8 +47,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce_rms_norm": collectives.all_reduce_rms_norm,
 }
 OPERATIONS = tuple(FUNCTIONS)
-# The algorithms to measure by default, by operation. "fused" is left out because it runs one of two
-# other algorithms, and "multimem" because it needs multicast memory.
+# Maps each operation to the algorithms that are measured by default. "fused" is left out because it
+# only selects one of two other algorithms, and "multimem" because it needs multicast memory.
 MEASURED = {
     op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
     for op, algorithms in ALGORITHMS.items()
@@ -110,7 +110,8 @@ def run() -> int:
 class CollectivesCase(runner.Case):
     """Measures one collective on one number of ranks, for all array sizes, algorithms and plans.
 
-    A plan is a kernel's launch configuration: blocks, warpgroups per block, vectors per thread.
+    A plan is the launch configuration of a kernel: how many thread blocks it has, how many
+    warpgroups a block has, and how many 16-byte vectors a thread holds at a time.
     """
 
     def __init__(self, op: str, ranks: int, rows: Sequence[int], on_gpu: bool):
@@ -153,18 +154,19 @@ class CollectivesCase(runner.Case):
         ]
 
     def x(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype of a rank's operand if the whole array has `rows` rows.
+        """Returns the shape and dtype of a rank's operand for a whole array of `rows` rows.
 
-        The whole array is the operand, except that all_gather's is the gathered result.
+        For all_gather, the whole array is the gathered result, of which the operand is one of N
+        equal parts. For the other operations, the whole array is the operand itself.
         """
         rows = rows // self.num_ranks if self.op == "all_gather" else rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
     def problem(self, rows: int) -> Problem:
-        """Returns the `Problem` from which algorithm=None selects an algorithm.
+        """Describes the collective on a whole array of `rows` rows.
 
-        It has the operation, operand shapes, ranks and machine. `rows` is the number of rows of the
-        whole array.
+        The result has the operation, the operands' shapes and dtypes, the ranks and the machine.
+        From it, algorithm=None selects an algorithm, and algorithms say whether they can run.
         """
         x = self.x(rows)
         others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
@@ -175,8 +177,9 @@ class CollectivesCase(runner.Case):
     def prepare(self) -> tuple[Mesh, dict[int, tuple[jax.Array, ...]]]:
         """Makes the mesh and, for each number of rows, the operands as sharded arrays.
 
-        An operand is [N * B, ...], B rows for each rank, with normally distributed values.
-        all_reduce_rms_norm also takes a residual and a scale, which are equal on all ranks.
+        An operand is [N * B, ...], B rows for each of the N ranks, with normally distributed
+        values. all_reduce_rms_norm takes two more operands, a residual and a scale, which are equal
+        on all ranks.
         """
         mesh = Mesh(np.asarray(jax.devices()[: self.num_ranks]), (AXIS,))
         sharding = NamedSharding(mesh, PartitionSpec(AXIS))
@@ -213,8 +216,9 @@ class CollectivesCase(runner.Case):
         state, outputs = jax.device_get((loop.state, loop.outputs()))
         eps = float(jnp.finfo(self.dtype).eps)
         exact = self.op in ("all_gather", "all_to_all")
-        # XLA may round to the operands' dtype after each of the N - 1 additions. The sum of N
-        # standard normal numbers has a magnitude of about sqrt(N).
+        # XLA may round to the operands' dtype after each of the N - 1 additions of a sum over
+        # ranks, so its tolerance grows with N. (A sum of N standard normal numbers has a magnitude
+        # of about sqrt(N).) The kernels of all_reduce and reduce_scatter round only once.
         tolerance = 0.0 if exact else 8 * eps * self.num_ranks
         if row["algorithm"] != "xla" and self.op in ("all_reduce", "reduce_scatter"):
             tolerance = eps
@@ -255,7 +259,11 @@ class CollectivesBench(runner.Bench):
         return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**row)
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders one table of wall times and one of device times, with a line per array size."""
+        """Renders a table of wall times and, if measured, a table of device times.
+
+        Each table has a line for each array size. `rows` are those of one operation and number of
+        ranks.
+        """
         lines = []
         for clock in ("wall", "device"):
             if timed := [row for row in rows if row.get(clock)]:
@@ -264,7 +272,10 @@ class CollectivesBench(runner.Bench):
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:
-        """Writes the lookup table of algorithm=None to the file of --write_table, if given."""
+        """Writes the fastest algorithms to the file of --write_table, if the flag is given.
+
+        The file is a lookup table like the one from which algorithm=None selects an algorithm.
+        """
         if _WRITE_TABLE.value:
             write_table(_WRITE_TABLE.value, rows, jax.devices())
 
@@ -286,9 +297,10 @@ class CollectivesBench(runner.Bench):
 
 
 def expected(op: str, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Computes a collective's exact results in float64 with NumPy, to check the measured ones.
+    """Computes with NumPy the results of a collective on all ranks; sums are in float64.
 
-    Operands in `state` and results have a leading axis of ranks, [N, ...].
+    `op` is the name of the collective, and `state` has its operands. Operands and results have a
+    leading axis of ranks, [N, ...].
     """
     x = np.asarray(state[0])
     num_ranks, hidden = len(x), x.shape[-1]
@@ -363,9 +375,9 @@ class _InPlaceLoop(Loop):
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the existing lookup table in the file of --write_table; returns {} if there is no file.
+    """Reads the lookup table in the file of --write_table, into which new times will be merged.
 
-    Raises `Error` if the file does not hold a JSON object.
+    Returns {} if there is no file. Raises `Error` if the file does not hold a JSON object.
     """
     if not os.path.exists(path):
         return {}
@@ -382,10 +394,15 @@ def read_table(path: str) -> dict[str, Any]:
 def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]) -> None:
     """Writes the fastest algorithm for each operation, number of ranks and size to a lookup table.
 
-    An existing table in the file is updated. The choices follow from device times if every
-    algorithm has them at every size, and else from wall times. Times in the file for array sizes
-    that are not in `records` are kept if they come from the same machine, JAX version, clock and
-    day.
+    An existing table in the file is updated. For an operation and number of ranks, device times are
+    compared if every algorithm has them at every size, and else wall times. Times that the file
+    already has for other array sizes are kept only if they come from the same machine, JAX version,
+    clock ("device" or "wall") and day as the new ones.
+
+    Args:
+      path: the file to write.
+      records: the rows of results.
+      devices: the devices of the measurement.
     """
     merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
@@ -394,7 +411,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            # An implementation with a forced plan ("one_shot 64x4x1") is not in MEASURED.
+            # Times with a plan from --plans are left out: the name of the implementation then
+            # contains the plan ("one_shot 64x4x1"), so it is not in MEASURED.
             and record["implementation"] in MEASURED[op]
             and record.get("wall")
         ]
@@ -432,10 +450,10 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
 
 
 def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which kernels compile with the plan `text`, such as "64x4x1".
+    """Returns a context in which kernels are compiled with the plan `text`, such as "64x4x1".
 
-    The numbers are thread blocks, warpgroups of a block and vectors of a thread. With "", kernels
-    choose their plan themselves.
+    A plan is a launch configuration: the numbers of thread blocks, of warpgroups of a block, and of
+    vectors of a thread. With "", kernels choose their plan themselves.
     """
     if not text:
         return contextlib.nullcontext()
@@ -447,7 +465,10 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _check_implementations(ranks: Sequence[int]) -> None:
-    """Raises `Error` if an algorithm of --implementations, or --plans, cannot be measured here."""
+    """Raises `Error` if --implementations, --plans or --write_table asks for the impossible.
+
+    Examples are an algorithm that cannot run on this machine, and plans if no kernel is measured.
+    """
     names = _IMPLEMENTATIONS.value
     refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:

@@ -59,19 +59,20 @@ _MATMUL_DTYPE = FLAGS.choices(
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
-# Match the hash of each Mosaic GPU kernel in a lowered program's text, and the kernel's name in the
-# name of the host function that launches it.
+# Regular expressions for the text of a lowered program. _HASH matches the hash of each Mosaic GPU
+# kernel, and _NAME the kernel's name, which is part of the name of the host function that launches
+# the kernel.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
 _SECONDS = ("trace_s", "lower_s", "compile_s")
 
 
 class Program:
-    """A program to compile, given as the function that each rank runs inside `shard_map`.
+    """A program to compile.
 
     Attributes:
-      function: the function; it is called with `operands`.
-      operands: the shapes and dtypes of one rank's arguments, pytrees of `jax.ShapeDtypeStruct`.
+      function: the function that each rank runs inside `shard_map`.
+      operands: its arguments on one rank, pytrees of `jax.ShapeDtypeStruct` in place of arrays.
     """
 
     def __init__(self, function: Callable[..., Any], *operands: Any):
@@ -83,7 +84,10 @@ def run() -> int:
 
 
 class CompileCase(runner.Case):
-    """Compiles all programs of one model shape and number of tokens, one after the other."""
+    """Measures the compilation of an MoE layer and its parts, for one shape and number of tokens.
+
+    The programs are compiled one after the other.
+    """
 
     def __init__(self, work: Row, shape: Shape):
         super().__init__("{shape}, {tokens} tokens, {ranks} ranks".format(**work), [work])
@@ -154,10 +158,17 @@ def seconds(row: Row) -> float:
 def programs(
     shape: Shape, tokens: int, num_ranks: int, num_layers: int | None, matmul_dtype: Any = None
 ) -> dict[str, Program]:
-    """Returns the programs to compile for one model shape, by name: the MoE layer, then its parts.
+    """Returns the programs to compile for one model shape, in a dict by name.
 
-    `num_layers` adds a program of that many layers' forward passes; None adds none. With a
-    `matmul_dtype`, parts that it does not change are left out.
+    The programs are the MoE layer and then its parts, such as the exchange.
+
+    Args:
+      shape: the sizes of the layer.
+      tokens: T, the number of tokens of a rank.
+      num_ranks: N, the number of ranks.
+      num_layers: if not None, a program with the forward passes of this many layers is added.
+      matmul_dtype: the dtype that experts multiply. None: bfloat16. For any other dtype, parts
+        without experts are left out, because it does not change them.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,
@@ -215,9 +226,10 @@ def programs(
 
 
 def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Wraps a function to return (result, gradients of its first `count` arguments).
+    """Wraps a function so that it also returns the gradients of its first `count` arguments.
 
-    The result is also the cotangent of the backward pass.
+    Returns a function that returns the pair (result, gradients). For simplicity, the result itself
+    serves as the cotangent for the backward pass.
     """
 
     def both(*args):
@@ -228,11 +240,11 @@ def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., A
 
 
 def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
-    """Compiles a program for a mesh, with JAX's caches cleared.
+    """Measures the time to compile a program for a mesh, after JAX's caches have been cleared.
 
     Returns:
-        A dict: "trace_s", "lower_s" and "compile_s" in seconds, "kernels", the number of different
-        kernels, and "kernel_names".
+        A dict: the seconds "trace_s", "lower_s" and "compile_s"; "kernels", the number of different
+        Mosaic kernels in the program; and "kernel_names", a list of their distinct names.
     """
     spec = PartitionSpec(AXIS)
 
@@ -263,10 +275,10 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
 
 
 def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which lowered programs do not reuse Mosaic kernels compiled earlier.
+    """Returns a context in which every Mosaic kernel of a lowered program is compiled anew.
 
-    Mosaic keeps compiled kernels for the whole process, even after JAX's caches are cleared. On
-    CPUs, which have no such kernels, the context does nothing.
+    Without the context, Mosaic would reuse kernels that it compiled earlier in the process, even
+    after JAX's caches are cleared. On CPUs, which have no such kernels, the context does nothing.
     """
     if mesh.devices.flat[0].platform == "cpu":
         return contextlib.nullcontext()
@@ -277,8 +289,9 @@ def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_of(text: str) -> tuple[int, list[str]]:
-    """Returns the number of different Mosaic kernels in a lowered program's text, and their names.
+    """Finds the Mosaic kernels in `text`, the text of a lowered program.
 
-    Kernels count as different by their hash. Several kernels may share a name.
+    Returns the number of kernels with different hashes, and the list of their distinct names.
+    Several kernels may share a name.
     """
     return len(set(_HASH.findall(text))), sorted(set(_NAME.findall(text)))

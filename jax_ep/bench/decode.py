@@ -53,12 +53,13 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
-    # Each block of 128 x 128 weights has one float32 scale. An error arises where the two matmuls
-    # of an expert each round two operands, by up to 2^-4 of a number.
+    # Each block of 128 x 128 weights has one float32 scale. The tolerance is for two matmuls in a
+    # row, each of which rounds its two operands, which changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
-# The shapes that are measured on CPUs. H and F are 128, since float8 needs multiples of 128.
+# The shapes that are measured on CPUs. H and F are 128, because float8 experts need multiples of
+# 128.
 SMALL_SHAPES = {
     name: shape._replace(hidden=128, mlp_dim=128, num_experts=16, top_k=min(shape.top_k, 4))
     for name, shape in SHAPES.items()
@@ -148,15 +149,17 @@ class DecodeCase(runner.Case):
         return Loop(None, step, state, mesh, _TIMING.iterations_of(tokens))
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes that a step must read on a rank, and the lower bound from them.
+        """Returns the bytes of weights that a step must read, and the lower bound of its time.
 
-        "floor_us" is the time in microseconds to read "bytes" at the bandwidth of a plain copy.
-        "experts_hit" is the number of experts of a layer that the batch chose, mean over layers.
+        The fields are "bytes", the bytes that the rank with the most chosen experts must read;
+        "floor_us", the time in microseconds to read them at the bandwidth of a plain copy;
+        "experts_hit", the number of experts of a layer that the batch chose, mean over layers; and
+        "iterations", the length of the loop.
         """
         hits = experts_hit(loop.state, loop.mesh, self.config, row["batch"])
         matrix = self.shape.hidden * self.shape.mlp_dim
         read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
-        # Each layer's router reads its gate, [H, E] float32.
+        # The router of each layer reads its matrix, the gate, [H, E] float32.
         read += row["layers"] * self.shape.hidden * self.shape.num_experts * 4
         found = {"experts_hit": float(hits.sum(axis=1).mean()), "bytes": float(read)}
         if (bandwidth := self.bench.bandwidths.memory) is not None:
@@ -164,8 +167,9 @@ class DecodeCase(runner.Case):
         return found | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        # Rounding to float8 may change the experts that the next layers choose, so a stack of
-        # several layers is compared only with stacks of the same format.
+        # Rounding to float8 in one layer may change which experts tokens choose in the next layers,
+        # and so the outputs. A stack of several layers is therefore compared only with stacks of
+        # the same format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         name, outputs = self.bench.name(row), loop.outputs()
@@ -202,8 +206,9 @@ class DecodeBench(runner.Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps the work (shape, layers, ranks, batch and, for several layers, the format) to the
-        # name, output [N, T, H] and tolerance of the first program that was checked for it.
+        # The results with which programs of the same work are compared. The work is a tuple (shape,
+        # layers, ranks, batch), and also the format if there are several layers. It maps to the
+        # name, the output [N, T, H] and the tolerance of the first program that was checked.
         self.expected: dict[Any, tuple[str, Any, float]] = {}
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
@@ -286,8 +291,9 @@ def make_stack(
 ) -> Stack:
     """Makes the random parameters of `layers` MoE layers on all ranks.
 
-    Every array has a leading axis of N ranks. If `scanned`, the second axis is the layers', else
-    the result has a list with an entry per layer. Both forms have the same values.
+    Every array has a leading axis of N ranks. If `scanned`, the layers are stacked along a second
+    axis; else the result has lists with an entry for each layer. The values of the parameters are
+    the same in both cases.
     """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
@@ -327,9 +333,10 @@ def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Arr
 def step_of_layers(
     state: tuple[Stack, jax.Array], config: MoEConfig, batch: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs one decoding step on a rank: all layers, one after the other, on its tokens x [T, H].
+    """Runs one decoding step on a rank: all MoE layers, one after the other.
 
-    Only the first `batch` of the N * T tokens of all ranks are routed; the others are masked.
+    `state` is the rank's part of the `Stack`, and its tokens x [T, H]. Only the first `batch` of
+    the N * T tokens of all ranks are routed to experts; the rest only fills the arrays.
 
     Returns:
       The last layer's residual stream x [T, H], and the number of times that the batch chose each
@@ -360,7 +367,11 @@ def step_of_layers(
 def experts_hit(
     state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
 ) -> np.ndarray:
-    """Counts the experts on each rank that at least one token of the batch chose: [layers, N]."""
+    """Runs a decoding step and counts, by layer and rank, the experts that the batch chose.
+
+    `state` is the `Stack` and the tokens of all ranks. Returns [layers, N]: the number of experts
+    that at least one token chose.
+    """
 
     def on_rank(state: Any) -> jax.Array:
         state = jax.tree.map(lambda leaf: leaf[0], state)

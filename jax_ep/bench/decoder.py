@@ -30,8 +30,8 @@ from jax_ep.moe.routing import Score
 
 TENSOR_AXIS = "tensor"
 FSDP_AXIS = "fsdp"
-# Maps logical axis names of the parameters (see `flax.linen.with_logical_partitioning`) to the mesh
-# axes that they are split over.
+# Maps the logical axes of parameters (see `flax.linen.with_logical_partitioning`) to the mesh axes
+# over which they are split.
 _AXES = {
     "exp": "expert",
     "embed": FSDP_AXIS,
@@ -41,13 +41,13 @@ _AXES = {
 }
 
 _policies = jax.checkpoint_policies
-# Rematerialization policies by name: the intermediate arrays of a layer, besides its input, that
-# are kept for the backward pass. The backward pass recomputes all others.
+# Maps names to rematerialization policies. A policy says which intermediate arrays of a layer,
+# besides its input, are kept for the backward pass, which recomputes all other ones.
 REMAT: dict[str, Any] = {
     # Without rematerialization, JAX keeps every array that the backward pass uses.
     "none": None,
     "full": _policies.nothing_saveable,
-    # The projections of attention and the router's logits are kept.
+    # Kept are the results of attention's projections, and the router's logits.
     "projections": _policies.dots_with_no_batch_dims_saveable,
     # The received tokens are kept, so the backward pass does not repeat the dispatch.
     "dispatched": _policies.save_only_these_names("dispatched_tokens"),
@@ -96,10 +96,11 @@ class DecoderConfig:
     tied: bool = False
 
     def active_params(self) -> int:
-        """Returns the number of parameters that one token uses.
+        """Returns the number of parameters that are used to compute one token.
 
-        The count has K experts, the shared experts, attention, router and norms of every layer.
-        The embedding and the output matrix together count once, as V * H.
+        These are, in every layer, the matrices of K routed experts and of the shared experts, and
+        the parameters of attention, router and norms. V * H is added once for the embedding and the
+        output matrix together.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
@@ -111,9 +112,9 @@ class DecoderConfig:
     def training_flops_per_token(self, seq_len: int) -> float:
         """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
 
-        The sum has 6 FLOPs for each active parameter and, in each layer, 6 * S * (query heads * D)
-        FLOPs for causal attention, in which a token attends to S / 2 keys on average. Recomputation
-        by rematerialization does not count.
+        With S = `seq_len`, they are 6 FLOPs for each active parameter and, in each layer,
+        6 * S * (query heads * D) FLOPs for causal attention, where a token attends to S / 2 keys on
+        average. Recomputation by rematerialization does not count.
         """
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
@@ -131,8 +132,8 @@ MODELS = {
         num_experts=128,
         num_experts_per_token=8,
     ),
-    # The sizes of DeepSeek-V3's MoE layers. Grouped-query attention replaces multi-head latent
-    # attention.
+    # A model with the sizes of DeepSeek-V3, but with grouped-query attention in place of multi-head
+    # latent attention.
     "deepseek-v3-like": DecoderConfig(
         vocab=129280,
         hidden=7168,
@@ -230,9 +231,16 @@ class Attention(nn.Module):
 def moe_module(
     config: DecoderConfig, dtypes: Mapping[str, Any], moe: Mapping[str, Any], **module: Any
 ) -> MoE:
-    """Makes the MoE layer of a decoder layer; `module` has Flax's own attributes, such as `name`.
+    """Makes the MoE layer of a decoder layer.
 
-    On an ambient mesh with "fsdp", the layer gathers its parameters over this axis by itself.
+    If the ambient mesh has the axis "fsdp", the layer's parameters are split over this axis, and
+    the layer gathers them in each call.
+
+    Args:
+        config: the sizes of the model.
+        dtypes: the attributes `dtype` and `param_dtype` of the layer.
+        moe: further attributes of `jax_ep.linen.MoE`, such as `matmul_dtype`.
+        module: attributes that every Flax module has, such as `name`.
     """
     has_fsdp = FSDP_AXIS in jax.sharding.get_abstract_mesh().axis_names
     return MoE(
@@ -251,7 +259,10 @@ def moe_module(
 
 
 class Layer(nn.Module):
-    """A decoder layer: attention, then experts; each normalizes its input and adds to x."""
+    """A decoder layer: attention, and then an MoE layer.
+
+    Each of the two computes on normalized x, and its result is added to x.
+    """
 
     config: DecoderConfig
     implementation: Literal["cudnn", "xla"]
@@ -262,7 +273,10 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, quantized_experts: QuantizedExperts | None = None
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the layer on x [B, S, H]; returns its output [B, S, H] and the MoE metrics."""
+        """Runs the layer on x [B, S, H]; returns its output [B, S, H] and the MoE layer's metrics.
+
+        `quantized_experts` are the layer's experts in float8, if they were quantized before.
+        """
         config = self.config
         norm = functools.partial(nn.RMSNorm, epsilon=config.epsilon, **self.dtypes)
         attention = Attention(config, self.implementation, self.dtypes, name="self_attn")
@@ -348,7 +362,8 @@ class Decoder(nn.Module):
     def quantize_experts(self, params: Any) -> list[QuantizedExperts] | None:
         """Quantizes the experts of every layer, once for several calls with these parameters.
 
-        Returns None if the layers do not multiply float8. Gradients still go to the parameters.
+        Returns a list with an entry for each layer, to be passed to the calls, or None if the
+        layers do not multiply float8. Gradients still go to the parameters that are not quantized.
         """
         if self.moe.get("matmul_dtype") is None:
             return None
@@ -414,7 +429,7 @@ _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 class _Sums(NamedTuple):
-    """The summed cross-entropy of all tokens whose target is not negative, and its gradients.
+    """The sum of the cross-entropy over all tokens whose target is not negative, and its gradients.
 
     Attributes:
         loss: [] float32, the sum of the tokens' losses.
@@ -448,7 +463,8 @@ def _on_ranks(
         on_rank,
         in_specs=(rows, of_head, rows),
         out_specs=_Sums(whole, whole, *grads),
-        # The custom VJP computes the gradients, so JAX never differentiates through the shard_map.
+        # Without the check, JAX may not differentiate through the shard_map. It never does so here,
+        # because the custom VJP computes the gradients.
         check_vma=False,
     )(x, head, targets)
 
@@ -464,11 +480,21 @@ def _chunks(
     tensor: tuple[str, ...],
     fsdp: tuple[str, ...],
 ) -> _Sums:
-    """Computes the loss, and the gradients if asked for, chunk by chunk on one rank.
+    """Computes the summed cross-entropy on one rank, for a chunk of its tokens at a time.
 
-    x and `targets` are the rank's sequences, and `head` is its part [H / fsdp ranks, V / tensor
-    ranks]. `batch`, `tensor` and `fsdp` name the mesh axes over which sequences, the vocabulary and
-    H are split. Returns `_Sums` over all ranks; `dx` and `dhead` have the shapes of x and `head`.
+    Args:
+        x: the rank's sequences, [B / batch ranks, S, H].
+        head: the rank's part of the output matrix, [H / fsdp ranks, V / tensor ranks].
+        targets: the targets of the rank's sequences, [B / batch ranks, S].
+        chunk: the number of tokens of a chunk.
+        gradients: whether to compute the gradients of x and `head`, too.
+        batch: the mesh axes over which sequences are split.
+        tensor: the mesh axes over which the vocabulary is split.
+        fsdp: the mesh axes over which H of `head` is split.
+
+    Returns:
+        The sums over the tokens of all ranks. `dx` and `dhead` are the rank's parts, in the shapes
+        of x and `head`.
     """
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
@@ -482,7 +508,7 @@ def _chunks(
 
     def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:
         loss, dhead = carry
-        # x is [chunk, H], target [chunk].
+        # The tokens of one chunk, [chunk, H], and their targets, [chunk].
         x, target = rows
         logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
         top = lax.pmax(jnp.max(logits, axis=1), tensor)

@@ -66,7 +66,8 @@ def run() -> int:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
-    # Files are written before anything is printed, since the reader of a pipe may end early.
+    # Files are written before anything is printed, because printing fails if the output is a pipe
+    # whose reader has ended, such as `head`.
     if _JSON.value:
         facts = {"rows": rows, "published": published}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
@@ -89,9 +90,10 @@ def run() -> int:
 
 
 def estimate(hosts: int) -> list[Row]:
-    """Computes the table's rows, one per design of the exchange, for a number of hosts.
+    """Estimates an exchange on the given number of hosts with each design of `exchange_model`.
 
-    Raises `Error` if the flags contradict the number of hosts.
+    A design is a way to send rows. Returns the rows of the printed table, one for each design.
+    Raises `Error` if a flag is impossible with this number of hosts.
     """
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
@@ -176,7 +178,10 @@ def _comparison(found: exchange_model.Comparison) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draws each design's lower bound of time over the number of hosts, and writes it to `path`."""
+    """Plots the least time of an exchange over the number of hosts, with a line for each design.
+
+    `rows` are those of `estimate` for all numbers of hosts. `path` is the image file to write.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         points.setdefault(row["design"], []).append((row["hosts"], row["us"]))

@@ -93,7 +93,8 @@ _OUTPUT = FLAGS.choice(
     "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
-# The default loop length of `lax.ragged_all_to_all`, of which each call takes milliseconds.
+# The default number of calls in the timed loop of the baselines of `lax.ragged_all_to_all`. It is
+# small, because a call takes milliseconds.
 _ITERATIONS_OF_RAGGED = 20
 _UNROLL = FLAGS.integer(
     "unroll",
@@ -116,8 +117,9 @@ def run() -> int:
 class ExchangeCase(runner.Case):
     """Measures one operation by one implementation or baseline.
 
-    A baseline has the same program for all operations of a direction (see `DIRECTIONS`), so that
-    program is measured only once. `measured` holds the results by program; all cases share it.
+    A baseline is the same program for all operations that move rows in the same direction (see
+    `DIRECTIONS`), so this program is measured only once. All cases share the dict `measured`, which
+    holds the results of the programs that were measured.
     """
 
     device_repeats = 3
@@ -241,9 +243,10 @@ class ExchangeBench(runner.Bench):
         return name(row)
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds "speedup_over_ragged" to each row, from the wall times.
+        """Adds the field "speedup_over_ragged" to each row of results.
 
-        It is the time of the baseline "ragged_all_to_all" for the same work divided by the row's.
+        The speed-up is the wall time of the baseline "ragged_all_to_all", for the same operation
+        and numbers of tokens and ranks, divided by the wall time of the row.
         """
 
         def work(row: Row) -> tuple[Any, ...]:
@@ -259,7 +262,7 @@ class ExchangeBench(runner.Bench):
                 row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Draws wall times over tokens per rank, with a panel for each operation."""
+        """Plots wall times over the number of tokens per rank, in a panel for each operation."""
         panels: report.Panels = {}
         for row in (row for row in rows if "wall" in row):
             label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
@@ -281,19 +284,27 @@ def name(row: Row) -> str:
 
 
 def _way(row: Row) -> list[str]:
-    """Returns words for a row's layout and wire dtype, if not the default, and implementation."""
+    """Returns a list of words that say how the program of a row does its operation.
+
+    The words are the layout and the wire dtype, unless they are the default, and the
+    implementation.
+    """
     usual = {"layout": "expert", "wire_dtype": "none"}
     unusual = [row[key] for key in usual if row[key] != usual[key]]
     return [*unusual, row["implementation"]]
 
 
 def _microseconds(row: Row) -> float:
-    """Returns a row's time in microseconds: the slowest rank's device time, or else wall time."""
+    """Returns the time in microseconds from which the bandwidths of a row are computed.
+
+    This is the slowest rank's device time or, if it was not measured, the wall time.
+    """
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
 
-# Cached, since drawing the choices of many tokens takes a second.
+# Draws each token's experts. Results are cached, because drawing those of many tokens takes a
+# second, and many programs have the same routing.
 _routing = functools.lru_cache(maxsize=4)(uniform_routing)
 
 
@@ -327,7 +338,10 @@ def make_work(case: Row) -> Work:
 
 
 def _rows(ranks: Sequence[int], platform: str) -> Iterator[Row]:
-    """Yields a row for each program to measure, with the fields that identify the program."""
+    """Yields the programs to measure, as rows of results that have no results yet.
+
+    A row has the fields that identify a program: its operation, implementation, sizes and options.
+    """
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
     baselines = _BASELINES.value
@@ -371,9 +385,10 @@ def _iterations(implementation: str, num_tokens: int) -> int:
 
 
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
-    """Yields a dict of layout, wire dtype and implementation for each program of an operation.
+    """Yields the ways to compute the operation `op` that are to be measured.
 
-    Baselines, which move the rows in their own dtype, are yielded too.
+    A way is a dict of "layout", "wire_dtype" and "implementation". The last ways are those of the
+    baselines, which always send rows in the dtype that the rows have.
     """
     for layout in _LAYOUTS.value:
         if layout != "rank" and op in OF_RANK_MAJOR:
@@ -383,7 +398,7 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             if wire_dtype != "none":
                 if op not in QUANTIZED:
                     continue
-                # group_by_expert permutes float8 rows with the implementation "xla" only.
+                # Only the implementation "xla" of group_by_expert can permute float8 rows.
                 if op == "group_by_expert":
                     if _OUTPUT.value != "quantized":
                         continue
@@ -400,9 +415,9 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _problem(num_ranks: int) -> Problem:
-    """Returns the `Problem` from which implementations say whether they can run here.
+    """Describes an exchange on the first `num_ranks` devices, of rows of unknown shape and dtype.
 
-    It describes the first `num_ranks` devices, and leaves the rows' shape and dtype unknown.
+    From the result, implementations say whether they can run on this machine.
     """
     return Problem(availability.Machine(jax.devices()[:num_ranks]))
 

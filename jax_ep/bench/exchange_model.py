@@ -5,10 +5,12 @@ scores are independent and random, so tokens spread evenly over experts; the row
 are counted on a random sample. Rows move *between* hosts over NICs and *inside* a host over NVLink.
 Bandwidths are those of one direction, since ranks send as much as they receive.
 
-The model compares four designs, ways to send rows. Row counts are per token; on average h hosts and
-r ranks have an expert of a token:
+The model compares four designs: ways to send a token's row to the ranks of its K experts. On
+average, h hosts and r ranks have at least one of these experts. Below each design is the mean
+number of rows that are sent for one token between hosts and inside hosts:
 
-  gather             Every token goes to every rank; each host receives it once.
+  gather             Every token goes to every rank. Each other host receives the token once, and
+                     the ranks of a host pass it on to each other.
                      between M - 1, inside N - M
   flat               Each token goes once to each rank with an expert of it, directly.
                      between r (1 - 1/M), inside r/M (1 - 1/G)
@@ -30,8 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The number of sampled tokens. It gives h and r, the mean numbers of hosts and ranks with an expert
-# of a token, to 1 %.
+# The number of tokens in the random sample. It is large enough to give h and r, the mean numbers of
+# hosts and of ranks with an expert that a token chose, with an error of at most 1 %.
 _SAMPLE = 8192
 
 
@@ -61,8 +63,8 @@ class Work:
       num_experts: E, the number of experts of all ranks together.
       top_k: K, the number of experts that each token chooses.
       row_bytes: the bytes of a token's row on the wire.
-      hosts_per_token: the number of hosts that a token may choose experts of. The router takes the
-        hosts whose best expert has the highest scores. None: no limit.
+      hosts_per_token: the largest number of hosts whose experts a token may choose. The router
+        takes the hosts whose best expert has the highest score. None: no limit.
     """
 
     tokens: int
@@ -73,14 +75,24 @@ class Work:
 
 
 class Reach(NamedTuple):
-    """The numbers of hosts and of ranks with at least one expert of a token, means over tokens."""
+    """How far a token's K experts are spread, mean over tokens.
+
+    Attributes:
+      hosts: the number of hosts with at least one of the experts that a token chose.
+      ranks: the number of ranks with at least one of them.
+    """
 
     hosts: float
     ranks: float
 
 
 class Rows(NamedTuple):
-    """The rows that are sent per token between hosts and inside a host, means over ranks."""
+    """The mean number of rows that are sent for one token.
+
+    Attributes:
+      between: the rows sent between hosts.
+      inside: the rows sent between ranks of one host.
+    """
 
     between: float
     inside: float
@@ -103,9 +115,10 @@ class Bound(NamedTuple):
 
 
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
-    """Estimates the mean numbers of hosts and ranks with an expert of a token.
+    """Estimates on how many hosts and ranks the experts of a token are.
 
-    Routes a sample of tokens by random scores, within the router's limit of hosts per token.
+    To this end, a sample of tokens is routed by random scores, drawn from `seed`, within the limit
+    `work.hosts_per_token`. Returns means over the sample.
     """
     scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
@@ -127,9 +140,10 @@ def _mean_distinct(values: np.ndarray) -> float:
 
 
 def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
-    """Returns the rows that each design sends per token, by the design's name.
+    """Computes how many rows each design sends for one token.
 
-    The module's docstring describes the designs and gives the formulas.
+    This module's docstring describes the designs, which are ways to send rows, and the formulas.
+    `reached` is the result of `reach`. Returns a dict from the designs' names to `Rows`.
     """
     other_hosts = 1 - 1 / cluster.hosts
     other_ranks = 1 - 1 / cluster.ranks_per_host
@@ -143,8 +157,12 @@ def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
 
 
 def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
-    """Computes the least time of an exchange that sends `rows` per token over NICs and NVLink."""
-    # GB/s are bytes per nanosecond; the factor makes the times below microseconds.
+    """Computes the least time of a dispatch or combine on a cluster.
+
+    `rows` is the number of rows that are sent for one token, `cluster` has the bandwidths, and
+    `work` has the number of tokens and the bytes of a row.
+    """
+    # Bytes divided by GB/s are nanoseconds. The factor 1e-3 makes the times below microseconds.
     size = work.tokens * work.row_bytes * 1e-3
     between = rows.between * size / cluster.nic_gb_per_s
     inside = rows.inside * size / cluster.nvlink_gb_per_s
@@ -159,10 +177,10 @@ class Published:
       system: the system's name.
       cluster: the hosts and links of the published measurement.
       work: the tokens of the published measurement.
-      gb_per_s: the published GB/s. It counts one row for each host with an expert of a token, the
-        token's own host included.
-      inside_gb_per_s: the published GB/s of the same system within one host, which includes rows
-        that stay on their GPU. None: not published.
+      gb_per_s: the published bandwidth of a dispatch between hosts, in GB/s. Its bytes are one row
+        for each token and each host with an expert of the token, the token's own host included.
+      inside_gb_per_s: the published bandwidth of the same system within one host, in GB/s. Its
+        bytes include rows that stay on their GPU. None: not published.
       source: where the figure is published.
     """
 
@@ -214,18 +232,20 @@ PUBLISHED = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A published bandwidth, compared with the model's bound for the design "two-level".
+    """Compares a published bandwidth with the bound that the model gives for the same exchange.
+
+    The design is assumed to be "two-level".
 
     Attributes:
-      published: the published figure.
-      counted: the rows per token that the figure counts: one for each host with an expert of the
-        token.
-      crossing: the rows per token that cross between hosts.
-      nic_gb_per_s: the bandwidth on a rank's NIC that corresponds to the figure.
-      nvlink_gb_per_s: the bandwidth on a rank's NVLink that corresponds to the figure.
+      published: the published bandwidth.
+      counted: how many rows the published bandwidth counts for a token: one for each host with an
+        expert of the token.
+      crossing: how many rows are sent between hosts for a token.
+      nic_gb_per_s: the bandwidth on a rank's NIC that the published bandwidth implies.
+      nvlink_gb_per_s: the bandwidth on a rank's NVLink that the published bandwidth implies.
       model_gb_per_s: the highest bandwidth that the model allows, with bytes counted as in the
-        figure.
-      set_by: the link that sets the bound: "NIC" or "NVLink".
+        published one.
+      set_by: the link that limits the modelled exchange: "NIC" or "NVLink".
     """
 
     published: Published
@@ -238,7 +258,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """The published bandwidth divided by the highest that the model allows."""
+        """The published bandwidth divided by the highest bandwidth that the model allows."""
         return self.published.gb_per_s / self.model_gb_per_s
 
 
@@ -260,7 +280,10 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Returns a text that says how much of a published bandwidth the model explains."""
+    """Explains in a text what limits a published bandwidth according to the model.
+
+    The text also says how far the published bandwidth is below the model's bound.
+    """
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (
@@ -277,7 +300,8 @@ def why(found: Comparison) -> str:
     text += "NVLink is the limit, and the NIC waits"
     if published.inside_gb_per_s is None:
         return text + "."
-    # A GPU that forwards rows inside its host keeps this share of them for its own experts.
+    # The published bandwidth inside a host also counts rows that a GPU keeps for its own experts.
+    # They are this share of its rows.
     stays = 1 / cluster.ranks_per_host
     reached = published.inside_gb_per_s * (1 - stays)
     slower = found.model_gb_per_s * reached / cluster.nvlink_gb_per_s

@@ -13,23 +13,23 @@ from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 from pallas_kernels.formats import RowFormat
 
-# The values of --wire_dtype, the dtype in which rows are sent to other ranks. "none" sends rows in
-# the dtype that they already have.
+# The allowed values of --wire_dtype, the dtype in which rows are sent to other ranks. With "none",
+# rows are sent in the dtype that they already have.
 WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
 
 
 def wire_format(name: str) -> RowFormat:
-    """Returns the row format (dtype and scale blocks) for a value of --wire_dtype."""
+    """Returns the format in which rows are sent with --wire_dtype=`name`: dtype and scales."""
     return quantization.wire_format(None if name == "none" else name)
 
 
 class Iterations(NamedTuple):
     """The defaults of --iterations, the number of calls in a timed loop.
 
-    On GPUs a compiled loop takes about 450 microseconds to start. Short calls need more iterations
-    to make their share of this time small.
+    On GPUs a compiled loop takes about 450 microseconds to start. A loop of short calls needs many
+    of them, so that the time to start is a small part of the total.
 
     Attributes:
       on_cpus: the default on CPUs.
@@ -43,7 +43,15 @@ class Iterations(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The flags that say how a `timing.Loop` is timed, and the defaults of --iterations."""
+    """The flags that say how a `timing.Loop` is timed.
+
+    Attributes:
+      iterations: the flag --iterations, the number of calls in a timed loop.
+      repeats: the flag --repeats, how many times each loop is run and timed.
+      timer: the flag --device_timer.
+      by_kernel: the flag --by_kernel, whether device times are printed by kernel.
+      default_iterations: the values that --iterations has if it is not given.
+    """
 
     iterations: Holder
     repeats: Holder
@@ -53,7 +61,11 @@ class Timing(NamedTuple):
     default_iterations: Iterations
 
     def iterations_of(self, num_tokens: int) -> int:
-        """Returns the value of --iterations, or its default for `num_tokens` tokens per rank."""
+        """Returns the number of calls in a loop whose calls have `num_tokens` tokens per rank.
+
+        It is the value of --iterations or, if the flag is not given, its default for this number of
+        tokens.
+        """
         if self.iterations.value is not None:
             return self.iterations.value
         if jax.default_backend() != "gpu":
@@ -63,9 +75,9 @@ class Timing(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The flags of a bench command that other bench commands have, too.
+    """The flags of one bench command that most bench commands have.
 
-    A field is None if the command lacks the flag.
+    Each field is a flag, or None if this command lacks it.
     """
 
     json: Holder
@@ -86,14 +98,16 @@ class BenchFlags(Flags):
         check: Holder | None = None,
         seconds: float | None = None,
     ) -> Shared:
-        """Defines --json and --plot, and each further shared flag whose argument is not None.
+        """Defines the flags that a bench command has in common with others.
+
+        The flags are --json and --plot and, unless the argument is None, --ranks and --seconds.
 
         Args:
           plot: what the plot shows, for the help of --plot.
-          ranks: the default of --ranks in words, for its help.
-          timing: the flags that `BenchFlags.timing` has defined.
-          check: the flag that `BenchFlags.check` has defined.
-          seconds: the default of --seconds.
+          ranks: the default of --ranks in words, for its help; None: the command lacks the flag.
+          timing: the flags that `BenchFlags.timing` has already defined for the command, if any.
+          check: the flag that `BenchFlags.check` has already defined for the command, if any.
+          seconds: the default of --seconds; None: the command lacks the flag.
         """
         return Shared(
             self.json(),
@@ -172,7 +186,13 @@ class BenchFlags(Flags):
         )
 
     def implementations(self, allowed: Iterable[str], of: str, default: str) -> Holder:
-        """Defines --implementations: this library's implementations of `of` to measure."""
+        """Defines --implementations, which selects this library's implementations to measure.
+
+        Args:
+          allowed: the names that the flag accepts.
+          of: what is implemented, for the help of the flag.
+          default: the default in words, for the help.
+        """
         return self.choices(
             "implementations",
             None,
@@ -182,7 +202,13 @@ class BenchFlags(Flags):
         )
 
     def baselines(self, allowed: Iterable[str], of: str, default: str) -> Holder:
-        """Defines --baselines: code of other libraries to measure for comparison."""
+        """Defines --baselines, which selects code of other libraries to measure for comparison.
+
+        Args:
+          allowed: the names that the flag accepts.
+          of: what the baselines are, for the help of the flag.
+          default: the default in words, for the help.
+        """
         return self.choices(
             "baselines",
             None,

@@ -26,8 +26,8 @@ class Bandwidths(NamedTuple):
 
     Attributes:
       link: the bandwidth of a copy from one GPU to another, one way. None: not measurable here.
-      memory: the bandwidth of a copy in one GPU's memory, where the bytes read and the bytes
-        written both count. None: not measurable here.
+      memory: the bandwidth of a copy in one GPU's memory. Its bytes are those read plus those
+        written. None: not measurable here.
     """
 
     link: float | None = None
@@ -35,7 +35,7 @@ class Bandwidths(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per rank that any implementation of an operation must move, means over ranks.
+    """The bytes that a rank must move in an operation, with any implementation; means over ranks.
 
     Attributes:
       remote: the bytes sent to other ranks: one row for each (token, other rank with an expert of
@@ -84,8 +84,8 @@ def memory_bandwidth(device: jax.Device) -> float:
 def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:
     """Measures how many calls of `copy` a device completes per second.
 
-    Starts `at_once` calls and waits for all of them, `repeats` times. Returns the highest rate,
-    since slower ones were disturbed.
+    A measurement starts `at_once` calls and waits for all of them. Returns the highest rate of
+    `repeats` measurements, because lower ones were disturbed.
     """
     jax.block_until_ready(copy())
     best = float("inf")
@@ -99,9 +99,10 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
 
 
 def traffic(op: str, work: Work) -> Traffic:
-    """Counts the bytes per rank that any implementation of an operation must move, for `floor`.
+    """Counts the bytes that a rank must move in an operation, whatever the implementation.
 
-    `op` is the operation's name in `operations.OPERATIONS`, and `work` its routing and sizes.
+    `op` is the operation's name in `operations.OPERATIONS`, and `work` its routing and sizes. The
+    result is the argument of `floor`.
     """
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
@@ -109,8 +110,8 @@ def traffic(op: str, work: Work) -> Traffic:
     wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
-    # The bytes of an array [T, H] (x, its cotangent g, or the combined output), and of the filled
-    # rows of an array [R, H] (the experts' output y, or its gradient dy).
+    # `here` is the bytes of a rank's array [T, H]: tokens, combined outputs or their cotangents.
+    # `rows` is the bytes of the filled rows of an array [R, H]: experts' outputs or cotangents.
     here = work.num_tokens * own
     rows = filled * own
     local = {
@@ -118,7 +119,8 @@ def traffic(op: str, work: Work) -> Traffic:
         "combine": rows + here,
         "round_trip": here + filled * dispatched + rows + here,
         "dispatch_grad": rows + here,
-        # The gradient of the router's weights also reads y. Rank-major combines take no weights.
+        # In the layout "expert", a combine takes the router's weights. Their gradient depends on
+        # the experts' outputs, which must also be read.
         "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
         "group_by_expert": received * dispatched + pairs * own,
         "sum_by_token": pairs * own + received * own,
@@ -127,7 +129,7 @@ def traffic(op: str, work: Work) -> Traffic:
     if op in OF_RANK_MAJOR:
         remote = 0.0
     elif op == "round_trip":
-        # Only the dispatch of a round trip sends rows in the wire dtype.
+        # The dispatch of a round trip sends rows in the wire dtype, but its combine does not.
         remote = crossing * (wire + own)
     else:
         remote = crossing * wire
@@ -135,9 +137,10 @@ def traffic(op: str, work: Work) -> Traffic:
 
 
 def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
-    """Computes the least time to move the bytes `moved`.
+    """Computes the least time to move the bytes `moved` with the measured `bandwidths`.
 
-    A None in `bandwidths` leaves its bytes out. Returns None if no time can be computed.
+    If one of the two bandwidths is None, the bytes that would use it are ignored. Returns None if
+    no bytes are left.
     """
     times = []
     if bandwidths.link is not None and moved.remote:
@@ -148,7 +151,7 @@ def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
 
 
 def record(moved: Traffic, bandwidths: Bandwidths) -> dict[str, Any]:
-    """Returns fields for a row of results: the bytes moved and the lower bound of their time."""
+    """Returns fields for a row of results: the bytes `moved` by an operation and its `floor`."""
     found: dict[str, Any] = {"remote_bytes": moved.remote, "local_bytes": moved.local}
     if least := floor(moved, bandwidths):
         found |= {"floor_us": least.us, "floor_set_by": least.set_by}

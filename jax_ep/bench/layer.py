@@ -53,17 +53,26 @@ from jax_ep.moe.routing import Score
 
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
-# Match the names of kernels in a profile: EXCHANGE those of this library's exchange and of XLA's
-# collectives, MATMUL those of this library's grouped matmuls.
+# Regular expressions for the names of kernels in a profile. EXCHANGE matches this library's
+# exchange and XLA's collectives; MATMUL matches this library's grouped matmuls.
 EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 MATMUL = re.compile(r"^grouped_matmul")
-# The largest allowed error of a row of a result: the norm of its difference, divided by the sum of
-# the row's norm and the root mean square of all rows' norms. It allows some roundings to bfloat16.
+# The largest allowed error of a row of a result, for `agree`: the norm of the difference from the
+# expected row, divided by the sum of the expected row's norm and the root mean square of all
+# expected rows' norms. The limit leaves room for some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class Shape(NamedTuple):
-    """The sizes of a model's MoE layers: H, F, E and K in this order, and the router's score."""
+    """The sizes of a model's MoE layers.
+
+    Attributes:
+      hidden: H, the width of a token.
+      mlp_dim: F, the hidden width of an expert.
+      num_experts: E, the number of experts of all ranks together.
+      top_k: K, the number of experts that each token chooses.
+      score: the router's score function.
+    """
 
     hidden: int
     mlp_dim: int
@@ -77,7 +86,7 @@ SHAPES = {
     "qwen3-moe": Shape(2048, 768, 128, 8),
     "mixtral": Shape(4096, 14336, 8, 2),
 }
-# The shapes that are measured on CPUs, by the names of SHAPES.
+# The small shapes that are measured on CPUs in place of those that SHAPES has under the same names.
 SMALL_SHAPES = {
     "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
     "qwen3-moe": Shape(128, 64, 16, 8),
@@ -143,7 +152,8 @@ _QUANTIZE = FLAGS.choice(
     "for several microbatches or steps of decoding.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
-# The loop length of layers with `lax.ragged_dot`, of which each call takes tens of milliseconds.
+# The number of calls in the timed loop of a layer with `lax.ragged_dot`. It is small, because one
+# call takes tens of milliseconds.
 _ITERATIONS_OF_RAGGED_DOT = 2
 _SEED = FLAGS.seed("parameters and tokens")
 _SHARED = FLAGS.share(
@@ -154,8 +164,8 @@ _SHARED = FLAGS.share(
 )
 
 
-# The tolerance of `agree` for experts that multiply in float8: each of an expert's three matmuls
-# rounds two operands, by up to 2^-4 of a number.
+# The tolerance of `agree` for experts that multiply in float8. Each of an expert's three matmuls
+# rounds its two operands, which changes a number by up to 2^-4 of itself.
 _FLOAT8_TOLERANCE = 6 * 2**-4
 
 
@@ -185,7 +195,8 @@ class LayerCase(runner.Case):
                 for matmul_dtype in _matmul_dtypes(name)
             ],
         )
-        # Maps a direction to the name and outputs of the first layer that was checked in it.
+        # Maps each of DIRECTIONS to the name and the outputs of the first layer that was checked in
+        # this direction. All further layers are compared with it.
         self.expected: dict[str, tuple[str, Any]] = {}
 
     def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
@@ -211,15 +222,18 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the layer's memory in bytes, the rows a rank receives, and the buffer's rows."""
+        """Returns the bytes that the compiled layer holds, and numbers of rows per rank.
+
+        The numbers are those of `make_config`: the rows received and those of the receive buffer.
+        """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs, name = loop.outputs(), row["implementation"]
         other, expected = self.expected.setdefault(row["direction"], (name, outputs))
-        # Rounding to the wire dtype changes a value by up to `relative_error`; two layers are
-        # compared, so the tolerance is twice that.
+        # Rounding to the wire dtype changes a value by up to `relative_error` of itself. Both of
+        # the compared layers may round, so the tolerance is twice as much.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
         if set(_MATMUL_DTYPE.value) != {"none"}:
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
@@ -227,7 +241,7 @@ class LayerCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, if a profiler saw the kernels, matmul and exchange times."""
+        """Returns throughputs and, if device times were measured, the results of `parts_of`."""
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
@@ -320,7 +334,10 @@ class LayerBench(runner.Bench):
 
 
 def shapes(names: Sequence[str], platform: str) -> dict[str, Shape]:
-    """Returns the layer shapes of the named models; on CPUs, small shapes with the same router."""
+    """Returns a dict with the layer shapes of the models `names`, keys of SHAPES.
+
+    On CPUs, the shapes are small ones with the same score function of the router.
+    """
     table = SMALL_SHAPES if platform == "cpu" else SHAPES
     return {name: table[name] for name in names}
 
@@ -330,9 +347,10 @@ def default_tokens(platform: str) -> list[int]:
 
 
 def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence[int]) -> list[Row]:
-    """Lists the work to measure: a dict of shape, ranks, tokens and sizes for each combination.
+    """Lists every combination of a shape, a number of ranks and a number of tokens per rank.
 
-    Raises `Error` if a number of ranks does not divide a shape's experts.
+    Returns a dict for each combination: its "shape" (the name), "ranks", "tokens" and the sizes of
+    the shape. Raises `Error` if a number of ranks does not divide a shape's number of experts.
     """
     for num_ranks in ranks:
         for name, shape in shapes.items():
@@ -346,7 +364,10 @@ def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence
 
 
 def sizes(row: Row) -> str:
-    """Returns a row's shape, sizes, tokens and ranks as lines of text, to label a plot."""
+    """Describes the work of a row of results in lines of text, to label its bars in a plot.
+
+    The text has the name and sizes of the shape, and the numbers of tokens and ranks.
+    """
     text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
     return f"{row['shape']}\n{text.format(**row)}"
 
@@ -360,15 +381,16 @@ def _wire_dtype(name: str) -> str:
 
 
 def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
-    """Finds the time of the experts' matmuls and of the exchange in a device time, by kernel name.
+    """Splits a layer's device time by the names of kernels, into matmuls and exchange.
 
     Args:
       device: the "device" record of `runner.device_times`, with times by kernel in microseconds.
 
     Returns:
-      A dict of microseconds: "matmul_us"; "exchange_us"; and "if_hidden_us", the slowest rank's
-      device time minus the shorter of the two. "matmul_us" and "if_hidden_us" are None if no kernel
-      has the name of an expert matmul.
+      A dict of microseconds: "matmul_us", the time of the experts' matmuls; "exchange_us", the time
+      of dispatch and combine; and "if_hidden_us", the slowest rank's device time minus the shorter
+      of these two times. "matmul_us" and "if_hidden_us" are None if no kernel has the name of an
+      expert matmul.
     """
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
@@ -383,9 +405,12 @@ def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """Makes random (params, x [T, H], cotangent [T, H]) for each rank.
+    """Makes random operands of a layer for all ranks.
 
-    Every array has a leading axis of ranks, so x is [N, T, H] bfloat16.
+    Returns:
+      The tuple (params, x, cotangent): the layer's parameters, its input [T, H], and the cotangent
+      of its output [T, H]. Every array has an additional leading axis of N ranks, so x is [N, T, H]
+      bfloat16.
     """
 
     def on_rank(own_seed, gate_seed):
@@ -404,10 +429,10 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def random_params(
     shape: Shape, num_ranks: int, own_seed: jax.Array, gate_seed: jax.Array
 ) -> MoEParams:
-    """Makes a rank's random MoE parameters.
+    """Makes the random parameters of a MoE layer on one rank.
 
-    All ranks pass the same `gate_seed` and get the same gate. `own_seed` differs by rank and seeds
-    the rank's E / N experts.
+    All ranks pass the same `gate_seed`, so they get the same gate (the router's matrix). Each rank
+    passes another `own_seed`, from which the weights of its E / N experts are drawn.
     """
     num_local = shape.num_experts // num_ranks
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
@@ -415,8 +440,8 @@ def random_params(
     def rows(stream, *sizes):
         return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
-    # The gate's values are exact in bfloat16, so that the precision of the router's matmul cannot
-    # make two layers choose different experts.
+    # The values of the gate (the router's matrix) are exact in bfloat16. So layers choose the same
+    # experts even if one computes the router's matmul in float32 and another in bfloat16.
     gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
     return MoEParams(
         gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
@@ -429,11 +454,19 @@ def random_params(
 def make_config(
     shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
 ) -> tuple[MoEConfig, dict[str, Any]]:
-    """Makes the layers' configuration, with a receive buffer that holds all rows of the routing.
+    """Makes the configuration of the measured layers, with a receive buffer that drops no rows.
+
+    Args:
+      shape: the sizes of the layers.
+      state: the operands from `make_state`, whose tokens are routed to count rows.
+      mesh: the one-axis mesh of the ranks.
+      capacity_factor: the capacity factor, which is raised if rows would be dropped. 0: a buffer
+        that is large enough for any routing.
 
     Returns:
-      The configuration, and a dict of numbers of rows: "rows" that a rank receives, mean over
-      ranks; "rows_needed" that the most loaded rank receives; and "capacity", the buffer's rows.
+      The configuration, and a dict of numbers of rows: "rows", the rows that a rank receives, mean
+      over ranks; "rows_needed", the rows that the most loaded rank receives; and "capacity", the
+      rows of the receive buffer.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,
@@ -451,7 +484,8 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    # A token's choices are distinct, so a rank receives a token at most once per local expert.
+    # The most rows that a rank can receive. A token's choices are distinct, so each of the rank's
+    # experts receives a token at most once.
     most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
     if not capacity_factor:
         return config, {"rows": average, "rows_needed": needed, "capacity": most}
@@ -462,11 +496,11 @@ def make_config(
 
 
 def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> Any:
-    """Returns the function (state of one rank) -> outputs that a `Loop` times.
+    """Makes the function that a `Loop` times: it runs the layer that LAYERS calls `name`.
 
-    The function runs the layer `name` of LAYERS. It returns a tuple of the arrays that OUTPUTS
-    names; for the direction "forward", only the first array, the layer's output. A state is
-    (params, x, cotangent), and may have quantized experts as a fourth part.
+    The function takes the operands of one rank: (params, x, cotangent), as from `make_state`, and
+    optionally quantized experts as a fourth part. It returns a tuple of the arrays that OUTPUTS
+    names or, if `direction` is "forward", only the first of them, the layer's output.
     """
     layer = make_layer(name, config, capacity)
 
@@ -487,7 +521,11 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
 
 
 def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
-    """Quantizes the experts of `params`; all arrays, results too, have a leading axis of ranks."""
+    """Quantizes the experts of all ranks for a layer with the configuration `config`.
+
+    `params` are from `make_state`. Their arrays, and those of the result, have a leading axis of
+    ranks.
+    """
     spec = PartitionSpec(AXIS)
 
     def on_rank(params):
@@ -499,11 +537,18 @@ def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
 
 
 def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
-    """Raises AssertionError unless two layers' outputs and gradients agree, row by row.
+    """Raises AssertionError unless the outputs and gradients of two layers agree, row by row.
 
-    A row differs if the norm of its error is more than `tolerance` times the sum of the expected
-    row's norm and the root mean square of all expected rows' norms. One row in 10000 may differ:
-    rounding may swap two experts whose scores are nearly equal.
+    Two rows differ if the norm of their difference is more than `tolerance` times the sum of the
+    expected row's norm and the root mean square of all expected rows' norms. One row in 10000 may
+    differ, because rounding may swap two experts whose scores are nearly equal.
+
+    Args:
+      name: the name of the layer that is checked.
+      outputs: its arrays, in the order of OUTPUTS.
+      other: the name of the layer it is compared with.
+      expected: the other layer's arrays.
+      tolerance: the largest allowed error of a row.
     """
     for what, got, wanted in zip(OUTPUTS, outputs, expected, strict=False):
         count, worst = (float(number) for number in _differing_rows(got, wanted, tolerance))
@@ -528,11 +573,12 @@ def _differing_rows(
 
 
 def compare(rows: list[Row]) -> None:
-    """Adds to each row its speed-ups in wall time over the baselines of the same work.
+    """Adds to each row the speed-ups of its layer in wall time over other layers of the same work.
 
-    "speedup_over_ragged" compares with ragged_all_to_all and ragged_dot, "speedup_over_xla" with
-    the fastest baseline of plain XLA collectives and this library's grouped matmul, and
-    "speedup_of_float8" a layer whose experts multiply float8 with the same one in bfloat16.
+    "speedup_over_ragged" is the speed-up over the baseline of ragged_all_to_all and ragged_dot.
+    "speedup_over_xla" is the speed-up over the fastest baseline that combines plain XLA collectives
+    with this library's grouped matmul. "speedup_of_float8" is the speed-up of a layer whose experts
+    multiply float8 over the same layer in bfloat16.
     """
     runner.compare_float8(rows, ("shape", "tokens", "ranks", "direction", "implementation"))
 

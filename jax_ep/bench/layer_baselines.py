@@ -24,19 +24,21 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-# A function (params, x [T, H]) -> [T, H] on one rank. That of `moe.moe_layer` takes quantized
-# experts, too: (params, x, quantized).
+# The type of a MoE layer: a function that each rank calls with its parameters and its tokens x
+# [T, H], and that returns their outputs [T, H]. The function for this library's layer also accepts
+# quantized experts as a third argument.
 Layer = Callable[..., jax.Array]
 
 
 class Exchange(NamedTuple):
-    """The dispatch and the combine for one routing (the tokens' choices of experts), as functions.
+    """A dispatch and a combine, as functions that already know which experts each token chose.
 
     Attributes:
-      group_sizes: [L] int32, the number of rows that each local expert receives.
-      send: the dispatch: x [T, H] -> expert-major rows [R, H].
-      bring_back: the combine: (y [R, H], weights [T, K] float32) -> [T, H], for each token the
-        weighted sum of its K experts' rows.
+      group_sizes: [L] int32, the number of rows that each of this rank's L experts receives.
+      send: the dispatch: a function from x [T, H] to expert-major rows [R, H].
+      bring_back: the combine: a function from the experts' outputs y [R, H] and the router's
+        weights [T, K] float32 to the layer's outputs [T, H]: for each token, the weighted sum of
+        its K experts' outputs.
     """
 
     group_sizes: jax.Array
@@ -46,11 +48,12 @@ class Exchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredLayer:
-    """A way to compute the MoE layer, for `bench layer`.
+    """A way to compute the MoE layer, which `bench layer` measures.
 
     Attributes:
-      exchange: a function (topk_idx [T, K], config, R) -> `Exchange`, where R is the number of rows
-        of the receive buffer. None: the layer is `moe.moe_layer`.
+      exchange: makes the layer's dispatch and combine: a function (topk_idx [T, K], config, R) ->
+        `Exchange`, where R is the number of rows of the receive buffer. None: the layer is this
+        library's `moe.moe_layer`.
       implementation: the `implementation` of `moe.moe_layer`; unused if `exchange` is given.
       ragged_dot: whether experts use `lax.ragged_dot` instead of `jax_ep.grouped_matmul`.
       plain_exchange: whether the layer combines plain XLA collectives with this library's grouped
@@ -64,10 +67,10 @@ class MeasuredLayer:
 
 
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
-    """Returns the layer function that LAYERS names `name`.
+    """Makes a MoE layer of the kind that LAYERS calls `name`.
 
-    The layer's receive buffer has `capacity` rows. The capacity factor of `config` must give the
-    same number.
+    `capacity` is the number of rows of the layer's receive buffer. This library's layer instead
+    computes this number from the capacity factor of `config`, which must give the same number.
     """
     chosen = LAYERS[name]
     exchange = chosen.exchange
@@ -89,7 +92,7 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
-    """Chooses K experts for each token of x [T, H] from the gate's logits, as `moe_layer` does."""
+    """Routes the tokens x [T, H] as `moe_layer` does: by the K experts with the best logits."""
     assert params.gate is not None
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
@@ -126,7 +129,8 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
-    # The token of each row of the receive buffer; an empty row gets an index past the last token.
+    # For each row of the receive buffer, the index of its token among the N * T tokens of all
+    # ranks. An empty row has an index past the last token.
     token = choice // top_k
 
     def bring_back(y, weights):
@@ -140,19 +144,24 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 
 @jax.custom_vjp
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
-    """All-gathers x [T, H] over ranks to [N * T, H] and takes the rows with indices `token` [R].
+    """Fills the receive buffer [R, H] of a rank from the tokens x [T, H] of all ranks.
 
-    Returns [R, H]. An index of N * T or more gives a row of zeros.
+    Row i of the buffer is the token with index `token[i]` among all N * T tokens, which are first
+    all-gathered. For an index of N * T or more, the row is zero.
     """
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _collect(rows: jax.Array, token: jax.Array, num_tokens: int, dtype: Any) -> jax.Array:
-    """Sums rows [R, H] by token over all ranks; returns the sums of this rank's tokens, [T, H].
+    """Sums all ranks' rows [R, H] by token; returns the sums of this rank's tokens, [T, H].
 
-    `token` [R] holds each row's index among the N * T tokens of all ranks. A rank sums its own rows
-    in float32; sums over ranks, and the result, have the dtype `dtype`.
+    Args:
+      rows: the rows of this rank.
+      token: [R], which of the N * T tokens of all ranks each row belongs to; N * T or more: none.
+      num_tokens: T, the number of tokens of a rank.
+      dtype: the dtype of the sums over ranks and of the result. Each rank first sums its own rows
+        in float32.
     """
     sums = jnp.zeros((lax.axis_size(AXIS) * num_tokens, rows.shape[1]), jnp.float32)
     sums = sums.at[token].add(rows.astype(jnp.float32), mode="drop")
@@ -178,7 +187,8 @@ _collect.defvjp(
 def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     """Makes an exchange from `lax.ragged_all_to_all`, with one row for each (token, choice).
 
-    Rows are sorted by expert before they are sent, and again after they have arrived.
+    A rank sorts its rows by expert before it sends them, and sorts the rows that it has received
+    from all ranks by expert again.
     """
     num_tokens, top_k = topk_idx.shape
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
@@ -188,9 +198,10 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     )
     ends = jnp.searchsorted(by_expert, jnp.arange(config.num_experts), side="right")
     counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
-    # The number of rows from each source rank to each destination rank, [source, destination].
+    # pairs[source, destination] is the number of rows that rank `source` sends to `destination`.
     pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)
-    # The number of rows from each source rank for each expert of this rank, [N, L].
+    # mine[source, e] is the number of rows that rank `source` sends to this rank for the e-th of
+    # this rank's L experts.
     mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
     # Received rows are ordered by source rank, then by expert. Unfilled rows at the end of the
     # buffer get the expert number L, so that they sort last.
@@ -220,9 +231,10 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """Repeats each row of x `copies` times, and takes the repeated rows in the order of `index`.
+    """Repeats each row of x `copies` times, and puts the repeated rows in the order of `index`.
 
-    `index` is a permutation, and `inverse` its inverse, with which the backward pass gathers.
+    `index` is a permutation of the repeated rows, and `inverse` is its inverse permutation. With
+    `inverse`, the backward pass gathers cotangents instead of scattering them.
     """
     return x[index // copies]
 
@@ -241,20 +253,21 @@ _permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends rows ordered by destination rank; returns received rows ordered by source rank.
+    """Sends rows that are ordered by destination rank to these ranks, as a dispatch does.
 
-    `pairs` [N, N] holds the number of rows from each source (first axis) to each destination.
-    The result is [num_rows, H]; rows past the received ones are zero.
+    pairs[s, d] is the number of rows that rank s sends to rank d. Returns the rows that this rank
+    receives, ordered by source rank and padded with zeros to [num_rows, H].
     """
     return _ragged_all_to_all(rows, pairs, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends the rows that `_ragged_out` delivered back to their source ranks: [num_rows, H].
+    """Sends rows that are ordered as the result of `_ragged_out` back to the ranks they came from.
 
-    pairs[s, d] rows go from rank d back to rank s. This is the transpose of `_ragged_out`, which
-    its gradient uses.
+    pairs[s, d] is the number of rows that rank d sends back to rank s. Returns the rows that come
+    back to this rank, padded with zeros to [num_rows, H]. This function is the transpose of
+    `_ragged_out`, so each of the two computes the other's gradient.
     """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 

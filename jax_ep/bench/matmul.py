@@ -7,10 +7,11 @@ drifts, so each round of measurement runs one loop of the dense matmul and of ev
 run the operation here, other projects' included. The column "of dense" is the ratio of a backend's
 rate to the dense matmul's, the median over rounds. TFLOP/s count only rows that are in a group.
 
-With --matmul_dtype, operands are float8, too; they are quantized before. "of bf16" is the ratio of
-a float8 program's rate to that of the same implementation's in the operands' dtype. "quantize" is
-the quantization of the matrices, as they are and transposed; "of dense" is then the ratio to the
-rate of a copy, and as many bytes.
+With --matmul_dtype=float8_e4m3fn, operations are also measured on float8 operands, which are
+quantized before the loop. "of bf16" is the rate of a float8 program divided by the rate of the same
+implementation in --dtype. The operation "quantize" quantizes the matrices, as they are and
+transposed. It is compared with a copy of as many bytes, so there "of dense" is the ratio of its
+rate to the copy's.
 
 `--check` compares the results of every backend with float32. It checks some groups of the timed
 operands, and all groups of additional small operands. Some groups of the small operands are empty,
@@ -98,7 +99,10 @@ def run() -> int:
 
 
 class MatmulCase(runner.Case):
-    """Measures one operation of one size, dense and by every backend, in each matmul dtype."""
+    """Measures one operation on operands of one size, in each matmul dtype.
+
+    The operation is computed by every backend, and the dense matmul is measured for comparison.
+    """
 
     in_turns = True
     spaced = False
@@ -123,7 +127,7 @@ class MatmulCase(runner.Case):
         super().__init__(f"{case.name}, {op}", rows)
 
     def operands(self) -> Operands:
-        """Returns the operands; their arrays have a leading axis of one rank."""
+        """Makes the operands of the operation; their arrays have a leading axis of one rank."""
         return random_operands(self.case, self.dtype, _SEED.value)
 
     def prepare(self) -> tuple[Operands, Float8Operands | None]:
@@ -157,7 +161,7 @@ class MatmulCase(runner.Case):
         of_dense = flops * self.case.num_rows / self.case.live
         of_dense /= 2 if self.op in OF_TWO_PAIRS else 1
         is_dense, rate = row["implementation"] == "dense", row.pop("rate_of_first", None)
-        if self.op == QUANTIZE:  # as many bytes as a copy's
+        if self.op == QUANTIZE:  # moves as many bytes as the copy, so times give the ratio of rates
             return {} if is_dense else {"share_of_dense": rate}
         done = of_dense if is_dense else flops
         found = {"flops": done, "tflops": done / row["wall"]["median_us"] * 1e-6}
@@ -176,7 +180,7 @@ class MatmulCase(runner.Case):
 
 
 class SmallCase(MatmulCase):
-    """Checks one operation on small operands; only failures give rows of results."""
+    """Checks one operation on small operands; `measure` returns only the rows of failures."""
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"
@@ -238,7 +242,7 @@ class MatmulBench(runner.Bench):
         return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds the ratio of each float8 program's rate to that of the same one without float8."""
+        """Adds to each float8 program's row its speed-up over the same program without float8."""
         runner.compare_float8(rows, ("case", "op", "implementation"))
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
@@ -266,7 +270,10 @@ def _names(case: Case) -> list[str]:
 
 
 def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
-    """Raises `Error` if a backend that a flag names can run no case here, or if none is left."""
+    """Raises `Error` if a backend that a flag names can run none of the cases on this machine.
+
+    Also raises it if the flags leave no program to measure.
+    """
     for flag in (_IMPLEMENTATIONS, _BASELINES):
         for name in flag.value or []:
             reasons = [unavailable_reason(name, (c.hidden, c.mlp), dtype) for c in cases]
@@ -288,10 +295,11 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
 
 
 def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:
-    """Returns the functions that compute an operation, by implementation and matmul dtype.
+    """Returns the functions that compute the operation `op` on operands of the size `case`.
 
-    The dense matmul of each dtype is the first of that dtype. There are none if no backend computes
-    the operation.
+    Returns a dict whose keys are pairs (implementation, matmul dtype). For each matmul dtype, the
+    dense matmul for comparison is the first entry, unless no implementation can run the operation
+    in this dtype; then there is no entry for the dtype. `dtype` is that of the operands.
     """
     found: dict[tuple[str, str], Callable[[Any], Any]] = {}
     if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:
@@ -311,13 +319,13 @@ def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[
 def backends(case: Case, op: str, dtype: Any) -> list[Backend]:
     """Returns the backends to measure: those that the flags select and that can run here.
 
-    With --sweep, the backend "pallas" appears once more for each further tile size.
+    With --sweep, variants of the backend "pallas" with other tile sizes are added.
     """
     names = _names(case)
     found = [b for b in available((case.hidden, case.mlp), dtype) if b.name in names]
     if _SWEEP.value:
         found += other_tiles(case, op, [backend.name for backend in found])
-    # The TOKAMAX backend computes drhs with the function of "xla", which is not timed twice.
+    # TOKAMAX is left out for drhs, because it calls the same function as the backend "xla".
     if op == "drhs":
         found = [backend for backend in found if backend is not TOKAMAX]
     return found

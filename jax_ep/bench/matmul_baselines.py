@@ -24,10 +24,12 @@ from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
 def mosaic_blocks(short: bool, num_cols: int) -> dict[str, int]:
-    """Chooses block sizes for JAX's "mosaic" kernels, as their keyword arguments.
+    """Chooses the block sizes with which JAX's "mosaic" kernels are called.
 
-    A block has 64 rows if `short`, and else 128. The kernel pads a group's last block, so groups of
-    few rows get short blocks. `num_cols` is the number of columns of the result.
+    A block of the result has 64 rows if `short`, and else 128. Short blocks suit groups of few
+    rows, because the kernel pads the last block of each group, and results whose number of rows is
+    not a multiple of 128. `num_cols` is the number of columns of the result. Returns keyword
+    arguments of the kernels.
     """
     return {
         "block_m": 64 if short else 128,
@@ -47,9 +49,9 @@ def mosaic_product(
 ) -> jax.Array:
     """Multiplies each row by its group's matrix with JAX's kernel `ragged_dot_mgpu`.
 
-    Each row of the result depends only on its own row of lhs, so NaNs in rows past the last group
-    do not spread. The kernel leaves the result's rows past the last group unwritten; a select,
-    which XLA fuses into the next operation, makes them zero.
+    A row of the result depends only on the same row of lhs, so NaNs in rows of lhs past the last
+    group do not spread. The kernel leaves the result's rows past the last group unwritten. A select
+    makes them zero; XLA fuses it into the next operation.
     """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -69,9 +71,10 @@ def mosaic_product(
 def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Computes the gradient of rhs with JAX's kernel `transposed_ragged_dot_mgpu`.
 
-    The kernel reads whole blocks of `block_k` rows and multiplies a block's rows of other groups by
-    zero, but zero times NaN is NaN. So the rows between the end of the last group and the end of
-    its block are set to zero first, in place if XLA can. The kernel never reads later blocks.
+    The kernel reads blocks of `block_k` rows. It multiplies rows of a block that belong to another
+    group, or to none, by zero. But zero times NaN is NaN, and the rows past the last group may be
+    NaN. So those of them that share a block with the last group are first set to zero, in place if
+    XLA can. The kernel does not read later blocks.
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
@@ -88,11 +91,12 @@ def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.
 
 @contextlib.contextmanager
 def _core_count_known(module: Any) -> Iterator[None]:
-    """Lets a kernel that reads the first device's core count be lowered on a machine without a GPU.
+    """A context in which the kernel of `module` can be lowered on a machine without a GPU.
 
-    Replaces the name `jax` in `module` by an object whose first device has the core count of an
-    H100 or H200 SXM. A machine with a GPU is left unchanged, so this affects only programs that are
-    lowered elsewhere ahead of time.
+    The kernel reads the core count of JAX's first device, which a CPU lacks. In the context, the
+    name `jax` in `module` refers to an object whose first device has the core count of an H100 or
+    H200 SXM. On a machine with a GPU the context does nothing, so it affects only programs that are
+    lowered for GPUs ahead of time.
     """
     if jax.devices()[0].platform == "gpu":
         yield
@@ -186,7 +190,7 @@ def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | 
 
 
 def available(matrix: tuple[int, int], dtype: Any) -> list[Backend]:
-    """Returns the backends that can run on this machine, with the block sizes they choose.
+    """Returns the backends that can run on this machine, except for those of `other_tiles`.
 
     `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
     """
@@ -207,16 +211,16 @@ def usual_implementations(case: Case) -> list[str]:
 
 
 def _backends() -> dict[str, Backend]:
-    """Returns every backend that can be measured, by name.
+    """Returns a dict from names to all backends that can be measured.
 
-    A function rather than a constant, since tests replace some of the backends.
+    This is a function and not a constant, because tests replace some of the backends.
     """
     return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
-# Tile sizes of the grouped-matmul kernel that --sweep measures. An entry has the allowed heights of
-# a tile (rows), its width block_n (columns), and the largest `band`: the number of tile columns
-# that thread blocks sweep together. See `pallas_kernels.matmul.grouped_matmul.Tiles`.
+# Tile sizes with which --sweep measures the grouped-matmul kernel. An entry has the allowed numbers
+# of rows of a tile, its number of columns (block_n), and the largest allowed `band`: the number of
+# tile columns that thread blocks sweep together. See `pallas_kernels.matmul.grouped_matmul.Tiles`.
 PALLAS_TILES = (
     ((128,), 128, 16),
     ((256,), 128, 16),
@@ -225,15 +229,18 @@ PALLAS_TILES = (
     ((64, 96, 128, 136, 144), 256, 8),
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
-# Tile sizes of the drhs kernel that --sweep measures: (block_n, largest band).
+# Tile sizes with which --sweep measures the drhs kernel. An entry has the number of columns of a
+# tile (block_n) and the largest allowed `band`, the number of tile columns that thread blocks sweep
+# together.
 PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))
 
 
 def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
-    """Returns variants of the backend "pallas" with other tile sizes than it would choose.
+    """Returns variants of the backend "pallas" with the tile sizes that --sweep measures.
 
-    Returns no variant if "pallas" is not in `names`, or for the operation "gated". A variant's
-    block_n divides the number of columns of the case's result.
+    `names` are the names of the measured backends. There are no variants if "pallas" is not one of
+    them, or if `op` is "gated". Tiles whose number of columns does not divide that of the result
+    are left out.
     """
     if op == "gated" or pallas.BACKEND.name not in names:
         return []
@@ -249,7 +256,8 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     )
     if op == "drhs":
         kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)
-    # Keyed by name, since for few columns several entries give the same tiles.
+    # The variants are collected in a dict by name, because several entries give the same tiles, and
+    # so the same name, if the result has few columns.
     found = {}
     for *shape, block_n, most in shapes:
         if columns % block_n == 0:

@@ -1,8 +1,9 @@
-"""The float8 operations of `bench matmul`: operands that are quantized before, and their matmuls.
+"""The float8 operations of `bench matmul`, whose operands are quantized before they are timed.
 
-`OPERATIONS` of `jax_ep.bench.matmul_operations` are computed from the same operands as in other
-dtypes, quantized as the experts quantize them. `QUANTIZE` is the quantization of matrices itself,
-which a training step runs once; it is compared with a copy, which moves as many bytes.
+The OPERATIONS of `jax_ep.bench.matmul_operations` are computed from the same operands as in other
+dtypes, quantized as the experts quantize them. A further operation, QUANTIZE, is the quantization
+of the matrices itself, which a training step runs once. Its time is compared with that of a copy,
+which moves as many bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +24,26 @@ from jax_ep.matmul.float8 import QuantizedMatrices
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, row_blocks
 
 QUANTIZE = "quantize"
-# The largest relative error of a result, in norm. "gated" rounds its result to float8. Results of
-# "drhs" are compared with those of operands that are not quantized.
+# The largest allowed error of a result, as in LIMITS of `matmul_operations`, for the two operations
+# whose limit is above 1e-2: "gated" rounds its result to float8, and "drhs" is compared with a
+# result from operands that are not quantized.
 LIMITS = {"gated": 4e-2, "drhs": 6e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Operands:
-    """The operands of all operations, quantized.
+    """The operands of all operations of `bench matmul`, quantized to float8.
 
     Attributes:
-        rows: lhs, grad and grad_1 of `Operands`, each [R, ...] with a scale for 128 of a row.
-        matrices: rhs and rhs_1, each in both orders.
-        transposed: lhs, with a scale for 128 rows of a column, and grad, with one for 128 rows of
-            128 columns.
-        wide: rhs in the dtype that is quantized, [L, H, F].
-        groups: [L, 2] int32, the second result of `row_blocks`.
-        group_sizes: [L] int32.
+        rows: lhs [R, H], grad [R, F] and grad_1 [R, F] of `Operands`, quantized with a scale for
+            each 128 numbers of a row.
+        matrices: rhs and rhs_1 of `Operands`, each stored both as it is and transposed.
+        transposed: lhs and grad, transposed for "drhs". lhs has a scale for 128 rows of each
+            column, grad one for each block of 128 rows and 128 columns.
+        wide: rhs before it is quantized, [L, H, F], the operand of QUANTIZE.
+        groups: [L, 2] int32, the first block of 128 rows of each group in `transposed`, and its
+            number of blocks; the second result of `row_blocks`.
+        group_sizes: [L] int32, the number of rows of each group.
     """
 
     rows: tuple[QuantizedArray, QuantizedArray, QuantizedArray]
@@ -57,7 +61,10 @@ jax.tree_util.register_dataclass(
 
 @jax.jit
 def quantized(operands: Operands) -> Float8Operands:
-    """Quantizes operands of one rank, whose arrays have a leading axis of 1, as the result's do."""
+    """Quantizes the operands of all operations.
+
+    All arrays, those of `operands` and those of the result, have a leading axis of one rank.
+    """
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
 
@@ -84,9 +91,11 @@ def unavailable_reason(hidden: int, mlp: int) -> str | None:
 
 
 def operation(implementation: Any, op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
-    """Returns the function by which an implementation of `grouped_matmul` computes an operation.
+    """Returns the function that computes the operation `op` in float8.
 
-    Results of products and gradients have `dtype`; "gated" returns rows that are quantized.
+    The function takes `Float8Operands`. It returns a result of the dtype `dtype`, except that the
+    results of "gated" and QUANTIZE are quantized. `implementation` is the implementation of
+    `jax_ep.grouped_matmul`.
     """
     product = functools.partial(float8.product, dtype=dtype, implementation=implementation)
 
@@ -116,9 +125,11 @@ def operation(implementation: Any, op: str, dtype: Any) -> Callable[[Float8Opera
 
 
 def dense_operation(op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
-    """Returns XLA's float8 matmul, with no scales, of the size of `dense_operation`'s of others.
+    """Returns a dense float8 matmul with whose time the grouped operation `op` is compared.
 
-    For `QUANTIZE` it is a pass that reads and writes the matrices, as a copy does.
+    The function takes `Float8Operands`. It is XLA's matmul of the values, without their scales, and
+    treats all rows as a single group, as `matmul_operations.dense_operation` does. For QUANTIZE, it
+    is not a matmul but negates the matrices, so that they are read and written as in a copy.
     """
 
     def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -144,17 +155,26 @@ def dense_operation(op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
 def check(
     op: str, operands: Operands, shared: Float8Operands, out: Any, groups: Iterable[int]
 ) -> None:
-    """Raises AssertionError unless a result is right in some of the groups.
+    """Raises AssertionError unless the result of a float8 operation is right for some groups.
 
-    Products are compared with those of the numbers of the quantized operands. Arrays of `operands`
-    and `shared` have no leading axis of ranks.
+    The result is compared with one that is computed in float32 from the dequantized operands or,
+    for "drhs", from the operands before they were quantized. The result of QUANTIZE is compared as
+    a whole.
+
+    Args:
+        op: the operation.
+        operands: the operands before they were quantized, without a leading axis of ranks.
+        shared: the quantized operands, without a leading axis of ranks.
+        out: the result.
+        groups: the numbers of the groups to check.
     """
     if op == QUANTIZE:
         both = (each.dequantize(jnp.float32) for each in out)
         expected = quantize(operands.rhs, FLOAT8_MATRICES).dequantize(jnp.float32)
         for numbers, wanted in zip(both, (expected, expected.swapaxes(1, 2)), strict=True):
             off = float(jnp.abs(numbers - wanted).max())
-            # XLA for GPUs divides approximately, so a number may be rounded to its neighbour.
+            # XLA for GPUs divides approximately, so a number may be rounded to the float8 value
+            # next to the right one.
             largest = float(jnp.abs(wanted).max())
             assert off <= largest / 8, f"numbers are off by up to {off:.1e} of {largest:.1e}"
         return
@@ -163,7 +183,7 @@ def check(
     numbers = Operands(lhs, rhs, grad, rhs_1, grad_1, operands.group_sizes)
     if op == "drhs":
         numbers = operands
-    if op == "gated":  # rows past the last group hold anything
+    if op == "gated":  # rows past the last group are undefined
         live = jnp.arange(lhs.shape[0]) < jnp.sum(operands.group_sizes)
         out = jnp.where(live[:, None], out.dequantize(jnp.float32), 0)
     check_groups(op, numbers, out, groups, LIMITS.get(op, 1e-2))

@@ -16,11 +16,12 @@ from jax import lax
 from jax_ep.matmul.backend import Backend
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
-# Operations that consist of two products; the dense matmul they are compared with is one product.
+# The operations that consist of two matrix products. The dense matmul with which they are compared
+# is a single product.
 OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
 
-# The largest allowed error of a group's result, by the operands' dtype: the norm of the difference
-# divided by the norm of the float32 result.
+# Maps the operands' dtype to the largest allowed error of a group's result: the norm of its
+# difference from the result in float32, divided by the norm of the latter.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
@@ -28,8 +29,14 @@ LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 class Case:
     """The sizes of a grouped matmul: rows [num_rows, hidden] by num_groups matrices [hidden, mlp].
 
-    The first `live` rows belong to groups; the remaining rows are unused. `slow` is whether the
-    slow backends "xla" and "loop" are timed, too.
+    Attributes:
+      name: the name of the case.
+      num_rows: R, the number of rows.
+      hidden: H, the length of a row.
+      mlp: F, the number of columns of a matrix.
+      num_groups: L, the number of groups, each of which has a matrix.
+      live: the number of rows that belong to groups, from the first; the remaining rows are unused.
+      slow: whether the slow backends "xla" and "loop" are timed, too.
     """
 
     name: str
@@ -98,9 +105,10 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def operation(backend: Backend, op: str) -> Function:
-    """Returns a function of `Operands` that computes `op`, one of OPERATIONS, with a backend.
+    """Returns the function that computes the operation `op`, one of OPERATIONS, with a backend.
 
-    For "gated" the function returns swiglu(lhs @ rhs, lhs @ rhs_1) without the two products.
+    The function takes `Operands`. For "gated", it returns only swiglu(lhs @ rhs, lhs @ rhs_1),
+    although the backend also returns the two products.
     """
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
@@ -117,11 +125,11 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """Returns a dense matmul on `Operands` whose time a grouped operation is compared with.
+    """Returns a dense matmul with whose time the grouped operation `operation` is compared.
 
-    It treats all rows as one group: it multiplies every row of lhs or grad by the first group's
-    matrix, or for "drhs" lhs.T by grad. For "gated" and "sum_of_dlhs" it computes one of the two
-    products.
+    The function takes `Operands` and treats all rows as a single group: every row of lhs or grad is
+    multiplied by the matrix of the first group or, for "drhs", lhs.T by grad. Of the two products
+    of "gated" and "sum_of_dlhs", only one is computed.
     """
     return {
         "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
@@ -135,8 +143,8 @@ def dense_operation(operation: str) -> Function:
 def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
     """Draws the operands of a case from a normal distribution, with groups of random sizes.
 
-    Every array has a leading axis of length 1 for the single rank. Group sizes are multinomial: a
-    row that is in a group is in each group with the same probability.
+    Every array has a leading axis of length 1, because a `Loop` takes arrays with a leading axis of
+    ranks. Each of the first `case.live` rows belongs to a group, to each with the same probability.
     """
     sizes = np.random.default_rng(seed).multinomial(
         case.live, np.full(case.num_groups, 1 / case.num_groups)
@@ -158,9 +166,9 @@ def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
 
 
 def small_operands(dtype: Any) -> Iterator[Operands]:
-    """Yields small NumPy operands with empty, large and oddly sized groups.
+    """Yields small NumPy operands, to check operations on empty, large and oddly sized groups.
 
-    Rows past the last group are NaN. Values are seeded differently in each run.
+    Rows past the last group are NaN. Each run of the program draws other random numbers.
     """
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     for num_rows, sizes, hidden, mlp in (
@@ -191,11 +199,19 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
 def check_groups(
     op: str, operands: Operands, out: Any, groups: Iterable[int], limit: float | None = None
 ) -> None:
-    """Raises AssertionError unless the operation's result `out` is right for the given `groups`.
+    """Raises AssertionError unless the result of an operation is right for some of the groups.
 
-    Each group is compared with a float32 result, computed by NumPy if the operands are NumPy
-    arrays. Except for "drhs", rows of `out` past the last group must be zero. `limit` is the
-    largest allowed relative error of a group, in norm; None: that of the operands' dtype.
+    The part of the result that belongs to a group is compared with a result in float32, which NumPy
+    computes if the operands are NumPy arrays, and else JAX. Except for "drhs", rows of the result
+    past the last group must be zero.
+
+    Args:
+      op: the operation, one of OPERATIONS.
+      operands: its operands.
+      out: its result.
+      groups: the numbers of the groups to check.
+      limit: the largest allowed error of a group, as in LIMITS. None: the one that LIMITS has for
+        the operands' dtype.
     """
     o, limit = operands, LIMITS[operands.lhs.dtype.name] if limit is None else limit
     on_host = isinstance(o.lhs, np.ndarray)
@@ -214,9 +230,10 @@ def check_groups(
 
 
 def _of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
-    """Computes the reference result of an operation for one group, with the matmul function `dot`.
+    """Computes the right result of the operation `op` for one group, with the matmul `dot`.
 
-    x, g and g_1 are the group's rows of lhs, grad and grad_1; w and w_1 are its matrices.
+    x, g and g_1 are the group's rows of lhs, grad and grad_1. w and w_1 are the group's matrices in
+    rhs and rhs_1.
     """
     if op == "product":
         return dot(x, w)

@@ -18,11 +18,11 @@ from jax_ep.runtime.versions import versions
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:
-    """Returns all devices of JAX; on CPUs, makes `cpu_devices` virtual devices first.
+    """Returns all devices of JAX.
 
-    If XLA_FLAGS sets the number of virtual devices, or a backend has started already, their number
-    stays as it is. Raises `Error` if JAX finds no backend, or cannot say which devices share a
-    host.
+    On CPUs there are `cpu_devices` virtual devices, unless XLA_FLAGS sets another number, or JAX
+    has already started and cannot change the number any more. Raises `Error` if JAX finds no
+    device, or if it is not known which devices share a host.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
@@ -41,7 +41,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
 
 
 def check_ranks(ranks: Iterable[int], num_devices: int) -> None:
-    """Raises `Error` if a number in `ranks` (of --ranks) exceeds the number of devices."""
+    """Raises `Error` if --ranks, whose value is `ranks`, has a number above that of devices."""
     for num_ranks in ranks:
         if num_ranks > num_devices:
             raise Error(f"--ranks: {num_ranks} ranks, but {num_devices} devices")
@@ -65,15 +65,19 @@ def held_bytes(compiled: Any) -> dict[str, int | None]:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error's type and the first line of its text, at most 300 characters."""
+    """Describes an error in one line: its type, and the first line of its text.
+
+    The text is cut off after 300 characters.
+    """
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
 
 
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Writes all rows of results so far to a JSON file.
+    """Writes the rows of results that a command has so far to a JSON file.
 
-    The file also has the command, software versions, devices and the fields `facts`.
+    The file also has the command line, the versions of software, the devices and the fields
+    `facts`.
     """
     devices = devices_in_words(jax.devices())
     save_json(path, run_record() | {"devices": devices, **facts, "rows": rows})
@@ -101,7 +105,8 @@ def save_json(path: str, record: dict[str, Any]) -> None:
             file.write(text)
         os.replace(f"{path}.part", path)
     except OSError:
-        # The folder is not writable, or `path` is a pipe or device.
+        # The file cannot be replaced, because its folder is not writable, or because `path` is a
+        # pipe or device. So it is written in place.
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

@@ -62,9 +62,10 @@ class Work:
         return Case(ranks, self.num_ranks, self.hidden, self.dtype)
 
     def routes(self) -> list[reference.Routes]:
-        """Computes where each rank's (token, choice) pairs are sent, with `jax_ep.reference`.
+        """Computes with `jax_ep.reference` where an expert-major dispatch sends each token.
 
-        Returns a list over ranks of destination ranks and rows, [T, K] each.
+        Returns a list with the `Routes` of each rank: for each choice of each of its tokens, the
+        destination rank and the row of that rank's receive buffer, [T, K] each.
         """
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
@@ -72,13 +73,15 @@ class Work:
 
     @property
     def wire(self) -> RowFormat:
-        """The row format (values and scales) for `wire_dtype`."""
+        """The row format for `wire_dtype`: which values and scales are sent for a row."""
         return quantization.wire_format(self.wire_dtype)
 
     def received(self, x=None) -> list[reference.RankDispatched]:
-        """Computes a rank-major dispatch of x, N arrays [T, H], with the NumPy reference.
+        """Computes a rank-major dispatch with the NumPy reference.
 
-        Returns a list over ranks. If x is None, the rows are zeros [T, 1].
+        `x` holds the tokens of each of the N ranks, [T, H]. If only the routing of the result is
+        of interest, `x` may be None; the tokens are then zeros [T, 1]. Returns a list with what
+        each rank receives.
         """
         if x is None:
             x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
@@ -86,9 +89,10 @@ class Work:
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def reference_dispatch(self, x, topk_idx):
-        """Computes an expert-major dispatch of x, N arrays [T, H], with the NumPy reference.
+        """Computes an expert-major dispatch with the NumPy reference.
 
-        `topk_idx` is N arrays [T, K] of expert ids. Returns a list over ranks.
+        `x` holds the tokens of each of the N ranks, [T, H], and `topk_idx` the ids of the experts
+        that each of these tokens chose, [T, K]. Returns a list with what each rank receives.
         """
         return reference.dispatch(
             x,
@@ -136,7 +140,14 @@ def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignm
 
 
 def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
-    """Makes the operation `name` of OPERATIONS; `seed` seeds its random rows."""
+    """Makes the operation that OPERATIONS calls `name`, such as "dispatch".
+
+    Args:
+      name: the name of the operation.
+      work: its routing, sizes and dtypes.
+      implementation: the implementation that computes it, such as "pallas".
+      seed: the seed of its random rows.
+    """
     arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
     return OPERATIONS[name](work, implementation, arrays)
 
@@ -189,7 +200,7 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
-    # The tolerance is absolute: the values are below 1, so relative errors bound absolute ones.
+    # A relative error bound serves as the absolute tolerance, because no value is above 1.
     if work.wire.quantized:
         tolerance = work.wire.relative_error + float(jax.numpy.finfo(work.dtype).eps)
     if isinstance(tokens, QuantizedArray):
@@ -226,16 +237,16 @@ def _check_combined(work: Work, y: Any, weights: Any, out: Any, wire: RowFormat)
         wanted = reference.rank_combine(y, [r.local_topk_idx for r in work.received()])
     else:
         wanted = reference.combine(y, work.routes(), weights)
-    # Each rank sends its partial sums in the wire format. All ranks' rounding errors together are
-    # at most `relative_error * magnitude`.
+    # Each rank sends its partial sums in the wire format, which rounds them. In a result of at most
+    # `magnitude`, the rounding errors of all ranks add up to at most `relative_error * magnitude`.
     tolerance = _tolerance(work, magnitude) + wire.relative_error * magnitude
     _agree_all(out, wanted, "out", tolerance)
 
 
 def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes the operation of a dispatch followed by a combine, as in a layer without experts.
+    """Makes the operation `round_trip`: a dispatch, followed by a combine.
 
-    The combine takes random rows y instead of the experts' outputs.
+    No experts compute in between, so the combine takes random rows y as the experts' outputs.
     """
     call = _dispatcher(work, implementation)
 
@@ -260,9 +271,10 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
 
 
 def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes the operation `group_by_expert`: it permutes rank-major rows to expert-major, locally.
+    """Makes the operation `group_by_expert`, which works on one rank without communication.
 
-    Quantized rows and their scales are always permuted by the implementation "xla".
+    It permutes the rows of a rank-major dispatch to expert-major order. Quantized rows and their
+    scales are always permuted by the implementation "xla".
     """
     work = dataclasses.replace(work, layout="rank")
     call = _dispatcher(work, implementation)
@@ -297,9 +309,10 @@ def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...])
 
 
 def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes the operation `sum_by_token`: a local sum of expert-major rows by token.
+    """Makes the operation `sum_by_token`, which works on one rank without communication.
 
-    Its result is the partial sums that a rank-major combine sends.
+    For each received token, it sums the rows that the rank's experts computed for the token. A
+    rank-major combine then sends these partial sums to the tokens' ranks.
     """
     group = _group_by_expert(_unquantized(work), implementation, arrays)
 
@@ -314,8 +327,9 @@ def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
     def check(state, out):
         y, grouped, received = state
         for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
-            # group_by_expert treats all N * T received tokens as those of a single rank, so rows[0]
-            # is [N * T, K].
+            # rows[0], [N * T, K], holds the expert-major row of each choice of each of the N * T
+            # tokens that this rank received: group_by_expert takes them for the tokens of a single
+            # rank, so the leading axis, of ranks, has length 1.
             routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
             (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
             got = np.asarray(out[rank]).reshape(wanted.shape)
@@ -345,8 +359,9 @@ def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -
         else:
             wanted = reference.dispatch_grad(g, work.routes())
         top_k = work.topk_idx.shape[1]
-        # Each rank sends its partial sums in the wire format. All ranks' rounding errors together
-        # are at most `relative_error * top_k`.
+        # Each rank sends its partial sums in the wire format, which rounds them. A result is a sum
+        # of K cotangents of at most 1, so the rounding errors of all ranks add up to at most
+        # `relative_error * top_k`.
         tolerance = _tolerance(work, top_k) + work.wire.relative_error * top_k
         _agree_all(out, wanted, "dx", tolerance)
 
@@ -369,8 +384,9 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # A GPU and this code may round a value halfway between two neighboring numbers of the wire
-        # format differently. Then the results differ by the distance of these two numbers.
+        # A value that is halfway between two neighboring numbers of the wire format may be rounded
+        # up on the GPU and down by NumPy here. Then the two results differ by the distance of these
+        # numbers.
         slack = 2 * work.wire.relative_error
         g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":
@@ -380,8 +396,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A weight's gradient is a float32 sum of H products of numbers below 1. Only few products
-        # differ because of a value that is rounded differently.
+        # A weight's gradient is a float32 sum of H products of numbers below 1. A value that is
+        # rounded differently changes a product, but this happens in only few of the H products.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
@@ -396,15 +412,15 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "group_by_expert": _group_by_expert,
     "sum_by_token": _sum_by_token,
 }
-# The direction in which an operation moves rows between ranks. Its baselines move rows in the same
-# direction: "out" from tokens to experts, "back" from experts to tokens.
+# Maps an operation to the direction in which it moves rows between ranks: "out" from tokens to
+# experts, or "back" from experts to tokens. It is compared with baselines of this direction.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
     "dispatch_grad": "back",
     "combine_grad": "out",
 }
-# Operations that support a wire_dtype.
+# The names of the operations that can send or permute rows in a wire dtype.
 QUANTIZED = tuple(name for name in OPERATIONS if name != "sum_by_token")
 # Operations that exist in the rank-major layout only.
 OF_RANK_MAJOR = ("group_by_expert", "sum_by_token")
@@ -426,7 +442,8 @@ def _unquantized(work: Work) -> Work:
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    # A rank-major combine takes no weights: its operand holds sums that are weighted already.
+    # A rank-major combine takes no weights, because the partial sums that it gets are already
+    # weighted.
     if work.layout == "rank":
         return None
     weights = random_rows(seed, shape, np.float32) + 1.5
@@ -434,9 +451,10 @@ def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array |
 
 
 def _tolerance(work: Work, magnitude: float) -> float:
-    """Returns an absolute error bound for a combined value of at most `magnitude`.
+    """Returns the largest absolute error that rounding may cause in a combined value.
 
-    The rows' dtype rounds each rank's partial sum, and then the final sum.
+    The value is at most `magnitude`. Two sums are rounded to the rows' dtype: each rank's partial
+    sum, and then the sum over ranks.
     """
     return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
 

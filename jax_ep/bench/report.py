@@ -7,14 +7,16 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-# The results of one program: its sizes, times and errors, by field name.
+# A row of results: a dict that maps the names of fields to the sizes, times and errors of one
+# measured program.
 Row = dict[str, Any]
-# The points (x, y) of a plot: panel name -> line label -> points.
+# The points of a plot: maps the name of a panel to a dict that maps the label of a line to the
+# line's points (x, y).
 Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class Column(NamedTuple):
-    """A column of a text table whose lines are rows of results.
+    """A column of a text table that has a line for each row of results.
 
     Attributes:
       header: the column's heading.
@@ -22,8 +24,8 @@ class Column(NamedTuple):
         dict "wall"; or a function that returns the value for a row.
       form: the format string of a value, for `str.format`.
       left: whether cells are aligned to the left.
-      usual: the text of a cell whose value is None. A table leaves out a column in which every
-        cell is empty or has this text.
+      usual: the text that a cell has if its value is None. A table leaves out a column in which
+        every cell is empty or has this text.
     """
 
     header: str
@@ -48,7 +50,13 @@ def _range(row: Row) -> str:
 
 
 def text(header: str, field: str | None = None, usual: str = "") -> Column:
-    """Makes a left-aligned column that shows the field `field`; by default, the field `header`."""
+    """Makes a left-aligned column of a table of results.
+
+    Args:
+      header: the column's heading.
+      field: the name of the field that the column shows. None: the field has the name `header`.
+      usual: the text that a cell has if the field is None.
+    """
     return Column(header, field or header, left=True, usual=usual)
 
 
@@ -77,9 +85,10 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders the notes below a table: each distinct error, and why device times are missing.
+    """Renders the notes below a table of results as lines of text.
 
-    `name` describes a row in words. An error that several rows have is printed once.
+    The notes are the errors of failed programs and the reasons why device times are missing. An
+    error that several rows have is noted once. `name` is a function that describes a row in words.
     """
     failed: dict[str, list[str]] = {}
     for row in rows:
@@ -97,9 +106,10 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders each row's device time by kernel, in microseconds per call, to print below a table.
+    """Renders, below a table of results, how each row's device time is divided among kernels.
 
-    The kernels of the timing loop itself are listed, too. `name` describes a row in words.
+    Times are microseconds per call. The kernels of the timing loop itself are listed, too. `name`
+    is a function that describes a row in words.
     """
     lines = []
     for row in rows:
@@ -121,8 +131,9 @@ def fixed_width(
       header: the columns' headings.
       lines: the cells of each line, one per column.
       text: the headings of columns that are aligned to the left; others are aligned to the right.
-      nothing: a text per column. A column is left out if each of its cells is empty or has this
-        text. None: only empty columns are left out.
+      nothing: for each column, the text that a cell has if there is nothing to show. A column is
+        left out if each of its cells is empty or has this text. None: only columns whose cells are
+        all empty are left out.
     """
     usual = nothing or [""] * len(header)
     kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]
@@ -252,7 +263,7 @@ def bars(
                 texts = ["failed" if h is None else readable(h) for h in found.values()]
                 axis.bar_label(drawn, texts, fontsize=7, rotation=90, padding=2)
             axis.set_xticks(range(len(groups)), groups, fontsize="small")
-            # The margin leaves room for the numbers above the bars.
+            # Space above the bars, where their heights are written as numbers.
             axis.margins(y=0.15)
             axis.set(title=name.replace("_", " "), ylabel=label)
             axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: readable(value)))
@@ -260,7 +271,10 @@ def bars(
 
 
 def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns matplotlib style arguments, a color, for each distinct label."""
+    """Returns a dict that maps each distinct label to its color.
+
+    A color is given as keyword arguments for matplotlib, such as {"color": ...}.
+    """
     import matplotlib
 
     distinct = list(dict.fromkeys(labels))
@@ -271,9 +285,10 @@ def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[list[Any]]:
-    """Yields the axes of a new figure's panels; on exit, adds a legend and writes the file.
+    """Makes a matplotlib figure with several panels; yields a list of the panels' axes.
 
-    The legend below the panels covers all of them. `width` is a panel's width in inches.
+    On exit, adds one legend for all panels below them, adds the title, and writes the image file
+    `path`. `panels` is the number of panels, and `width` the width of one in inches.
     """
     import matplotlib
 
@@ -300,7 +315,7 @@ def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[
             ncols=max(1, int(width * columns / 2.7)),
             fontsize="small",
         )
-    # About this many characters of the title fit on a line.
+    # The title is wrapped into lines. About this many characters fit on one.
     letters = int(width * columns * 13)
     wrapped = [textwrap.fill(line, letters) for line in title.splitlines()]
     figure.suptitle("\n".join(wrapped), fontsize="medium")

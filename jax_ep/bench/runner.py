@@ -22,9 +22,9 @@ from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 
-# How many times, at most, a slow loop (`Case.is_slow`) is run and timed.
+# The largest number of times that a loop is run and timed if `Case.is_slow` says that it is slow.
 _SLOW_REPEATS = 3
-# A program's row of results, and the compiled loop that calls the program.
+# A pair: the row of results of a program, and the compiled loop that calls the program.
 Program = tuple[Row, Loop]
 
 
@@ -77,7 +77,10 @@ class Case:
         self.name, self.rows = name, list(rows)
 
     def prepare(self) -> Any:
-        """Makes the data that all programs share, such as operands; `build` and `check` get it."""
+        """Makes the data that all programs of the case share, such as operands.
+
+        The result is passed to `build` and `check` as `shared`.
+        """
 
     def build(self, row: Row, shared: Any) -> Loop:
         """Compiles the program of a row, and returns the loop that calls it.
@@ -87,23 +90,26 @@ class Case:
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns fields for a program's row that are known before it runs, such as its memory."""
+        """Returns further fields for a program's row, as soon as the program is compiled.
+
+        An example is the memory that the compiled program needs.
+        """
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        """Raises AssertionError unless a program's results are right.
+        """Raises AssertionError unless the results of the program of a row are right.
 
-        Returns False if there is nothing to compare the results with. `shared` is the result of
-        `prepare`.
+        Returns whether the results were checked: False if there is nothing to compare them with.
+        `loop` is the program's compiled loop, and `shared` is the result of `prepare`.
         """
         raise NotImplementedError
 
     def is_slow(self, row: Row) -> bool:
-        """Returns whether a program is so slow that it is timed with few repeats."""
+        """Returns whether the program of a row is so slow that its loop is run only a few times."""
         return False
 
     def results(self, row: Row) -> Row:
-        """Returns fields that are computed from a row's times, such as throughputs."""
+        """Returns further fields for a row that follow from its times, such as throughputs."""
         return {}
 
     def measure(self, run: Run) -> list[Row]:
@@ -116,7 +122,7 @@ class Case:
         try:
             shared = self.prepare()
         except Exception as error:
-            # The case fails as a whole; the command goes on with the other cases.
+            # All programs of the case get the error; the command goes on with the other cases.
             return [row | {"error": measuring.first_line(error)} for row in rows]
 
         def build(row: Row) -> Loop:
@@ -147,11 +153,12 @@ class Case:
         return None
 
     def _time(self, programs: Sequence[Program], run: Run) -> None:
-        """Times loops, and adds wall times, device times and `results` to their programs' rows.
+        """Times the loops of programs; adds wall times, device times and `results` to their rows.
 
-        With several loops, each round runs every loop once. The field "rate_of_first" is the time
-        of the case's first program divided by the time of the row's program, the median over
-        rounds, since a GPU's clock drifts between rounds.
+        The loops are run in rounds, each of which runs every loop once. If the case's programs run
+        in turns (`in_turns`), the field "rate_of_first" is the speed-up over the first program: the
+        first program's time in a round divided by that of the row's program in the same round, the
+        median over rounds. Times of one round are compared because a GPU's clock drifts.
         """
         slow = any(self.is_slow(row) for row, _ in programs)
         with errors_go_into(*(row for row, _ in programs)):
@@ -205,7 +212,7 @@ class Bench:
         raise NotImplementedError
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds fields that compare a row with other rows, such as speed-ups, to all rows."""
+        """Adds further fields to each row that follow from other rows, such as speed-ups."""
 
     def table(self, rows: Sequence[Row]) -> list[str]:
         """Renders rows of results as lines of text: a table, and a legend where needed."""
@@ -279,9 +286,9 @@ def _print_table(bench: Bench, rows: Sequence[Row]) -> None:
 
 @contextlib.contextmanager
 def errors_go_into(*rows: Row) -> Iterator[None]:
-    """Catches any exception of the block and stores its text as the "error" of all `rows`.
+    """A context that catches any exception, and stores its text as the field "error" of `rows`.
 
-    The command then goes on with the other programs.
+    So a program that fails does not stop the command, which goes on with other programs.
     """
     try:
         yield
@@ -291,10 +298,10 @@ def errors_go_into(*rows: Row) -> Iterator[None]:
 
 
 def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
-    """Adds "speedup_of_float8" to rows whose "matmul_dtype" is float8.
+    """Adds the field "speedup_of_float8" to rows whose "matmul_dtype" is float8.
 
-    It is the wall time of the row that has the same `keys` and the matmul dtype "none", divided by
-    that of the row.
+    The speed-up compares a row with the row that has the same values of the fields `keys` and the
+    matmul dtype "none": the other row's wall time divided by this row's.
     """
     rows = [row for row in rows if "wall" in row]
 
@@ -320,11 +327,18 @@ def wall_record(wall: WallTime) -> dict[str, float]:
 
 
 def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """Measures the device time of a loop's iteration, as fields for a row of results.
+    """Measures the device time of one iteration of a loop.
 
-    "device" is a dict of times in microseconds, or None if there is no GPU or no timer works. If
-    every timer failed, "device_error" gives the reasons. `timer` is one of `flags.TIMERS`;
-    `repeats` and `spaced` are arguments of `Loop.device_time`.
+    Args:
+      loop: the loop.
+      timer: the profiler to use, one of `flags.TIMERS`: "auto" tries each profiler in turn until
+        one works, and "none" measures nothing.
+      repeats, spaced: arguments of `Loop.device_time`.
+
+    Returns:
+      Fields for a row of results: "device", a dict of times in microseconds, or None if they were
+      not measured; and "device_error", the reason, if no profiler worked, or if one was named
+      although there is no GPU.
     """
     if timer == "none":
         return {"device": None}

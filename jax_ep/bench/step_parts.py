@@ -14,9 +14,9 @@ from typing import Any
 
 from jax_ep.bench.layer import MATMUL
 
-# Maps each part of a step to a regular expression for the `op_name` of its operations. An operation
-# belongs to the first part whose expression matches. Module names are those of
-# `jax_ep.bench.decoder`.
+# Maps each part of a training step to a regular expression for the `op_name` of its operations: the
+# path of Flax modules and named scopes in which JAX traced an operation. The modules are those of
+# `jax_ep.bench.decoder`. An operation belongs to the first part whose expression matches.
 _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",
@@ -34,10 +34,11 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\""
 
 
 def operations_of(text: str) -> dict[str, str]:
-    """Maps the names of a compiled program's operations and XLA kernels to the `op_name` metadata.
+    """Finds the `op_name` of each operation in `text`, the HLO text of a compiled program.
 
-    XLA names the kernel of an operation like the operation, with underscores for "." and "-".
-    `text` is the HLO text that `as_text` of the compiled program returns.
+    An `op_name` says in which Flax modules and named scopes JAX traced the operation. The keys of
+    the result are the names of the operations, and also the names of their kernels: XLA names a
+    kernel like its operation, but with underscores in place of "." and "-".
     """
     found = dict(_INSTRUCTION.findall(text))
     return {re.sub(r"[.\-]", "_", name): op_name for name, op_name in found.items()} | found
@@ -46,7 +47,8 @@ def operations_of(text: str) -> dict[str, str]:
 def part_of(kernel: str, op_name: str | None) -> str:
     """Returns the part of a training step, one of `PARTS`, that a kernel belongs to.
 
-    `kernel` is the kernel's name, `op_name` the metadata of its HLO operation; None if unknown.
+    `kernel` is the name of the kernel, and `op_name` that of its HLO operation (see
+    `operations_of`), or None if the operation is unknown.
     """
     if _EXCHANGE.search(kernel):
         return "exchange"
@@ -56,8 +58,8 @@ def part_of(kernel: str, op_name: str | None) -> str:
     if op_name is not None:
         fitting = (part for part, form in _OPERATIONS.items() if re.search(form, op_name))
         part = next(fitting, REST)
-    # A collective that belongs neither to the exchange nor to the optimizer sums gradients over
-    # devices.
+    # All other collectives, which belong neither to the exchange nor to the optimizer, sum
+    # gradients over devices.
     if _COLLECTIVE.search(kernel) and part not in ("exchange", "optimizer"):
         return GRADIENT_SUMS
     return part
@@ -78,9 +80,10 @@ def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 def sums(by_kernel: Mapping[str, float]) -> dict[str, float]:
-    """Sums kernel times by part of the step; returns a dict with all of `PARTS`.
+    """Sums the times of kernels by part of the training step.
 
-    The keys of `by_kernel` are labels "part: kernel name", as the function from `labels` returns.
+    `by_kernel` maps labels "part: kernel name", which the function from `labels` returns, to times.
+    Returns a dict from all of `PARTS` to the sums.
     """
     found = dict.fromkeys(PARTS, 0.0)
     for label, time in by_kernel.items():

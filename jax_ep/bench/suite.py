@@ -1,8 +1,8 @@
 """`python -m jax_ep bench all`: runs all bench commands but decode, balance, compile and train.
 
-Each step is one bench command in its own process with its own timeout, so that the remaining steps
-run even if one hangs or crashes. The file of `--json` has a step's results as soon as the step has
-ended, successfully or not. On CPUs the commands use small sizes.
+A step is one bench command, which runs in its own process with its own timeout. So the remaining
+steps run even if one step hangs or crashes. When a step has ended, successfully or not, its results
+are at once written to the file of `--json`. On CPUs the commands use small sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
-# The number of characters of a failed step's error output that are kept, from the end.
+# How many characters of a failed step's standard error are kept. They are its last ones.
 _TAIL = 4000
 # The seconds to wait for a process to end, after SIGTERM and again after SIGKILL.
 _SECONDS_TO_END = 10
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     Attributes:
       command: the arguments of `python -m jax_ep` that select and configure the command.
       flags: the names of the flags of `bench all` that are passed on to the command, besides the
-        ones that every step gets.
+        flags that are passed on to every step, such as --repeats.
     """
 
     command: tuple[str, ...]
@@ -119,7 +119,7 @@ def run() -> int:
 
 
 def _check_taken() -> None:
-    """Raises `Error` if a flag is given that no step of --steps takes."""
+    """Raises `Error` if a flag is given that is not passed on to any of the steps in --steps."""
     taken = {flag for name in _STEPS.value for flag in STEPS[name].flags}
     for holder in (_RANKS, _TOKENS, _HIDDEN, _NUM_EXPERTS, _WRITE_TABLE):
         if holder.value is not None and holder.name not in taken:
@@ -131,7 +131,8 @@ def _run() -> int:
     machine = _machine()
     on_gpu = machine["backend"] == "gpu"
     record = measuring.run_record() | {"machine": machine, "steps": []}
-    # On CPUs the number of devices is not printed, since each step makes its own virtual devices.
+    # On CPUs the number of devices is not printed, because each step makes virtual devices of its
+    # own.
     kind = machine["devices"][0]["kind"]
     print(f"{len(machine['devices'])} x {kind}" if on_gpu else kind, flush=True)
     steps = list(_chosen(on_gpu))
@@ -150,7 +151,7 @@ def _run() -> int:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt in the block, so that the running step is ended, too.
+    """A context in which SIGTERM raises KeyboardInterrupt, so that the running step is also ended.
 
     A step runs in its own session. If SIGTERM ended this process directly, the step would go on.
     """
@@ -182,15 +183,18 @@ def _machine() -> dict[str, Any]:
 
 
 def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """Yields a tuple for each step to run: its name, its command, and whether it takes `--json`."""
+    """Yields a tuple for each step to run: its name, its command line, and whether it has --json.
+
+    `on_gpu` is whether JAX has GPUs; default numbers of tokens depend on it.
+    """
     values = {
         "ranks": _RANKS.value,
         "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
         "hidden": _HIDDEN.value,
         "num_experts": _NUM_EXPERTS.value,
         "write_table": _WRITE_TABLE.value,
-        # The limit is less than the step's timeout, so that a slow step ends by itself and prints
-        # a table of its results.
+        # The time limit that a step gets is below its timeout, so that a slow step ends by itself
+        # and prints a table of the results that it has.
         "seconds": 0.8 * _STEP_SECONDS.value,
         "iterations": _ITERATIONS.value,
         "repeats": _REPEATS.value,
@@ -213,9 +217,9 @@ def run_step(command: Sequence[str], seconds: float, measures: bool) -> dict[str
     """Runs a command in a new process; after a timeout, ends it and all processes it started.
 
     Args:
-      command: the command's words.
+      command: the words of the command line.
       seconds: the timeout.
-      measures: whether the command writes its results to a file of `--json`.
+      measures: whether the command has the flag --json, with which it writes its results to a file.
 
     Returns:
       A dict: "command"; "ended", how the command ended, in words; "seconds", how long it took;
@@ -261,7 +265,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process group: sends SIGTERM, waits some seconds, then sends SIGKILL."""
+    """Ends a process and all processes in its group: sends SIGTERM, waits, then sends SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -275,7 +279,11 @@ def _read(path: str) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    """Renders a summary with a line per step: how it ended, its seconds, its numbers of results."""
+    """Renders a table with a line for each step.
+
+    A line has how the step ended, how many seconds it took, and how many programs it measured and
+    how many failed.
+    """
     header = ["step", "ended", "seconds", "measured", "failed"]
     lines = []
     for step in steps:

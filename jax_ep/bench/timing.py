@@ -1,13 +1,14 @@
-"""Times a per-rank function on a mesh: in-loop wall time, and device time by kernel.
+"""Times a function that every rank of a mesh runs: its wall time, and its device time by kernel.
 
-Both are measured on a compiled loop that calls the function. Each iteration depends on the previous
-one, so XLA can neither hoist a call out of the loop, nor drop it, nor overlap it with the next one.
+Both times are measured on a compiled loop that calls the function. Each iteration depends on the
+previous one, so XLA can neither hoist a call out of the loop, nor drop it, nor overlap it with the
+next one.
 
 The host limits the speed of a loop of short calls: it launches kernels on one device after the
 other, and kernels on the first devices wait for their peers on the last one. The wall time includes
-this wait. To exclude it from the device time, a kernel that only waits (the spacer) runs after each
-call while device time is measured, so that the host's launches get ahead of the devices. The time
-of the loop's own kernels (its counter and a copy of it) is subtracted from the device time.
+this wait. The device time excludes it: while device time is measured, a kernel that only waits (the
+spacer) runs after each call, so that the host's launches get ahead of the devices. The time of the
+loop's own kernels (its counter and a copy of it) is subtracted from the device time.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class DeviceTime(NamedTuple):
     of_loop: float = 0.0
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Subtracts `of_loop`, the microseconds per call of the loop's own kernels."""
+        """Returns these times without the time that a call spends in the loop's own kernels.
+
+        `of_loop`, in microseconds, is subtracted from all times but those in `by_kernel`.
+        """
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -128,11 +132,15 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Builds the loop on one rank, inside `shard_map`; returns its final carry.
+        """Builds the loop on one rank, inside `shard_map`; returns what it carries at its end.
 
-        The loop carries a scalar, the link. After each call of `step`, `after(link, results)`
-        computes the next link from the call's results, which makes the next call depend on them.
-        `unroll` is the number of calls in the loop's body.
+        The loop carries a scalar, the link, from each call of `step` to the next.
+
+        Args:
+          state: the operands of `step`.
+          after: a function (link, arrays of a call's result) -> next link. As the next call depends
+            on the next link, it depends on the results of this call.
+          unroll: the number of calls in the loop's body.
         """
         step = self._step_on_rank
         # XLA for GPUs keeps optimization barriers until it schedules kernels, so it computes all
@@ -154,10 +162,11 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing), unroll=unroll)
 
     def outputs(self) -> Any:
-        """Calls `step` once; returns its result with a leading axis of ranks, each leaf [N, ...].
+        """Calls `step` once; returns its result, a pytree of arrays [N, ...] over the N ranks.
 
-        Before the call, arrays of the results' sizes are filled with NaN and freed. An element that
-        `step` fails to write is then most likely NaN instead of a right value from an earlier call.
+        Before the call, arrays of the results' sizes are filled with NaN and freed, so that the
+        results most likely get their memory. An element that `step` fails to write is then NaN,
+        instead of a right value from an earlier call.
         """
         call = jax.jit(self._step).lower(self.state).compile()
         shapes = jax.eval_shape(self._step, self.state)
@@ -183,9 +192,9 @@ class Loop:
 
         Args:
           repeats: how many times the loop runs.
-          timers: the profilers to try, of DEVICE_TIMERS, in order.
-          spaced: whether a kernel that waits follows each call, and the time of the loop's own
-            kernels is subtracted. Calls of a few milliseconds do not need it.
+          timers: the profilers to try, in this order, a subset of DEVICE_TIMERS.
+          spaced: whether the spacer, a kernel that only waits, follows each call, and the time of
+            the loop's own kernels is subtracted. Calls that take milliseconds need neither.
 
         Raises:
           RuntimeError: no timer works; the message has the reasons.
@@ -195,7 +204,7 @@ class Loop:
             try:
                 device = self.timed_by(timer, repeats, spaced)
                 return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
-            # Profilers raise many kinds of errors.
+            # Any exception counts as a failure of the profiler, since profilers raise many kinds.
             except Exception as error:
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
@@ -205,10 +214,10 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures the device time of one call of `step` with `timer`, one of `DEVICE_TIMERS`.
+        """Measures the device time of one call of `step`, loop overhead included.
 
-        The result includes the time per call of the loop's own kernels. `spaced` is whether a
-        kernel that waits follows each call.
+        The overhead is the time that the loop's own kernels take per call. The arguments are those
+        of `device_time`, except for `timer`, the one of DEVICE_TIMERS to use.
         """
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
@@ -256,10 +265,10 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures the device time per call of a loop's own kernels, in microseconds.
+    """Measures how long the own kernels of a `Loop` take for each call, in microseconds.
 
-    Times a loop whose calls do nothing. The spacer, the kernel that waits after each call, does not
-    count.
+    To this end, a loop whose calls do nothing is timed with `timer`, one of DEVICE_TIMERS. The
+    spacer does not count as one of the loop's own kernels.
     """
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
@@ -295,10 +304,18 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 def traced_launches(
     run: Callable[[], None], num_devices: int, label: Callable[[Any], str] | None = None
 ) -> list[list[Kernel]]:
-    """Calls `run` under JAX's profiler; returns a list of kernel launches for each GPU.
+    """Calls `run` under JAX's profiler, and lists what each GPU launched during the call.
 
-    `label(event)` returns the name to list an event under; None: the event's own name. Raises
-    RuntimeError if fewer or more than `num_devices` GPUs ran kernels.
+    Args:
+      run: the function to call.
+      num_devices: the number of GPUs that are expected to run kernels.
+      label: returns the name under which a profiler event is listed. None: the event's own name.
+
+    Returns:
+      A list with, for each GPU, its launches in the order of their start.
+
+    Raises:
+      RuntimeError: fewer or more than `num_devices` GPUs ran kernels.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
@@ -317,10 +334,16 @@ def traced_launches(
 def launches_by_device(
     profile: jax.profiler.ProfileData, label: Callable[[Any], str] | None = None
 ) -> list[list[Kernel]]:
-    """Lists each GPU's launches (kernels, copies, memsets) in a profile, in order of their start.
+    """Lists the launches of kernels, copies and memsets that a profile shows for each GPU.
 
-    Launches of the spacer, and GPUs without launches, are left out. `label(event)` returns the name
-    to list an event under; None: the event's own name.
+    Launches of the spacer, and GPUs without launches, are left out.
+
+    Args:
+      profile: the profile.
+      label: returns the name under which a profiler event is listed. None: the event's own name.
+
+    Returns:
+      A list with, for each GPU, its launches in the order of their start.
     """
     devices = []
     for plane in profile.planes:
@@ -341,12 +364,15 @@ def launches_by_device(
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
-    """Computes the device time of one call from the launches of each rank during `calls` calls.
+    """Computes the device time of one call from the launches of each rank during several calls.
 
-    `ranks` has a list of launches for each rank, in the order of their start. If a rank launched a
-    kernel m * calls times, m consecutive launches belong to each call. If the number of launches is
-    not a multiple of `calls`, as for kernels of the loop's setup, each call gets an equal share of
-    their total time.
+    If a rank launched a kernel m * calls times, each call is taken to have made m consecutive
+    launches of it. If the number of a kernel's launches is not a multiple of `calls`, as for
+    kernels of the loop's setup, each call gets an equal share of their total time.
+
+    Args:
+      ranks: for each rank, its launches in the order of their start.
+      calls: the number of calls.
     """
     per_rank: list[list[float]] = []
     by_kernel: dict[str, float] = defaultdict(float)
@@ -374,10 +400,16 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 
 
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
-    """Computes the device time of one call from the launches of all ranks, mixed in one list.
+    """Computes the device time of one call from a list in which launches of all ranks are mixed.
 
-    The result is a sum over kernels: each kernel's median time, times its launches per call. The
-    percentiles are summed in the same way. `calls` is the number of calls on each rank.
+    Since it is not known which launches belong to one call, the median time of a call is estimated
+    as a sum over kernels: the median time of a kernel's launches, multiplied by the number of its
+    launches per call. Percentiles are estimated in the same way.
+
+    Args:
+      launches: the launches of all ranks, in any order.
+      calls: the number of calls that each rank made.
+      num_ranks: the number of ranks.
     """
     durations: dict[str, list[float]] = defaultdict(list)
     for name, duration in launches:

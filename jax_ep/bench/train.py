@@ -44,13 +44,14 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DeviceTime
 from jax_ep.flags import Error, check_experts
 
-# Reduced sizes with which each model and its AdamW state fit on one GPU of 80 GB.
+# Maps each model to sizes that replace its own, so that the model and its AdamW state fit on one
+# GPU of 80 GB.
 CUTS: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {"num_layers": 4, "vocab": 151936 // 8},
     "deepseek-v3-like": {"num_layers": 2, "num_experts": 64, "vocab": 129280 // 8},
 }
 _TINY = MODELS["tiny"]
-# The sizes that replace every model's on CPUs.
+# On CPUs, these sizes replace those of every model.
 SMALL = {
     "num_layers": 1,
     **{
@@ -62,7 +63,8 @@ SMALL = {
     },
 }
 
-# The ways to compute the MoE layer, as attributes of `jax_ep.linen.MoE`.
+# The implementations and baselines of the MoE layer. Each name maps to the attributes with which
+# `jax_ep.linen.MoE` computes the layer in this way.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"jax_ep": {}}
 BASELINES: dict[str, dict[str, Any]] = {
     "xla": {"implementation": "xla"},
@@ -145,9 +147,9 @@ _SHARED = FLAGS.share(
     seconds=1500.0,
 )
 
-# The largest relative differences between two programs' first losses, and between their gradients'
-# norms. The differences come from rounding to bfloat16; float8 experts make some roundings that are
-# 16 times as large.
+# The largest allowed relative difference between the losses of two programs' first steps, and the
+# largest between the norms of their gradients. Differences come from rounding to bfloat16 and, with
+# float8 experts, to float8, whose rounding errors are 16 times as large.
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
 
 
@@ -167,7 +169,7 @@ class StepLoop:
       compiled: the compiled program of one training step.
       iterations: the number of steps that one call of `run` makes.
       compile_s: the seconds that lowering and compiling took.
-      first: the metrics of the first step, each summed to one number.
+      first: the metrics of the first step. A metric that is an array is summed to one number.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, batch: np.ndarray, seed: int, iterations: int):
@@ -205,13 +207,14 @@ class StepLoop:
     def device_time(self, repeats: int, timers: Sequence[str], spaced: bool) -> DeviceTime:
         """Measures the device time of a training step, over `repeats * iterations` steps.
 
-        The keys of the result's `by_kernel` are "part: kernel name" for the parts of
-        `jax_ep.bench.step_parts`. Raises RuntimeError unless `timers` has "trace", the only timer
-        that knows the parts. `spaced` is ignored.
+        The keys of the result's `by_kernel` are labels "part: kernel name", where the part of the
+        step is one of `jax_ep.bench.step_parts.PARTS`. Only the timer "trace" knows the parts, so
+        RuntimeError is raised unless it is one of `timers`. `spaced` is ignored.
         """
         if "trace" not in timers:
             raise RuntimeError("only --device_timer=trace knows the parts of a step")
-        # Kernels in a CUDA graph would lose the names of their operations.
+        # CUDA graphs are switched off, because a profile does not have the names of the operations
+        # whose kernels run in a graph.
         compiled = self._lowered.compile({"xla_gpu_enable_command_buffer": ""})
         label = step_parts.labels(step_parts.operations_of(compiled.as_text() or ""))
         self._run(compiled)
@@ -227,8 +230,8 @@ class StepLoop:
 class TrainCase(runner.Case):
     """Measures one program: a model's training step with one implementation of the MoE layer.
 
-    `seen` maps (model, ranks) to the first step's metrics of the first program that was checked.
-    All cases share this dict.
+    All cases share the dict `seen`. It maps (model, number of ranks) to the metrics of the first
+    step that the first checked program made. Further programs are compared with these metrics.
     """
 
     device_repeats = 1
@@ -284,7 +287,10 @@ class TrainCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, if a profile was taken, the microseconds of the step's parts."""
+        """Returns throughputs and, if device times were measured, the time of each part of a step.
+
+        The field "parts_us" has the microseconds of each part in PARTS, such as "attention".
+        """
         seconds = row["wall"]["median_us"] * 1e-6
         tokens = row["ranks"] * row["batch"] * row["sequence"]
         flops = tokens * self.config.training_flops_per_token(row["sequence"])
@@ -406,7 +412,10 @@ class TrainBench(runner.Bench):
         return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each row its speed-up over the baseline "xla" of the same model and ranks."""
+        """Adds to each row its speed-up over the baseline "xla".
+
+        The wall times of the same model and number of ranks are compared.
+        """
         measured = [row for row in rows if "wall" in row]
         plain = {
             (row["shape"], row["ranks"]): row["wall"]["median_us"]
@@ -446,7 +455,8 @@ class TrainBench(runner.Bench):
 def _programs() -> list[tuple[str, str]]:
     """Returns the programs to measure, as pairs (implementation or baseline, matmul dtype).
 
-    Implementations are measured with each dtype of --matmul_dtype, baselines with "none".
+    Implementations are measured with each dtype in --matmul_dtype. Baselines are measured only with
+    "none", that is in bfloat16.
     """
     own = IMPLEMENTATIONS if _IMPLEMENTATIONS.value is None else _IMPLEMENTATIONS.value
     others = ["xla"] if _BASELINES.value is None else _BASELINES.value

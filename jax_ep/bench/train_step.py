@@ -33,8 +33,8 @@ class TrainState(NamedTuple):
     Attributes:
         step: [] int32, the number of steps made.
         params: the model's parameters.
-        router_state: the routers' selection biases, which balance the experts' load without a loss;
-            empty if the model has none.
+        router_state: the routers' selection biases, which are added to scores to choose experts, so
+            that the experts' loads are balanced without a loss. Empty if the model has none.
         opt_state: the state of the optimizer.
     """
 
@@ -46,12 +46,13 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The factors of the auxiliary losses, and the update rate of the routers' selection biases.
+    """Says what a training step minimizes besides the cross-entropy, and how it balances experts.
 
     Attributes:
         balance: the factor of the load-balance loss, which is a mean over layers.
         router_z: the factor of the router's z-loss, which is a mean over layers.
-        bias_rate: the change of a selection bias per step; see `jax_ep.update_expert_bias`.
+        bias_rate: how much a selection bias of a router changes in each step; see
+            `jax_ep.update_expert_bias`.
     """
 
     balance: float = 1e-3
@@ -64,10 +65,10 @@ class Layout(NamedTuple):
 
     Attributes:
         state: the shardings of a `TrainState`.
-        parts: the shardings of gradients and parameters during the optimizer's update, when each
-            device updates a part of the parameters.
+        parts: the shardings of gradients and parameters while the optimizer updates the parameters.
+            Each device then updates a different part of them.
         batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
-            of S tokens and their targets.
+            of S tokens, each with one more token as the target of the last.
         everywhere: the sharding of a fully replicated array.
     """
 
@@ -80,7 +81,11 @@ class Layout(NamedTuple):
 def make_layout(
     model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh, seq_len: int
 ) -> Layout:
-    """Computes the shardings of a model's training state, of its optimizer, and of batches."""
+    """Computes the shardings of the arrays of a training step on a mesh.
+
+    `optimizer` determines the arrays of the optimizer's state. `seq_len` is S, the number of tokens
+    of a sequence.
+    """
     tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
     variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
     specs = nn.get_partition_spec(variables)
@@ -105,9 +110,10 @@ def make_layout(
 
 
 def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of parts that a batch is split into: the product of all axes but "tensor".
+    """Returns the number of parts into which the sequences of a batch are split over the mesh.
 
-    The devices along "tensor" share the same sequences.
+    The number is the product of the sizes of all mesh axes but "tensor". Devices along "tensor"
+    have the same sequences.
     """
     return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
 
@@ -119,8 +125,9 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    One dimension is split: the longest whose shards these axes together divide evenly. If there is
-    no such dimension, the sharding is returned unchanged.
+    A single dimension is split further, over all these axes: of the dimensions whose shards they
+    can divide evenly, the one with the longest shards. If there is none, the sharding is returned
+    unchanged.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -149,7 +156,7 @@ def init_state(
     *,
     only_shapes: bool = False,
 ) -> TrainState:
-    """Makes the training state of step 0, sharded as `layout` says.
+    """Makes the training state before the first step, sharded as `layout` says.
 
     Args:
         model: the model.
@@ -158,8 +165,8 @@ def init_state(
         seq_len: S, the number of tokens of a sequence.
         seed: the seed of random parameters.
         params: the parameters to start from, which are donated; None: random ones.
-        only_shapes: returns `jax.ShapeDtypeStruct` with shardings in place of arrays, and computes
-            nothing.
+        only_shapes: whether nothing is computed, and `jax.ShapeDtypeStruct` objects with shardings
+            are returned in place of arrays, for example to restore a checkpoint.
     """
 
     def init(key: jax.Array, params: Any) -> TrainState:
@@ -184,11 +191,17 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
-    The state is donated. Gradients are means over A microbatches of B sequences, which run one
-    after the other. The metrics are "loss", in nats per token, "load_balance_loss" and
-    "router_z_loss", means over microbatches (the latter two also over layers); "num_dropped", the
-    sum of dropped choices over microbatches and layers; "expert_counts" [layers, E], the experts'
-    choices summed over microbatches; and "grad_norm", the norm of the gradients.
+    The state is donated. A step has A microbatches of B sequences, which run one after the other;
+    its gradients are means over the microbatches.
+
+    The metrics are a dict:
+        "loss": the cross-entropy in nats per token, mean over microbatches.
+        "load_balance_loss", "router_z_loss": the auxiliary losses without their factors, means over
+            microbatches and layers.
+        "num_dropped": the number of (token, choice) pairs that were dropped, sum over microbatches
+            and layers.
+        "expert_counts": [layers, E], how often each expert was chosen, sum over microbatches.
+        "grad_norm": the Euclidean norm of all gradients.
     """
 
     def loss_fn(params: Any, router_state: Any, tokens: jax.Array, quantized: Any) -> Any:
@@ -211,9 +224,11 @@ def make_train_step(
         return lax.with_sharding_constraint(grads, layout.parts), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
-        """Runs the microbatches; returns mean gradients, mean metrics and summed counts.
+        """Runs the microbatches one after the other.
 
-        With several microbatches, gradients are accumulated and returned in float32.
+        Returns the gradients and the losses, which are means over the microbatches, and the counts
+        ("num_dropped" and "expert_counts"), which are sums. If there are several microbatches, the
+        gradients are float32.
         """
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])
@@ -243,7 +258,7 @@ def make_train_step(
         metrics = means | counts | {"grad_norm": grad_norm}
         return TrainState(state.step + 1, params, router_state, opt_state), metrics
 
-    # Every process reads the metrics, so they are replicated on all devices.
+    # The metrics are replicated on all devices, so that every process can read them.
     shardings = layout.state, layout.everywhere
     return jax.jit(
         train_step,
@@ -254,9 +269,11 @@ def make_train_step(
 
 
 def _step_biases(router_state: Any, expert_counts: jax.Array, objective: Objective) -> Any:
-    """Updates each layer's selection bias [E] from the layer's row of `expert_counts` [layers, E].
+    """Updates the selection biases of all routers, so that experts' loads become more even.
 
-    An expert's bias changes by `objective.bias_rate`; see `jax_ep.update_expert_bias`.
+    `router_state` has the biases of each layer's router, [E], and `expert_counts` [layers, E] says
+    how often each expert was chosen. A bias changes by `objective.bias_rate`; see
+    `jax_ep.update_expert_bias`.
     """
 
     def step(path: Any, bias: jax.Array) -> jax.Array:

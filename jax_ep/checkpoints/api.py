@@ -31,13 +31,14 @@ from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
-# A callback that is called as progress(bytes loaded so far, bytes to load in total).
+# The type of a callback that reports progress; it is called with the number of bytes loaded so far
+# and the number of bytes to load in total.
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
 
-# Which parameters become a `QuantizedArray`. None: no parameter. "keep": the parameters that are
-# quantized in the file. A format: the routed experts' matrices, quantized to this format.
+# Says which parameters are loaded as a `QuantizedArray`. None: no parameter. "keep": the matrices
+# that are quantized in the files. A format: the routed experts' matrices, quantized to this format.
 Quantized = Literal["keep"] | Format | None
 
 
@@ -181,7 +182,8 @@ def save_moe(
     parameters.
 
     Args:
-        layer_or_params: the layer, or its parameters; all arrays are on devices of this process.
+        layer_or_params: the layer, or its parameters. Each array is on devices of this process
+            only, or replicated on all of its devices.
         directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
         layer: the number of the decoder's layer, from 0.
@@ -191,8 +193,8 @@ def save_moe(
 
     Raises:
         FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the parameters' names
-            or shapes differ from the block's; if a parameter is not on devices of this process; or
-            if the placement has other numbers of experts or slots.
+            or shapes differ from the block's; if a parameter is split over devices of several
+            processes; or if the placement has other numbers of experts or slots.
         TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
     num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
@@ -223,7 +225,11 @@ def save_moe(
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
-    """Returns the format of each parameter that is loaded as a `QuantizedArray`, by its name."""
+    """Finds the parameters that are to be loaded as a `QuantizedArray`.
+
+    `quantized` is the argument of `load_moe_params`. Returns a dict that maps the name of each of
+    these parameters to its format.
+    """
     if isinstance(quantized, Format):
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
@@ -234,9 +240,15 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: Sharding) -> None:
-    """Raises ValueError if a device's shard of a quantized matrix would cut a block of its format.
+    """Raises ValueError if sharding a quantized parameter would split a block between devices.
 
-    The numbers of a block share one scale.
+    The numbers of a block share one scale, so a device must hold whole blocks.
+
+    Args:
+        name: the parameter's name, for the error message.
+        format: the quantized format of the parameter.
+        shape: the shape of the parameter.
+        sharding: the sharding of the parameter.
     """
     part = sharding.shard_shape(shape)
     rows, columns = format.block
@@ -259,9 +271,10 @@ def _num_bytes(shape: tuple[int, ...], dtype: np.dtype, format: Format | None) -
 def _check_call(
     block: Block, config: MoEConfig, dtypes: dict[str, np.dtype], formats: dict[str, Format]
 ) -> None:
-    """Traces a call of the layer, to raise errors about unsupported fields before loading.
+    """Traces a call of the layer, so that an unsupported configuration raises before loading.
 
-    `dtypes` and `formats` are the parameters' dtypes and quantized formats, by name.
+    `dtypes` maps the name of each parameter to its dtype, and `formats` the name of each quantized
+    parameter to its format.
     """
     params: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
@@ -277,8 +290,8 @@ def _check_call(
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # The layer may be called on a machine other than this one, so the trace does not depend on the
-    # implementations that run here.
+    # The layer may be called on another machine than this one, which may lack the implementations
+    # in the configuration. So the call is traced with implementations that every machine has.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -300,18 +313,25 @@ def _load(
     format: Format | None,
     counter: _Counter,
 ) -> jax.Array | QuantizedArray:
-    """Loads one parameter shard by shard, as a sharded array.
+    """Loads the parameter `name` of a block, shard by shard, as a sharded array.
 
-    A shard that several local devices hold is read once. `format` is the format of a
-    `QuantizedArray`; None: a plain array of `dtype`. `counter` is called with each number of bytes
-    read.
+    A shard that several devices of this process hold is read once.
+
+    Args:
+        block: the block.
+        name: the parameter's name in `jax_ep.MoEParams`.
+        sharding: the sharding of the parameter.
+        dtype: the dtype of the parameter. A `QuantizedArray` dequantizes to it.
+        format: the quantized format of the parameter. None: it becomes a plain array.
+        counter: called with the number of bytes of each piece that has been read.
     """
     shape = block.shape(name)
     shards: list[Any] = []
     for index, devices in _devices_of_parts(sharding, shape).items():
         part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter, format)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        # Frees the host memory before the next shard is read. (A CPU device's array may use it.)
+        # Frees the shard's host memory before the next shard is read. (On a CPU device, the array
+        # may use this memory, which then stays.)
         del part
     make = jax.make_array_from_single_device_arrays
     if format is None:
@@ -330,9 +350,10 @@ def _load(
 def _devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Maps each shard of an array of `shape` to the local devices that hold the shard.
+    """Lists the shards of an array of `shape` that this process holds.
 
-    A shard is given by its bounds (start, stop) along each axis.
+    Returns a dict that maps each shard to the devices of this process that hold it. A shard is
+    given by a pair (start, stop) for each axis.
     """
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -352,8 +373,8 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
     """Returns the sharding of a parameter on a mesh.
 
     Experts are split over the mesh axes `config.expert_axis`, and F, the experts' hidden width,
-    over `config.tensor_axis`. Dimensions that `config.fsdp_axes` names are split further. Without a
-    mesh, the parameter is on one device.
+    over `config.tensor_axis`. `config.fsdp_axes` names dimensions that are split over further mesh
+    axes. If `mesh` is None, the parameter is on one device.
 
     Raises:
         ValueError: the number of ranks along a dimension's mesh axes does not divide the dimension.
@@ -384,7 +405,11 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """Adds up loaded bytes and reports the sum to a progress callback; thread-safe."""
+    """Sums the numbers of bytes loaded by several threads, for a progress callback.
+
+    A counter is called with each further number of bytes, and then calls `report` with their sum
+    and with `total`, the number of bytes to load.
+    """
 
     def __init__(self, total: int, report: Progress):
         self._total, self._report = total, report
@@ -422,7 +447,8 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # With eager sharding, nnx would take the parameters' logical axes for axes of the ambient mesh.
+    # With eager sharding, nnx would take the names of the parameters' logical axes for names of
+    # axes of the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)
@@ -432,7 +458,10 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns the NNX variables of a layer's parameters, by their names in `MoEParams`."""
+    """Returns a dict of the NNX variables that hold a layer's parameters.
+
+    The keys are the parameters' names in `MoEParams`. Parameters that the layer lacks are left out.
+    """
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
     if layer.gate is not None:
         found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
@@ -440,9 +469,10 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
 
 
 def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless the parameters `given`, by name, can be saved to the block.
+    """Raises ValueError unless the parameters `given` can be saved to the block.
 
-    Names and shapes must be those of the block, and all arrays on devices of this process.
+    `given` maps the parameters' names to arrays. Names and shapes must be those of the block. Each
+    array must be on devices of this process only, or replicated on all of its devices.
     """
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}

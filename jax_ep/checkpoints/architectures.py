@@ -9,8 +9,9 @@ Letters name the axes of a stored tensor:
   F  the hidden width of an expert.
   S  the hidden width of all shared experts together.
   1  an axis with one element.
-  G  combines wi_0 and wi_1 in one axis: "GF H" is [2 * F, H] with the rows of wi_0 before the rows
-     of wi_1; "H FG" is [H, 2 * F] with alternating columns of wi_0 and wi_1.
+  G  the two parameters wi_0 and wi_1, which one tensor holds. G shares an axis with F: "GF H" is
+     [2 * F, H] with the rows of wi_0 before the rows of wi_1; "H FG" is [H, 2 * F] with alternating
+     columns of wi_0 and wi_1.
 
 `{e}` in a tensor's name stands for the number of an expert; each expert then has its own tensor.
 """
@@ -23,20 +24,22 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# Maps each parameter of a layer to its axes, with the letters of this module's docstring.
+# Maps the name of each parameter of a layer to the letters of its axes, which this module's
+# docstring lists.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
 class Tensor(NamedTuple):
-    """A stored tensor, and the one or two parameters that it holds.
+    """Describes a stored tensor: its name, its axes, and the parameters whose weights it holds.
 
     Attributes:
-        params: the names of the parameters in `jax_ep.MoEParams`. A tensor that holds two of them
-            has an axis with the letter G.
+        params: the name of the parameter in `jax_ep.MoEParams` that the tensor holds. A tensor with
+            the letter G among its axes holds two parameters.
         name: the tensor's name after "layers.<layer>.".
-        axes: the tensor's axes, with the letters of this module's docstring.
-        where: a key of config.json whose value says whether the tensor exists; "": it always
-            exists.
+        axes: the letters of the tensor's axes, separated by spaces, such as "E GF H"; this module's
+            docstring lists the letters.
+        where: a key of config.json whose value says whether the tensor exists. "" stands for a
+            tensor that always exists.
     """
 
     params: tuple[str, ...]
@@ -49,10 +52,12 @@ Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative sets of tensors in which the same weights are published.
+    """Alternative sets of tensors in which the same weights may be stored.
 
-    A directory has one of the `layouts`. A block that is newly added to a directory takes the first
-    layout that is possible with the model's quantization.
+    Attributes:
+        layouts: the alternatives, each a tuple of tensors. A directory has the tensors of one
+            alternative. A block that is added to a directory without any MoE block gets the first
+            alternative that the model's quantization allows.
     """
 
     layouts: tuple[Tensors, ...]
@@ -62,23 +67,25 @@ class OneOf(NamedTuple):
 class Architecture:
     """Describes how models of one architecture are published: config.json and tensors.
 
-    In `sizes` and `fields`, a key "a|b" stands for the first of the keys a and b that config.json
-    has, and in `sizes` "a*b" for the product of their values.
+    In `sizes` and `fields`, a key may be written as "a|b": the first of the keys a and b that
+    config.json has. In `sizes`, it may also be written as "a*b": the product of the values of the
+    keys a and b.
 
     Attributes:
         models: the names of the models.
         model_types: the values of `model_type` in the models' config.json.
-        sizes: maps the letter of an axis to the key of config.json that holds its size. An axis
-            without a key has size 0, except for R, which is computed from E. Tensors with an axis
-            of size 0 do not exist.
-        fields: maps fields of `jax_ep.MoEConfig` to keys of config.json.
+        sizes: maps the letter of an axis (see this module's docstring) to the key of config.json
+            that holds the axis's size. An axis without a key has size 0, except for R, which is
+            computed from E, and 1. Tensors with an axis of size 0 do not exist.
+        fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
-        defaults: the values of keys that config.json may omit or set to null.
-        only: maps keys of config.json to their supported values; a key may be absent. Any other
-            value is an error, since the model would compute something else.
+        defaults: maps keys that config.json may omit or set to null to their values in this case.
+        only: maps keys of config.json to the values that this library supports; config.json may
+            also omit the key. A model with any other value computes something else, so loading it
+            is an error.
         tensors: the tensors that hold the weights.
-        unused: the names of tensors of experts without weights, which some files have although no
-            model reads them.
+        unused: the names of tensors that some files hold for experts without weights. They are
+            ignored.
     """
 
     models: str
@@ -101,10 +108,10 @@ def _bias(name: str, where: str = "") -> Tensor:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of experts that are stored one by one: three for each expert.
+    """Lists the tensors of models in which each expert has its own three tensors.
 
-    `block` is the name of the module of all experts; `gate`, `up` and `down` name the modules that
-    hold wi_0, wi_1 and wo.
+    `block` is the name of the PyTorch module that contains all experts. `gate`, `up` and `down` are
+    the names of the modules inside an expert that hold wi_0, wi_1 and wo.
     """
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
@@ -114,16 +121,21 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Lists the two tensors that hold the stacked matrices of all experts.
+    """Lists the tensors of models in which two tensors hold the matrices of all experts.
 
-    The tensor `gate_up`, with `axes`, holds wi_0 and wi_1; the tensor `down`, with `down_axes`,
-    holds wo.
+    `gate_up` is the name of the tensor that holds wi_0 and wi_1, and `axes` are its axes. `down` is
+    the name of the tensor that holds wo, and `down_axes` are its axes.
     """
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the three tensors of the shared experts, which are stored as one MLP of width S."""
+    """Lists the three tensors of the shared experts, which are stored as a single MLP.
+
+    The MLP's hidden width S is that of all shared experts together. `block` is the name of the
+    MLP's PyTorch module; `gate`, `up` and `down` are the names of the modules inside it that hold
+    shared_wi_0, shared_wi_1 and shared_wo.
+    """
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
@@ -134,8 +146,9 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-# The same alternatives in the reverse order: stacked tensors, or, if the model is quantized, a
-# tensor for each expert.
+# The alternatives of _EXPERTS in the reverse order. A block that is added to a directory without
+# MoE blocks gets the first one that is possible: tensors that hold all experts, or, if the model is
+# quantized to float8, tensors for each expert.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
@@ -147,12 +160,12 @@ _GRANITE = (
     *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 
-# The fields of `jax_ep.MoEConfig` for routers that compute logits in the dtype of x. Without them,
-# logits are computed in float32.
+# The fields of `jax_ep.MoEConfig` for routers that compute their logits in the dtype of the tokens.
+# By default, logits are computed in float32.
 _OWN_DTYPE = {"router_dtype": None}
 
-# The fields of `jax_ep.MoEConfig` for routers that divide the weights of a token's experts by their
-# sum. DeepSeek's router adds an epsilon to the sum.
+# The fields of `jax_ep.MoEConfig` for routers that divide the weights of a token's K experts by
+# their sum. DeepSeek's router first adds a small number to the sum, so it has fields of its own.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
@@ -485,8 +498,9 @@ TABLE = (
         fields={
             "num_experts_per_token": "moe_k",
             "activation": "hidden_act",
-            # The model uses moe_norm_min as a lower bound of the weights' sum. The layer adds it to
-            # the sum, which makes a difference only if the sum is below 1e-5.
+            # The model divides a token's weights by their sum, or by moe_norm_min if the sum is
+            # smaller. This library's layer instead adds moe_norm_min to the sum, which makes a
+            # difference only if the sum is below 1e-5.
             "normalize_epsilon": "moe_norm_min",
         },
         fixed={"score": "softmax", "normalize": True},
@@ -562,8 +576,8 @@ TABLE = (
 )
 
 
-# The beginning of the tensors' published names, before "layers.", by `model_type`. The default is
-# "model.".
+# Maps the `model_type` of a model to the part of its published tensor names before "layers.". All
+# other models have "model." there.
 _ROOTS = {
     "qwen3_5_moe_text": "model.language_model.",
     "qwen3_vl_moe_text": "model.language_model.",
@@ -596,9 +610,9 @@ def published_root(model_type: str, is_part: bool) -> str:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns the supported architectures by their `model_type` in config.json.
+    """Returns a dict that maps each supported `model_type` of config.json to its architecture.
 
-    If several architectures share a `model_type`, the first one is returned for it.
+    If several architectures share a `model_type`, it maps to the first one in TABLE.
     """
     known: dict[str, Architecture] = {}
     for row in TABLE:

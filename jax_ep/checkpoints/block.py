@@ -48,7 +48,8 @@ from jax_ep.checkpoints.safetensors import Directory, Index
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
-# A parameter, or a slice of one: an np.ndarray, or a QuantizedArray of NumPy arrays.
+# The type of a parameter or a slice of a parameter: an np.ndarray, or a QuantizedArray of NumPy
+# arrays.
 Parameter = Any
 
 CONFIG = "config.json"
@@ -66,19 +67,20 @@ _WRAPPERS = (
 )
 _ROOTS = (*root_parts(), *_WRAPPERS)
 
-# Matches the beginning of the name of a tensor in a layer. Its three groups are the part before the
-# layer's number, the number, and the part with wrappers after the number.
+# Matches the beginning of the name of a tensor in a decoder layer. The three groups of the regular
+# expression are the part up to "layers.", the number of the layer, and ".", followed by the names
+# of _WRAPPERS if the layer is wrapped.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# Matches the names of a decoder's embedding and last norm. Its group is the part before the name of
-# the module itself, such as "model.".
+# Matches the names of a decoder's embedding and last norm. The group of the regular expression is
+# the part of the name before the embedding's or norm's own name, such as "model.".
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
-# A tensor is read in pieces of _ROWS rows, which are transposed in tiles of _COLUMNS columns, so
-# that a tile fits in the CPU's caches.
+# A stored matrix is read in pieces of _ROWS rows. Each piece is copied, and transposed if that is
+# needed, in tiles of _COLUMNS columns, because such a tile fits in the CPU's caches.
 _ROWS, _COLUMNS = 256, 64
 
 
@@ -115,19 +117,19 @@ class Block:
         return tuple(param for tensor in self.tensors for param in tensor.params)
 
     def shape(self, param: str) -> tuple[int, ...]:
-        """Returns the shape of a whole parameter, before it is sharded."""
+        """Returns the shape of the whole parameter `param`, of which a device may hold a shard."""
         held = {"E": self.sizes["E"] if self.num_slots is None else self.num_slots}
         return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the dtype in which a parameter is stored; bfloat16 if it is stored quantized."""
+        """Returns the dtype in which a parameter is stored, or bfloat16 if it is quantized."""
         return self.open(self._tensor(param), 0).dtype
 
     def format(self, param: str) -> Format | None:
-        """Returns the quantized format in which a parameter is stored; None: it is not quantized.
+        """Returns the quantized format in which a parameter is stored, or None if there is none.
 
         Raises:
-            ValueError: the experts are stored in different formats.
+            ValueError: the matrices of the experts are stored in different formats.
         """
         tensor = self._tensor(param)
         experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
@@ -141,10 +143,10 @@ class Block:
         return found.pop()
 
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
-        """Returns the quantized format of a parameter's matrices in a stored tensor.
+        """Returns the quantized format of the parameter `param` in a stored tensor.
 
-        It is a `Transposed` format if the tensor stores the matrices transposed, and None if the
-        tensor is not quantized.
+        The format is a `Transposed` one if the tensor stores the matrices of the parameter
+        transposed. Returns None if the tensor is not quantized. `encoding` is the opened `tensor`.
         """
         format = format_of(encoding)
         letters = tensor.axes.replace("G", "").replace(" ", "")
@@ -152,7 +154,10 @@ class Block:
         return format if format is None or same_order else Transposed.of(format)
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Opens a stored tensor; `expert` selects the tensor if each expert has its own."""
+        """Opens a stored tensor of the block.
+
+        `expert` is the number of an expert. It is used only if each expert has its own tensor.
+        """
         name = self.prefix + tensor.name.format(e=expert)
         return open_tensor(self.directory, name, self.quantization)
 
@@ -160,7 +165,7 @@ class Block:
         return tuple(_size(token, self.sizes) for token in tensor.axes.split())
 
     def check(self) -> None:
-        """Raises ValueError if a tensor of the block is missing, misshapen or unknown."""
+        """Raises ValueError if the block lacks a tensor, or has a misshapen or unknown tensor."""
         directory, prefix, models = self.directory, self.prefix, self.architecture.models
         for tensor in self.tensors:
             wanted = self._stored_shape(tensor)
@@ -200,13 +205,14 @@ class Block:
         done: Callable[[int], None],
         format: Format | None = None,
     ) -> Parameter:
-        """Reads a slice of a parameter, and only the stored bytes that the slice needs.
+        """Reads a slice of a parameter, without reading bytes that the slice does not need.
 
         Args:
             param: the parameter's name in `jax_ep.MoEParams`.
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
-            done: called after each piece is read, with the piece's number of bytes.
+            done: called with the number of bytes of each piece of the slice (one expert, or all of
+                a parameter without experts) after it has been read.
             format: the quantized format of the result, for a slice that consists of whole blocks of
                 the format. Numbers that are stored in this format are not quantized again. None:
                 the result is a plain array.
@@ -244,11 +250,11 @@ class Block:
         return out
 
     def write(self, params: Mapping[str, Parameter], into: Directory) -> None:
-        """Writes whole parameters to `into`, a directory that has tensors of the same names.
+        """Writes all parameters of the block to `into`, a directory that has the block's tensors.
 
-        `params` holds NumPy arrays, or `QuantizedArray` objects of NumPy arrays, by name. The
-        values and scales of a `QuantizedArray` in the tensor's format are written unchanged. In any
-        other case its dequantized numbers are written.
+        `params` maps their names to NumPy arrays, or to `QuantizedArray` objects of NumPy arrays.
+        If a `QuantizedArray` has the format of the stored tensor, its values and scales are written
+        unchanged. Otherwise its numbers are dequantized, and encoded as the tensor is.
         """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
@@ -263,9 +269,13 @@ class Block:
         whole: Mapping[str, slice],
         expert: int | None,
     ) -> None:
-        """Writes one expert's part of a tensor, or the whole tensor if `expert` is None.
+        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None.
 
-        `whole` maps the letter of each axis to the slice of the whole axis.
+        Args:
+            tensor: the stored tensor.
+            params: the whole parameters, by name.
+            whole: maps the letter of each axis to the slice that takes the whole axis.
+            expert: the number of the expert.
         """
         encoding = self.open(tensor, expert or 0)
         region = tuple(
@@ -303,9 +313,14 @@ class Block:
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype]
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each tensor of a block that is to be added, by name.
+        """Describes the tensors that must be created to add this block to a directory.
 
-        Scales of quantized tensors are included. `dtypes` are the parameters' dtypes, by name.
+        Args:
+            dtypes: maps each parameter's name to its dtype, which tensors that are not quantized
+                get.
+
+        Returns:
+            A dict that maps the name of each tensor, scales included, to its dtype and shape.
         """
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
@@ -322,7 +337,11 @@ class Block:
         return stored
 
     def _new_float8_scales(self, tensor: Tensor, expert: int) -> np.dtype | None:
-        """Returns the dtype of the scales if a new tensor is to be stored as float8, else None."""
+        """Returns the dtype of the scales of a tensor that is to be added as float8.
+
+        Returns None if the tensor is to be stored in another way. `expert` is the number of an
+        expert, used only if each expert has its own tensor.
+        """
         name = tensor.name.format(e=expert)
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
@@ -332,7 +351,7 @@ class Block:
         return None
 
     def stored(self) -> list[str]:
-        """Returns the names of all tensors that store the block, scales included."""
+        """Returns the full names of all tensors in which the block is stored, scales included."""
         return [
             name
             for tensor in self.tensors
@@ -360,10 +379,14 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 
 
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
-    """Describes the MoE block of a layer that is to be added to the directory `path`.
+    """Makes the `Block` of a layer that a directory lacks, in order to add it to the directory.
 
-    Returns None if the directory already has the block. The names of the new tensors begin like
-    those of the nearest layer in the directory, or as published if the directory has no layer.
+    The tensor names of the new block begin like those of the nearest layer that has an MoE block
+    or, if none has, of the nearest layer; only the layer's number differs. If the directory has no
+    layer, they begin like the name of its embedding or last norm, or else as published.
+
+    Returns:
+        The block, or None if the directory `path` already has the block of this layer.
     """
     directory = Directory(path, may_be_empty=True)
     row, keys = _look_up(directory.path, layer)
@@ -388,11 +411,12 @@ def _renumbered(prefix: str, layer: int) -> str:
 
 
 def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[str]], list[str]]:
-    """Finds all router tensors of a directory.
+    """Finds the weight tensors of all routers in a directory; every MoE block has such a tensor.
 
     Returns:
-        The prefixes of the MoE blocks that they belong to, by number of the layer; and the names of
-        router tensors whose name does not begin like a layer's.
+        A dict that maps the number of each layer with a router to the prefixes of its MoE blocks,
+        such as "model.layers.3."; and a list of the names of routers whose layer is unknown,
+        because the names do not begin as the names of a layer's tensors do.
     """
     blocks: dict[int, list[str]] = {}
     others = []
@@ -408,9 +432,9 @@ def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[st
 
 
 def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
-    """Returns the prefix of the tensors of a layer's MoE block; None if the layer has no block.
+    """Returns the prefix of the tensor names of a layer's MoE block, such as "model.layers.3.".
 
-    Raises ValueError if the layer has several blocks.
+    Returns None if the layer has no MoE block. Raises ValueError if it has several.
     """
     prefixes = _routers(directory, row)[0].get(layer)
     return None if prefixes is None else _only(prefixes, directory, row, layer)
@@ -427,7 +451,10 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Returns the error message for a layer without an MoE block: similar tensors, and a remedy."""
+    """Returns the error message for a layer without an MoE block.
+
+    The message names tensors whose names resemble the expected one, and says how to rename them.
+    """
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -486,10 +513,16 @@ def _quantization(keys: _Keys) -> Quantization:
 def _block(
     directory: Directory, row: Architecture, prefix: str, keys: _Keys, like: str | None = None
 ) -> Block:
-    """Makes the `Block` with the given tensor prefix, from config.json and the architecture.
+    """Makes the `Block` of one layer.
 
-    Of alternative tensors, it takes those that exist under the prefix `like`, or under `prefix` if
-    `like` is None.
+    Args:
+        directory: the directory that has the block, or to which it is to be added.
+        row: the architecture of the model.
+        prefix: the prefix of the block's tensor names, such as "model.layers.3.".
+        keys: looks up values of config.json.
+        like: the prefix of an existing block, if the block is to be added. Where weights may be
+            stored in alternative tensors (`OneOf`), the block has those that exist under this
+            prefix. None: those that exist under `prefix`.
     """
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -509,10 +542,11 @@ def _block(
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
-    """Reads config.json; returns the language model's configuration.
+    """Reads config.json in the directory `path`.
 
-    The second result is whether the model is multimodal, with the language model's configuration
-    nested under `text_config`.
+    Returns:
+        The configuration of the language model; and whether the model is multimodal, so that the
+        configuration of its language model was nested under `text_config`.
     """
     file = path / CONFIG
     if not file.exists():
@@ -559,12 +593,12 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """Looks up values of config.json by the keys that an `Architecture` has.
+    """Looks up values of config.json by the keys in an `Architecture`, such as "a|b" or "a*b".
 
     Attributes:
         config: the contents of config.json.
         row: the architecture, which has default values.
-        layer: the number of the layer, for values that config.json lists by layer.
+        layer: the number of the layer, which selects an entry of values that are lists by layer.
         file: the path of config.json, for error messages.
         root: the beginning of the model's published tensor names, before "layers.".
     """
@@ -576,9 +610,11 @@ class _Keys:
     root: str
 
     def value(self, key: str) -> Any:
-        """Returns the value of a key "a", or of the first that exists of the keys in "a|b".
+        """Returns the value of a key; "a|b" stands for the first of the keys a and b that exists.
 
-        If the value is a list with an entry per layer, returns this layer's entry.
+        A key exists if config.json has a value other than null for it, or else if the architecture
+        has a default value. If the value is a list, it has an entry for each layer, and the entry
+        of the layer `layer` is returned. Raises ValueError if no key exists.
         """
         names = key.split("|")
         found = [self.config[name] for name in names if self.config.get(name) is not None]
@@ -588,9 +624,10 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the integer value of a key "a" or "a|b", or the product of the values in "a*b".
+        """Returns the integer value of a key; "a*b" stands for the product of the two keys' values.
 
-        Raises ValueError unless the values are integers that are not negative.
+        Each factor may be of the form "a|b", as in `value`. Raises ValueError unless all values are
+        integers that are not negative.
         """
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
@@ -599,7 +636,11 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns the value for a field of `jax_ep.MoEConfig`, made from the value of a key."""
+        """Returns the value of a field of `jax_ep.MoEConfig`.
+
+        The value is made from the value of `key` in config.json by the function for `field` in
+        `jax_ep.checkpoints.functions.MAKE`, if there is one.
+        """
         value = self.value(key)
         try:
             return MAKE.get(field, lambda value: value)(value)
@@ -608,7 +649,10 @@ class _Keys:
 
 
 def _gate(row: Architecture) -> str:
-    """Returns the name of the router's weight tensor, without a prefix; every MoE block has it."""
+    """Returns the name of the router's weight tensor, without the prefix of the MoE block.
+
+    Every MoE block has this tensor, so blocks are found by it.
+    """
     return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
 
 
@@ -620,11 +664,21 @@ def _stored(
     look_up: _Keys,
     method: str | None,
 ) -> Tensors:
-    """Returns the tensors that the block with the given prefix must have.
+    """Returns the tensors that an MoE block must have.
 
-    From alternatives (`OneOf`), selects the one that the directory has. If it has none, selects the
-    first that is possible with the quantization `method`: float8 matrices have a tensor for each
-    expert, and names of MXFP4 tensors end in `BLOCKS`.
+    Where the architecture has alternatives (`OneOf`), the layout that the directory has under
+    `prefix` is taken. If the directory has no such tensors, the first layout that suits the
+    quantization `method` is taken: float8 matrices have a tensor for each expert, and names of
+    MXFP4 tensors end in `BLOCKS`. Tensors with an axis of size 0 are left out, and so are tensors
+    that, according to config.json, do not exist.
+
+    Args:
+        directory: the directory with the tensors.
+        row: the architecture of the model.
+        prefix: the prefix of the tensor names.
+        sizes: the size of each axis, by its letter.
+        look_up: looks up values of config.json.
+        method: the quantization method, as in `Quantization`.
     """
 
     def is_there(tensors: Tensors) -> bool:
@@ -657,22 +711,32 @@ def _names(row: Architecture) -> list[str]:
 
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
-    """Returns the size of a stored tensor's axis from its letters, such as "GF": 2 * F."""
+    """Returns the size of an axis of a stored tensor: for the letters "GF", for example, 2 * F.
+
+    `token` has the letters of the axis, and `sizes` the size of each letter.
+    """
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
 
 
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Returns the slice of a stored tensor that holds a slice of a parameter.
+    """Finds the slice of a stored tensor that holds a slice of a parameter.
 
-    `taken` maps the letters of the parameter's axes to their slices. The second result has the
-    letters of the tensor's axes, in the tensor's order and without G.
+    Args:
+        tensor: the stored tensor.
+        param: the name of the parameter.
+        taken: maps the letter of each axis of the parameter to the slice to find along this axis.
+        sizes: the size of each axis, by its letter.
+
+    Returns:
+        A slice for each axis of the tensor; and the letters of the tensor's axes, in the tensor's
+        order and without G, to transpose the slice (see `_in_order`).
     """
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        # The parameter may lack the tensor's axis "1".
+        # If the parameter lacks this axis, it is the tensor's axis "1", of which 0:1 is the whole.
         part = taken.get(letter, slice(0, 1))
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
@@ -684,10 +748,18 @@ def _place(
 
 
 def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
-    """Returns the numbers of the experts (or slots) to copy one by one.
+    """Lists the experts, or slots, by which a slice of a parameter is copied one at a time.
 
-    Returns [None] for a parameter that is copied as a whole: one without an axis of experts, or
-    with one number per expert. `axes` are the letters of the parameter's axes.
+    A parameter without an axis of experts, or with a single number for each expert, is copied as a
+    whole; for it, the result is [None].
+
+    Args:
+        axes: the letters of the parameter's axes.
+        taken: maps the letter of each axis to the slice to copy; `taken["E"]` is the slice of
+            experts or slots.
+
+    Returns:
+        The numbers of the experts or slots, or [None].
     """
     if axes[0] != "E" or len(axes) == 1:
         return [None]
@@ -695,12 +767,19 @@ def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array to the order of `letters`; `axes` has the letters of its own axes."""
+    """Transposes an array, whose axes have the letters `axes`, to the order of `letters`.
+
+    `letters` may have further letters, which are ignored.
+    """
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
-    """Copies the slice `index` of a stored tensor to `into`, in pieces that fit in CPU caches."""
+    """Reads the slice `index` of a stored tensor into the array `into`, decoded and cast.
+
+    `into` is a view in the order of the tensor's axes. A matrix is copied in tiles that fit in the
+    CPU's caches.
+    """
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return
@@ -719,10 +798,15 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
 def _copy_quantized(
     encoding: Encoding, index: Index, into: QuantizedArray, is_stored: bool, same_order: bool
 ) -> None:
-    """Copies the slice `index` of a stored tensor into a quantized matrix, `into`.
+    """Reads the slice `index` of a stored tensor into the quantized matrix `into`.
 
-    If `is_stored`, the tensor is in the format of `into`, and its values and scales are copied.
-    Otherwise its numbers are quantized; `same_order` is False if it stores the matrix transposed.
+    Args:
+        encoding: the stored tensor.
+        index: a slice for each axis of the tensor.
+        into: the quantized matrix, as NumPy arrays to write to.
+        is_stored: whether the tensor has the format of `into`. If so, its values and scales are
+            copied unchanged. If not, its numbers are decoded and quantized to the format of `into`.
+        same_order: whether the tensor stores the matrix as it is, and not transposed.
     """
     if is_stored:
         assert not isinstance(encoding, Plain)
@@ -736,12 +820,19 @@ def _copy_quantized(
 
 
 def _entry(array: Parameter, i: int) -> Any:
-    """Returns a view of entry i along the first axis of an array or `QuantizedArray`."""
+    """Returns a view of `array[i]`, for example of one expert's matrix in a parameter.
+
+    For a `QuantizedArray`, the view consists of views of the values and of the scales.
+    """
     return jax.tree.map(lambda part: part[i], array)
 
 
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
-    """Calls a function for each item, in several threads, since NumPy releases the GIL to copy."""
+    """Calls a function for each item, in several threads.
+
+    The items are the result of `_experts`, and the function copies one expert's weights. NumPy
+    releases the GIL while it copies, so the threads run in parallel.
+    """
     if len(items) == 1:
         function(items[0])
         return
@@ -750,14 +841,21 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
 
 
 def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
-    """Allocates a quantized array of `shape`: values and scales, each aligned to 64 bytes."""
+    """Allocates a quantized array of `shape`, uninitialized, that dequantizes to `dtype`.
+
+    Its values and its scales are aligned to 64 bytes, so that XLA's CPU devices use their memory
+    without a copy.
+    """
     values: Any = _empty(format.values_shape(shape), format.dtype)
     scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
     return QuantizedArray(values, scales, format, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocates an array aligned to 64 bytes, which XLA's CPU devices use without a copy."""
+    """Allocates an uninitialized array.
+
+    The memory is aligned to 64 bytes, so that XLA's CPU devices use it without a copy.
+    """
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     first = -memory.ctypes.data % 64

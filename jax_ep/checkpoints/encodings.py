@@ -1,8 +1,9 @@
 """Reads and writes tensors of published models: plain ones, float8 with scales, and MXFP4.
 
 Each class reads slices of a stored tensor as decoded numbers, and encodes numbers to write them to
-slices. Writing unchanged numbers changes no bytes: a block (numbers that share a scale) is written
-only if the new numbers differ from what the stored block decodes to.
+slices. A block is the numbers of a quantized tensor that share a scale. It is written only if the
+new numbers differ from what the stored block decodes to, so writing unchanged numbers changes no
+bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of the tensors in the files that store this one, scales included."""
+        """The names of the stored tensors that make up this one: the values, and any scales."""
         return (self.name,)
 
     @property
@@ -45,17 +46,18 @@ class Plain:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the stored numbers, in which the tensor is loaded by default."""
+        """The dtype of the stored numbers, which is the default dtype of the loaded parameter."""
         return self.directory.entry(self.name).dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a slice of the tensor, as an array of dtype `dtype`."""
+        """Reads a slice of the tensor, as an array of the stored dtype."""
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Rounds numbers to `dtype` and writes them to a slice of the tensor.
+        """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
 
-        A stored number stays as it is if, cast to the dtype of `values`, it equals the new number.
+        A stored number keeps its bits if it equals the new number after a cast to the dtype of
+        `values`.
         """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
@@ -66,9 +68,9 @@ class Plain:
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns a boolean array: where `values` differ from `old` cast to the dtype of `values`.
+    """Compares two arrays; returns a boolean array that is true where their elements differ.
 
-    Two NaNs count as equal.
+    `old` is first cast to the dtype of `values`. Two NaNs count as equal.
     """
     old = old.astype(values.dtype)
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
@@ -76,9 +78,10 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _InBlocks:
-    """A tensor that is stored in blocks with scales, in a format of `jax_ep.formats`.
+    """A quantized tensor, which consists of blocks of numbers that share a scale.
 
-    A block that reaches past the end of the tensor is padded with zeros before it is encoded.
+    The encoding is a format of `jax_ep.formats`. A block that reaches past the end of the tensor is
+    padded with zeros before it is encoded.
 
     Attributes:
         directory: the directory with the tensor.
@@ -107,9 +110,9 @@ class _InBlocks:
         return numbers[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Encodes numbers and writes them to a slice of the tensor that consists of whole blocks.
+        """Encodes `values` and writes them to a slice of the tensor that consists of whole blocks.
 
-        A block whose numbers have not changed keeps its bytes.
+        A stored block that already decodes to the new numbers keeps its bytes.
         """
         blocks, within = self._blocks(index)
         old = self._load(blocks)
@@ -125,21 +128,27 @@ class _InBlocks:
         self._store(blocks, *parts)
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the stored values and scales of a slice that consists of whole blocks."""
+        """Reads the stored values and scales of a slice, which must consist of whole blocks.
+
+        Returns the pair (values, scales), which `format.decode` takes.
+        """
         return self._load(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes encoded values and scales to a slice that consists of whole blocks.
+        """Writes encoded values and scales to a slice, which must consist of whole blocks.
 
-        They have the form in which `read_parts` returns values and scales.
+        `values` and `scales` are as `read_parts` returns them for the same slice.
         """
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Converts a slice of the tensor to the slice of its blocks.
+        """Finds the blocks that make up a slice, so that they are read or written undecoded.
+
+        Returns:
+            The slice along each axis, counted in blocks.
 
         Raises:
-            ValueError: the slice cuts a block.
+            ValueError: the slice has some but not all numbers of a block.
         """
         blocks, within = self._blocks(index)
         for taken, size in zip(within, self._block, strict=True):
@@ -152,11 +161,11 @@ class _InBlocks:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Finds the blocks that hold a slice of the tensor.
+        """Finds the blocks that must be read to get a slice of the tensor.
 
         Returns:
-            The slices of the blocks, counted in blocks; and, for each axis that blocks divide, the
-            slice within these blocks, counted in numbers.
+            The slice of blocks along each axis, where the last axes are counted in blocks; and, for
+            each of these last axes, which of the numbers of the blocks are in the slice `index`.
         """
         block = self._block
         blocks, within = [], []
@@ -171,16 +180,22 @@ class _InBlocks:
 
     @property
     def _block(self) -> tuple[int, ...]:
-        """The shape of a block, counted in numbers, without the axis of rows if it has one row."""
+        """The shape of a block: (rows, columns), or only (columns,) if blocks have a single row."""
         return self.format.block[1:] if self.format.block[0] == 1 else self.format.block
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The shape of a block, counted in stored values; MXFP4 has two numbers in a value."""
+        """The shape of a block, like `_block` but in stored values.
+
+        A stored value of MXFP4 is a byte that holds two numbers.
+        """
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Pads an array [.., rows, columns] with zeros to whole blocks, at the end of each axis."""
+        """Pads an array [.., rows, columns] with zeros, so that blocks divide its last axes evenly.
+
+        The zeros are at the end of each axis.
+        """
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -188,7 +203,7 @@ class _InBlocks:
         return np.pad(array, [(0, 0)] * (array.ndim - len(block)) + widths)
 
     def _any_of_block(self, flags: np.ndarray) -> np.ndarray:
-        """Reduces flags [.., rows, columns] to one flag per block: whether any of them is true."""
+        """Reduces booleans [.., rows, columns] to one per block: whether any of a block is true."""
         for axis, size in enumerate(self._block, start=-len(self._block)):
             starts = np.arange(0, flags.shape[axis], size)
             flags = np.logical_or.reduceat(flags, starts, axis=axis)
@@ -198,11 +213,19 @@ class _InBlocks:
         return self.format.encode(values)
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the values and scales of blocks, in the form that `format.decode` takes."""
+        """Reads the stored values and scales of some blocks.
+
+        `blocks` is a slice along each axis, in which the last axes are counted in blocks. Returns
+        the pair (values, scales), which `format.decode` takes.
+        """
         raise NotImplementedError
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes the values and scales of blocks, in the form that `format.encode` returns."""
+        """Writes the encoded values and scales of some blocks.
+
+        `blocks` is a slice along each axis, in which the last axes are counted in blocks. `values`
+        and `scales` are as `format.encode` returns them.
+        """
         raise NotImplementedError
 
 
@@ -210,8 +233,8 @@ class _InBlocks:
 class Float8(_InBlocks):
     """A tensor of float8_e4m3fn values, with a scale for each block of a matrix (DeepSeek-V3).
 
-    A number is its stored value times its block's entry in the tensor `<name>_scale_inv`, whose
-    shape is [.., rows / block rows, columns / block columns], rounded up.
+    A number of the tensor is its stored value times the scale of its block. The scales are in the
+    tensor `<name>_scale_inv`, [.., rows / block rows, columns / block columns], rounded up.
 
     Attributes:
         directory: the directory with the tensor.
@@ -238,7 +261,7 @@ class Float8(_InBlocks):
         """The shape of the tensor.
 
         Raises:
-            ValueError: there is not exactly one scale for each block.
+            ValueError: the tensor of scales does not have exactly one scale for each block.
         """
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
@@ -268,7 +291,10 @@ class Float8(_InBlocks):
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
     def _of_values(self, blocks: Index) -> Index:
-        """Converts a slice counted in blocks to a slice of stored values, within the tensor."""
+        """Converts a slice of blocks to the slice of the stored values that these blocks hold.
+
+        The result ends where the tensor ends, even if the last block reaches past the end.
+        """
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
@@ -302,10 +328,11 @@ class MXFP4(_InBlocks):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded tensor.
+        """The shape of the decoded tensor, in numbers.
 
         Raises:
-            ValueError: there is not exactly one scale for each block of 16 bytes.
+            ValueError: the stored blocks do not have 16 bytes each, or the tensor of scales does
+                not have exactly one scale for each block.
         """
         *shape, blocks, size = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
@@ -336,7 +363,7 @@ class Quantization:
 
     Attributes:
         method: "fp8", "mxfp4", or None for a model that is not quantized.
-        block: the numbers of rows and columns of a float8 block, which shares a scale.
+        block: the numbers of rows and columns of a float8 block, whose numbers share a scale.
         power_of_two: whether scales of float8 blocks are powers of two (`scale_fmt` "ue8m0").
         kept: names, or parts of names, of the modules that are not quantized.
     """
@@ -347,9 +374,9 @@ class Quantization:
     kept: tuple[str, ...] = ()
 
     def is_float8(self, name: str) -> bool:
-        """Returns whether a new tensor that holds an expert's matrix is stored as float8.
+        """Returns whether a tensor that is added for an expert's matrix is to be stored as float8.
 
-        `name` is the tensor's full name.
+        `name` is the full name of the tensor.
         """
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
@@ -384,9 +411,16 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
 def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns the dtypes and shapes of the two tensors that store a tensor of `shape` as float8.
+    """Describes the two tensors that store a tensor as float8: its values and its scales.
 
-    They are the values and the scales, by name.
+    Args:
+        name: the name of the tensor, which is also the name of its values.
+        shape: the shape of the tensor.
+        block: the numbers of rows and columns of a block, whose numbers share a scale.
+        scale_dtype: the dtype of the scales.
+
+    Returns:
+        A dict that maps the name of each of the two tensors to its dtype and shape.
     """
     format = formats.Float8.of(_FLOAT8, block, scale_dtype)
     scales = format.scale_dtype, format.scales_shape(shape)
@@ -394,9 +428,14 @@ def float8_tensors(
 
 
 def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns the dtypes and shapes of the two tensors that store a tensor of `shape` as MXFP4.
+    """Describes the two tensors that store a tensor as MXFP4: its values and its scales.
 
-    They are the values and the scales, by name. `name` ends in "_blocks".
+    Args:
+        name: the name of the values, which ends in "_blocks".
+        shape: the shape of the decoded tensor.
+
+    Returns:
+        A dict that maps the name of each of the two tensors to its dtype and shape.
 
     Raises:
         ValueError: the last axis is not a multiple of a block's 32 numbers.

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation function for a name in config.json, such as "silu".
+    """Returns the activation function that config.json calls `name`, such as "silu".
 
     Raises:
         ValueError: no activation of this name is known.
@@ -45,7 +45,7 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns GPT-OSS's gating, the function (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1).
 
-    gate and up are the results of an expert's first two matmuls.
+    `gate` and `up` are the results of an expert's matmuls with wi_0 and wi_1.
     """
     return functools.partial(_gpt_oss_gating, alpha=alpha)
 
@@ -58,10 +58,10 @@ def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Arra
 def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
     """Returns Phi-3.5-MoE's inference router, which chooses two experts (arXiv:2409.12136).
 
-    The first expert has the largest logit, the second the largest of the remaining logits. An
-    expert's weight is its share of a softmax over its own logit and the remaining logits near it.
-    A logit is near if the difference is at most 2 * jitter times the larger of the magnitudes of
-    the logit and of the chosen one.
+    The first expert is the one with the largest logit, the second the one with the largest of the
+    remaining logits. The weight of a chosen expert is its value in a softmax over its own logit and
+    those remaining logits that are near it. A logit is near the chosen expert's logit if the two
+    differ by at most 2 * jitter times the larger of their magnitudes.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 
@@ -72,11 +72,11 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # The size is zero only for a logit of zero that is the largest remaining one, or that was
-        # already chosen.
+        # A size of zero, which cannot divide, means that the logit and the largest remaining logit
+        # are zero, or that the logit is zero and belongs to an expert that was already chosen.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
-        # The softmax has at least one finite logit, since the largest logit is near itself.
+        # At least one logit in the softmax is finite: the largest one, which is near itself.
         shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
         chosen.append(expert)
         weights.append(jnp.take_along_axis(shares, expert, axis=-1))

@@ -110,7 +110,8 @@ class Directory:
         Args:
             path: the path of the directory.
             writable: whether `write` may change the files.
-            may_be_empty: whether the directory may lack both an index and a single file.
+            may_be_empty: whether it is no error if the directory has neither an index nor a single
+                file; it then has no tensors.
 
         Raises:
             FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
@@ -123,7 +124,7 @@ class Directory:
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
         self._lock = threading.Lock()
-        # With an index, files that it does not name are ignored.
+        # If there is an index, safetensors files that the index does not name are ignored.
         if (self.path / INDEX).exists():
             self.files: dict[str, str] = _read_index(self.path / INDEX)["weight_map"]
         elif (self.path / ONE_FILE).exists():
@@ -137,7 +138,7 @@ class Directory:
             )
 
     def entry(self, name: str) -> Entry:
-        """Returns where a tensor is stored, with its dtype and shape.
+        """Returns the `Entry` of the tensor `name`: where it is stored, its dtype and its shape.
 
         Raises:
             FileNotFoundError: the file that the index names for the tensor does not exist.
@@ -174,10 +175,10 @@ class Directory:
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Yields a view of a slice of a memory-mapped tensor.
+        """Yields a view of a slice of the memory-mapped tensor `name`.
 
-        On exit, tells the system that the slice's pages are no longer needed, so that reading large
-        files does not fill the process's memory.
+        On exit, tells the operating system that the slice's pages are no longer needed, so that
+        reading large files does not fill the process's memory.
         """
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
@@ -250,8 +251,8 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
             ) from error
-        # The size follows from dtype and shape, and must agree with the offsets. Only for a dtype
-        # that is not known, the size is taken from the offsets.
+        # The number of bytes follows from the dtype and the shape; below, it must agree with the
+        # offsets. If the dtype is unknown, the number is taken from the offsets instead.
         num_bytes = last - first
         if kind in _DTYPES:
             num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
@@ -290,11 +291,12 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 
 @contextlib.contextmanager
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
-    """Yields a writable copy of the files with the tensors `names`; replaces the files on exit.
+    """Copies the files that hold the tensors `names`, to change the copies and then replace them.
 
-    Each file is replaced atomically: a reader sees either the old or the new file, even if the
-    process is killed. A symbolic link into a shared cache is replaced by a file, and the cache
-    stays unchanged.
+    Yields a writable `Directory` of the copies. On exit, the copies replace the files of
+    `directory`, each atomically: a reader sees either the old or the new file, even if the process
+    is killed. A symbolic link, for example into a shared cache, is replaced by a file, and the file
+    that it pointed to stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -312,7 +314,10 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 def adding(
     directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[Directory]:
-    """Yields a new file of zero tensors to fill; on exit, adds it to the directory and its index.
+    """Creates a file with tensors of zeros, to be filled and then added to a directory.
+
+    Yields a writable `Directory` that holds only the new file. On exit, the file and the names of
+    its tensors are added to `directory` and its index.
 
     Args:
         directory: the directory to add to.
@@ -320,8 +325,8 @@ def adding(
         tensors: the dtype and shape of each new tensor, by name.
 
     Raises:
-        ValueError: the directory holds a single file without an index, or by its index the file
-            `file` holds tensors other than the new ones.
+        ValueError: the directory holds a single file without an index; or its index says that
+            `file` holds other tensors than the new ones.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():
@@ -352,12 +357,17 @@ def _metadata(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """Returns the index's "metadata", updated for tensors that are added or replaced.
+    """Returns the "metadata" of an index after tensors have been added or replaced.
 
-    "total_size" becomes the sum of the bytes of all tensors. If a file is missing, as after a
-    partial download, the difference of the new and replaced tensors' bytes is added to the old
-    "total_size" instead. "total_parameters", if present, is updated by the difference of the
-    numbers of elements.
+    "total_size" becomes the number of bytes of all tensors. If a file is missing, as after a
+    partial download, this number is not known. Then the old "total_size" grows by the bytes of the
+    new tensors, less the bytes of the tensors that they replace. An existing "total_parameters"
+    always changes by the difference between the new and the replaced tensors' elements.
+
+    Args:
+        directory: the directory before the change.
+        metadata: the "metadata" of its index.
+        tensors: maps the names of the added or replaced tensors to their new dtypes and shapes.
     """
     kept = [name for name in directory.files if name not in tensors]
     replaced = [directory.entry(name) for name in directory.files if name in tensors]

@@ -116,16 +116,17 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        # Shells use the status 130 after SIGINT.
+        # 130 is the exit status that shells report for a program that SIGINT ended.
         return 130
     except BrokenPipeError:
-        # The reader of the output, such as `| head`, has ended.
+        # The program that reads the output through a pipe, such as `head`, has ended. Python would
+        # fail again when it flushes standard output at exit, so that now goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Returns the command that the words before the first flag name; None if there is none."""
+    """Returns the name of the command that is given before the first flag; None if unknown."""
     name = " ".join(_before_flags(words))
     return name if name in COMMANDS else None
 

@@ -23,7 +23,8 @@ _JSON = FLAGS.json()
 def run() -> int:
     FLAGS.check_outputs()
     facts = collect()
-    # The file is written before anything is printed, since the reader of a pipe may end early.
+    # The file is written before anything is printed, because printing fails if the output is a pipe
+    # whose reader has ended, such as `head`.
     if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
@@ -104,9 +105,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns all reasons why this version of JAX cannot run the kernels, or None if it can.
+    """Returns the reasons why this version of JAX cannot run the kernels on any machine.
 
-    The reasons are names that the kernels import and that JAX lacks, whatever the machine.
+    The reasons are functions and modules that the kernels use but that this version lacks. Returns
+    None if it lacks none.
     """
     reasons = [
         availability.jax_unavailable_reason(),

@@ -43,7 +43,7 @@ _ALIGNMENT = FLAGS.integer(
 _JSON = FLAGS.json()
 
 _MIB = 2**20
-# The number of characters that a table leaves for an operation's name.
+# The width of the table's column with the names of operations, in characters.
 _NAME = 44
 
 
@@ -55,7 +55,8 @@ def run() -> int:
     if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
         raise Error("--host_capacity: needs several hosts, such as --hosts=2")
     facts = collect()
-    # The file is written before anything is printed, since the reader of a pipe may end early.
+    # The file is written before anything is printed, because printing fails if the output is a pipe
+    # whose reader has ended, such as `head`.
     if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
@@ -87,8 +88,8 @@ def collect() -> dict[str, Any]:
             results = memory.result_bytes(**way, **rows, **model, **hosts)
             here.append(way | {"buffers": buffers, "results": results})
         except ValueError as error:
-            # The flags have been checked, so the error says that this implementation does not
-            # support the sizes.
+            # The flags are valid, so the error means that this implementation cannot run the
+            # operation with these sizes.
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
     others = [
@@ -115,8 +116,8 @@ def collect() -> dict[str, Any]:
 def _ways() -> Iterator[dict[str, Any]]:
     """Yields keyword arguments of `memory.workspace_bytes` for every operation and way to run it.
 
-    The ways differ in implementation, layout, wire dtype and output. Some do not support the sizes
-    that the flags give.
+    A way to run an operation is a combination of implementation, layout, wire dtype and output.
+    Some of them do not support the sizes that the flags give.
     """
     wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
@@ -177,9 +178,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _line(use: dict[str, Any]) -> str:
-    """Renders a table line for an operation: total MiB of workspace and results, then each buffer.
+    """Renders the table's line for one operation.
 
-    `use` is an entry of "here" in the result of `collect`.
+    The line has the operation, the MiB of its whole workspace, the MiB of all its results, and then
+    the MiB of each buffer. `use` is an entry of "here" in the result of `collect`.
     """
     kinds = [use["buffers"], use["results"]]
     totals = "".join(f"{_mib(sum(kind.values())):>10}" for kind in kinds)

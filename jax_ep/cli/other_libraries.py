@@ -16,8 +16,9 @@ class OtherLibrary(NamedTuple):
 
     Attributes:
       name: the library and its version or layout.
-      formula: the formula of the bytes per rank as text, for N ranks, E experts, K choices of a
-        token, B tokens of a rank and messages of P bytes.
+      formula: the bytes per rank as a formula in text. Its letters are N, the number of ranks; E,
+        the number of experts; K, the number of experts that a token chooses; B, the number of
+        tokens of a rank; and P, the bytes of a message that carries one token.
       source: where the formula is published.
       size: the formula as a function (N, E, K, B·P) -> bytes per rank.
     """
@@ -29,7 +30,7 @@ class OtherLibrary(NamedTuple):
 
 
 def message_bytes(hidden: int) -> int:
-    """Returns P, the bytes of a message that carries one token in a combine, for `OTHER_LIBRARIES`.
+    """Returns P of the formulas in `OTHER_LIBRARIES`: the bytes of a token's message in a combine.
 
     A message holds `hidden` bfloat16 values and two more bfloat16 numbers per 128 values.
     """
@@ -41,7 +42,8 @@ def _flags(num_experts: int) -> int:
 
 
 _NCCL_EP = "arXiv:2603.13606, section IV.D; NVIDIA/nccl pull request 2040"
-# The formulas have a factor of 2, because odd and even calls alternate between two sets of buffers.
+# The formulas have a factor of 2, because each library has two sets of buffers: one for odd and one
+# for even calls.
 OTHER_LIBRARIES = (
     OtherLibrary(
         "DeepEP V1",
@@ -80,7 +82,9 @@ OTHER_LIBRARIES = (
 def other_libraries(
     *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
 ) -> dict[str, int]:
-    """Returns the bytes per rank of each other library's low-latency buffers, by its name.
+    """Returns a dict from each other library's name to the bytes per rank of its buffers.
+
+    The buffers are those of the library's low-latency mode.
 
     `OTHER_LIBRARIES` has the formulas and their sources.
     """

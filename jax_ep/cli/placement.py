@@ -75,8 +75,8 @@ _PLOT = FLAGS.plot("the balance by step")
 
 # The bytes of one value of a row; rows are bfloat16.
 _ROW_BYTES = 2
-# The number of consecutive intervals into which the evaluated steps are split, to show how the
-# balance changes as the placement ages.
+# The number of intervals into which the evaluated steps of the trace are split. The load balance of
+# each interval shows how a placement becomes worse as it ages.
 _AGES = 6
 
 
@@ -104,7 +104,8 @@ def run() -> int:
     )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
-    # The file is written before anything is printed, since the reader of a pipe may end early.
+    # The file is written before anything is printed, because printing fails if the output is a pipe
+    # whose reader has ended, such as `head`.
     if _JSON.value:
         facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
@@ -155,10 +156,11 @@ def _read() -> tuple[np.ndarray, int | None]:
 
 
 def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
-    """Returns E, the number of experts: from --num_experts, the trace's file, or the largest id.
+    """Returns E, the number of experts of a layer.
 
-    `in_file` is the `num_experts` of the trace's file, or None. Raises `Error` if the trace has an
-    expert id of E or more.
+    E is the value of --num_experts, or else `in_file`, the `num_experts` of the trace's file, or
+    else the largest expert id in the trace plus 1. Raises `Error` if the trace has an expert id of
+    E or more.
     """
     largest = int(trace.max())
     num_experts: int = _EXPERTS.value or in_file or largest + 1
@@ -168,9 +170,10 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
 
 
 def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
-    """Computes a placement by every method, from the steps in `trace` [steps, layers, tokens, K].
+    """Computes a placement with every method from the expert ids in `trace`.
 
-    Returns the placements by the methods' names.
+    `trace` [steps, layers, tokens, K] holds only the first steps of the file. Returns a dict from
+    the methods' names to the placements.
     """
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
@@ -199,15 +202,18 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
 def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
     """Evaluates a placement on one step of the trace, `step` [layers, tokens, K].
 
-    Returns a dict: "balance" [layers], the busiest rank's rows divided by the mean; "wire_rows"
-    [layers], the rows sent between ranks per token; "rank_changes", the share of pairs of a token's
-    choices in two successive layers whose experts are on different ranks; and "us" [layers], the
-    predicted time of a layer's forward pass in microseconds.
+    Returns a dict:
+      "balance": [layers], the rows of the busiest rank divided by the mean of all ranks.
+      "wire_rows": [layers], the number of rows sent between ranks, divided by the number of tokens.
+      "rank_changes": the share of pairs (a token's choice in a layer, its choice in the next layer)
+        whose experts are on different ranks.
+      "us": [layers], the predicted time of a layer's forward pass in microseconds.
     """
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
     mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
-    # The predicted time is that of the busiest rank, with rows scaled to T tokens per rank.
+    # The predicted time is that of the busiest rank if each rank had as many tokens as --tokens
+    # says, so its numbers of rows are scaled.
     scale = _TOKENS.value * placement.num_ranks / tokens
     wire = counted.wire_rows.max(axis=1) * scale * _HIDDEN.value * _ROW_BYTES / 1e3
     flops = counted.rows.max(axis=1) * scale * 6 * _HIDDEN.value * _MLP_DIM.value / 1e6
@@ -250,10 +256,11 @@ def _by_layer(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _by_age(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Averages the load balance over consecutive intervals of the evaluated steps.
+    """Averages the load balance of each method over consecutive intervals of the evaluated steps.
 
-    `found` has, for each method, the result of `_figures` for each evaluated step. Returns, for
-    each method, the mean "balance" of at most `_AGES` intervals, in the order of time.
+    `found` maps each method to a list with the result of `_figures` for each evaluated step.
+    Returns a dict that maps each method to a list with the mean "balance" of each interval, at most
+    `_AGES` of them, in the order of time.
     """
     return {
         name: [
@@ -272,10 +279,13 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
 
 
 def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str, sizes: str) -> None:
-    """Plots, over the trace's steps, the busiest rank's load divided by the mean load.
+    """Plots the busiest rank's load divided by the mean load over the steps of the trace.
 
-    `found` has, for each method, the result of `_figures` for each step; `fit` is the number of
-    steps that the placements were computed from. Writes the plot to the file `path`.
+    Args:
+        found: maps each method to a list with the result of `_figures` for each step.
+        fit: the number of steps, from the first, that the placements were computed from.
+        path: the image file to write.
+        sizes: the sizes of the trace in words, for the title.
     """
     points: dict[str, list[tuple[float, float]]] = {
         name: [(step, float(np.mean(f["balance"]))) for step, f in enumerate(figures)]

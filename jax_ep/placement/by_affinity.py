@@ -68,7 +68,8 @@ def place_by_affinity(
             f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."
         )
     num_slots = -(-num_experts // num_ranks) * num_ranks
-    # Ids from num_experts to num_slots - 1 stand for empty slots.
+    # An empty slot is treated as an expert that no token chooses. Such experts have the ids from
+    # num_experts to num_slots - 1.
     visits = [_visits(choices, num_slots) for choices in trace]
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
@@ -100,19 +101,21 @@ def _split(
 ) -> list[Array]:
     """Splits the experts of all layers into parts (hosts or ranks) that tokens seldom leave.
 
-    Ids from E to P - 1 stand for experts without load, which become empty slots.
+    Expert ids from E to P - 1 stand for empty slots: no token chooses them.
 
     Args:
         experts: [layers, n], the ids of the experts to split.
-        visits: for each layer, a sparse matrix [tokens, P]: how often each token chose each expert.
-        together: for each layer i but the last, [P, P]: entry (e, f) counts how often a token chose
-            expert e in layer i and expert f in layer i + 1.
-        load: [layers, P], the load of each expert.
+        visits: a list with, for each layer, a sparse matrix [tokens, P]: how often each token chose
+            each expert.
+        together: a list with, for each layer i but the last, an array [P, P]: entry (e, f) counts
+            how often a token chose expert e in layer i and expert f in layer i + 1.
+        load: [layers, P], how often each expert was chosen.
         parts: the number of parts, which divides n.
-        limit: [layers], the largest load that a part may have in each layer.
+        limit: [layers], the largest load that a part may have in each layer: the load of a part is
+            the sum of its experts' loads.
 
     Returns:
-        The experts of each part, a list of `parts` arrays [layers, n / parts].
+        A list with, for each part, the ids of its experts, [layers, n / parts].
     """
     if parts == 1:
         return [experts]
@@ -139,11 +142,14 @@ def _split(
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Describes each expert of the first layer by a vector, by which experts are clustered.
+    """Describes each of the n `experts` of the first layer by a vector, to cluster similar experts.
 
-    Returns [n, m * n] for the first m = min(5, layers) layers: row e counts how often the tokens of
-    expert e choose each expert of each layer, except e itself. The n entries of one layer are
-    scaled to Euclidean norm 1.
+    The vector of expert e has n entries for each of the first m = min(5, layers) layers: how often
+    the tokens that chose e in the first layer chose each of the n `experts` of that layer. The
+    entry of e itself is zero. The n entries of each layer are scaled to Euclidean norm 1.
+
+    Returns:
+        The vectors, [n, m * n].
     """
     first = visits[0][:, experts[0]].T
     later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
@@ -153,12 +159,14 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Clusters the rows of `profile` into `parts` clusters of equal size (balanced k-means).
+    """Clusters the n rows of `profile` into `parts` clusters of equal size (balanced k-means).
 
-    Returns [n, parts]: the similarity (inner product) of each row to each cluster's center.
+    Returns [n, parts]: the similarity (inner product) of each row to each cluster's center. `rng`
+    draws the row that is the first center.
     """
     centers = profile[[rng.integers(len(profile))]]
-    # The next center is the row whose largest similarity to the present centers is smallest.
+    # The next center is the row that is least similar to all present centers: the row whose largest
+    # inner product with one of them is smallest.
     while len(centers) < parts:
         alike = (profile @ centers.T).max(axis=1)
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
@@ -171,9 +179,10 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
-    """Sums the columns of `matrix` [n, m] that belong to the same part; returns [n, parts].
+    """Sums the columns of `matrix` [n, m] by part (host or rank); returns the sums, [n, parts].
 
-    `part` [m] holds the part of each column; all parts have equally many columns.
+    `part` [m] holds the number of the part that each column belongs to. All parts have equally many
+    columns.
     """
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
@@ -182,21 +191,25 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(
     part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
 ) -> float:
-    """Reassigns experts to parts in sweeps over all layers, until a sweep brings no improvement.
+    """Reassigns experts to parts (hosts or ranks) in sweeps over all layers.
+
+    A pair is a token's choice in a layer and its choice in the next layer. Each sweep raises the
+    number of pairs whose two experts are in the same part; the first sweep that fails to do so is
+    discarded and is the last.
 
     Args:
         part: [layers, n], the part of each expert; updated in place.
-        near: for each layer i but the last, [n, n]: how often a token chose each pair of an expert
-            of layer i and an expert of layer i + 1.
-        load: [layers, n], the load of each expert.
+        near: a list with, for each layer i but the last, an array [n, n]: the number of pairs of
+            each expert of layer i with each expert of layer i + 1.
+        load: [layers, n], how often each expert was chosen.
         limit: [layers], the largest load that a part may have in each layer.
         parts: the number of parts.
-        assign: a function (gain [n, parts], load [n], limit) -> parts [n], such as `_assign`.
+        assign: a function like `_assign`, (gain [n, parts], load [n], limit) -> part of each
+            expert [n], which reassigns the experts of one layer.
         most: the largest number of sweeps.
 
     Returns:
-        The number of pairs of a token's choices in successive layers that are in one part, which
-        sweeps increase.
+        The number of pairs whose two experts are in the same part.
     """
 
     def kept(part: Array) -> float:
@@ -220,11 +233,19 @@ def _sweep(
 
 
 def _assign(gain: Array, load: Array, limit: float) -> Array:
-    """Assigns n experts to parts of equal size so that their total gain is largest.
+    """Assigns the n experts of one layer to parts (hosts or ranks) of equally many experts.
 
-    `gain` [n, parts] is the gain of each expert in each part, and `load` [n] the experts' loads. If
-    a part's load exceeds `limit`, experts are exchanged between parts. Returns the part of each
-    expert, [n].
+    Maximizes the sum of `gain` over the experts. If a part's load then exceeds `limit`, exchanges
+    experts between parts.
+
+    Args:
+        gain: [n, parts], how good it is to have each expert in each part, such as the number of its
+            tokens that have an expert of a neighboring layer there.
+        load: [n], how often each expert was chosen.
+        limit: the largest load that a part may have: the sum of its experts' loads.
+
+    Returns:
+        The part of each expert, [n].
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -236,10 +257,11 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
 
 
 def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Assigns experts to parts with an integer program that includes the load limit.
+    """Assigns the experts of one layer to parts, as `_assign` does, by solving an integer program.
 
-    Arguments and result are those of `_assign`, whose assignment is returned if the program has no
-    solution or is not solved within `seconds`.
+    The program maximizes the gain among all assignments in which no part's load exceeds `limit`. If
+    it has no solution, or is not solved to optimality within `seconds`, the result is that of
+    `_assign`. The other arguments are those of `_assign`.
     """
     from scipy import optimize, sparse
 
@@ -263,14 +285,24 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Exchanges experts of the heaviest part with experts of other parts, to lower its load.
+    """Exchanges pairs of experts between parts until no part's load exceeds `limit`.
 
-    Each exchange minimizes the lost gain per unit of load removed. Stops if no part's load exceeds
-    `limit`, or if no exchange lowers the largest load. Updates and returns `part`, the part of each
-    expert, [n].
+    Each exchange moves an expert out of the part with the largest load and an expert of another
+    part into it. Of all such exchanges, the one that loses the least gain per unit of load removed
+    is made. Stops early if no exchange lowers the largest load.
+
+    Args:
+        part: [n], the part of each expert of one layer; updated in place.
+        gain: [n, parts], the gain of each expert in each part, as in `_assign`.
+        load: [n], how often each expert was chosen.
+        limit: the largest load that a part may have.
+
+    Returns:
+        `part`.
     """
     parts = gain.shape[1]
-    # Every exchange makes the sorted loads lexicographically smaller, so the loop ends.
+    # An exchange never leads back to earlier loads: it makes the parts' loads, sorted from the
+    # largest down, lexicographically smaller. So the loop ends.
     for _ in range(100 * len(load)):
         totals = np.bincount(part, load, parts)
         heaviest = np.argmax(totals)

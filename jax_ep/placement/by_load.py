@@ -62,13 +62,17 @@ def balance(
 def _balance_layer(
     load: Array, num_slots: int, num_ranks: int, num_hosts: int, num_groups: int
 ) -> Array:
-    """Computes the placement of one layer from `load` [E]; returns the expert of each slot, [P]."""
+    """Computes the placement of one layer from the load of each of its experts, `load` [E].
+
+    The other arguments are those of `balance`. Returns the expert that each slot holds, [P].
+    """
     group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Two ways to place groups on hosts are tried: as packed, and with the hosts' loads made more
-    # even by exchanges. The second usually, but not always, makes the ranks' loads more even, too.
+    # Two ways to place the router's groups of experts on hosts are tried: greedily packed, and with
+    # the hosts' loads then made more even by exchanges of groups. The second way usually, but not
+    # always, gives a lower load of the busiest rank, so the better of the two is taken.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -86,10 +90,16 @@ def _balance_layer(
 
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
-    """Copies and places the experts of one host on its ranks.
+    """Copies the experts of one host and places the copies on the host's ranks.
 
-    `load` holds the loads of the host's experts. Returns the expert of each of the host's slots, as
-    an index into `load`, and the busiest rank's load.
+    Args:
+        load: [n], the loads of the host's n experts.
+        num_slots: the number of slots of the host.
+        num_ranks: the number of ranks of the host.
+
+    Returns:
+        The expert that each slot holds, [num_slots], as an index into `load`; and the load of the
+        busiest rank.
     """
     copies = np.ones(len(load), int)
     expert = np.arange(num_slots)
@@ -106,10 +116,11 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 
 
 def _pack(load: Array, num_packs: int) -> Array:
-    """Packs n items with the loads `load` [n] into packs of equally many items.
+    """Distributes n items over `num_packs` packs of equally many items, so that loads are even.
 
-    Items are packed in order of falling load, each into the lightest pack that has room. Returns
-    the pack of each item, [n].
+    The items are copies of experts and the packs ranks, or the items are the router's groups and
+    the packs hosts. Items are taken in order of falling load, `load` [n]; each goes into the pack
+    with the smallest load so far that has room. Returns the pack of each item, [n].
     """
     pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
@@ -122,12 +133,22 @@ def _pack(load: Array, num_packs: int) -> Array:
 
 
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
-    """Exchanges items between the heaviest pack and other packs as long as the largest load falls.
+    """Exchanges items between the pack with the largest load and other packs, to make loads even.
 
-    `pack` [n] is the pack of each item; it is updated in place and returned.
+    Stops when no exchange of two items lowers the largest load of a pack. Items and packs are those
+    of `_pack`.
+
+    Args:
+        load: [n], the load of each item.
+        pack: [n], the pack of each item; updated in place.
+        num_packs: the number of packs.
+
+    Returns:
+        `pack`.
     """
     totals = np.bincount(pack, load, num_packs)
-    # Every exchange makes the sorted totals lexicographically smaller, so the loop ends.
+    # An exchange never leads back to earlier loads: it makes the packs' loads, sorted from the
+    # largest down, lexicographically smaller. So the loop ends.
     for _ in range(100 * len(load)):
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
@@ -144,10 +165,11 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 
 
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
-    """Replaces one expert's copy by another expert's, if that lowers the largest load of a rank.
+    """Replaces one expert's copy by another expert's, if that lowers the busiest rank's load.
 
-    The copy that is replaced belongs to an expert with several copies. The expert that gets its
-    slot is one on the busiest rank. Of all such replacements the best is made.
+    The copy that is replaced belongs to an expert with several copies. Its slot goes to an expert
+    that the busiest rank holds, so that this expert's load is spread over one more copy. Of all
+    such replacements, the one that gives the lowest load of the busiest rank is made.
 
     Args:
         load: [E], the load of each expert.

@@ -48,10 +48,14 @@ class LoadTracker:
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32), float(decay))
 
     def update(self, counts: Any) -> LoadTracker:
-        """Returns a tracker that includes one step's counts, such as `MoEMetrics.expert_counts`.
+        """Returns a tracker that includes one more step; this tracker stays as it is.
+
+        Args:
+            counts: [layers, E] or [E], how often each expert was chosen in the step, such as
+                `MoEMetrics.expert_counts`.
 
         Raises:
-            ValueError: the shape of the counts is not the tracker's.
+            ValueError: the shape of `counts` is not the one given to `LoadTracker.of`.
         """
         counts = jnp.asarray(counts, jnp.float32)
         if counts.shape != jnp.shape(self.total):
@@ -64,7 +68,10 @@ class LoadTracker:
 
     @property
     def load(self) -> jax.Array:
-        """The average counts per step, [layers, E] or [E] float32; 0 before the first update."""
+        """How often each expert is chosen in a step, the moving average over steps.
+
+        [layers, E] or [E] float32; 0 before the first update. Pass it to `balance`.
+        """
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 

@@ -29,13 +29,18 @@ class Traffic(NamedTuple):
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts the rows that ranks compute and send in one step, with the slots of `choose_slots`.
+    """Counts the rows that ranks compute and receive in one step under a placement.
+
+    If an expert has several copies, `choose_slots` decides which copy computes a token.
 
     Args:
         topk_idx: [layers, tokens, K] integers: the expert ids that each token chose, -1 for no
             expert. Each rank has tokens // N consecutive tokens; the remaining tokens at the end
             are ignored.
         placement: a placement with the same number of layers.
+
+    Returns:
+        The counts by layer and rank, and how often tokens change rank between layers.
     """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
@@ -46,9 +51,10 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
         np.where(slots >= 0, slots // slots_of_rank, -1)
         for slots in (_slots(topk_idx[i], placement[i]) for i in range(layers))
     ])  # fmt: skip
-    # Whether each choice's expert is on each rank, [layers, source rank, tokens of a rank, K, N].
+    # here[layer, source, t, k, rank] is whether the expert that token t of rank `source` chose as
+    # its k-th one is computed on `rank`.
     here = ranks[..., None] == np.arange(num_ranks)
-    # The tokens that each source rank sends to each rank, [layers, source rank, N].
+    # sent[layer, source, rank] is the number of tokens that rank `source` sends to `rank`.
     sent = here.any(axis=3).sum(axis=2)
     sent[:, np.arange(num_ranks), np.arange(num_ranks)] = 0
     first, second = ranks[:-1, ..., :, None], ranks[1:, ..., None, :]
@@ -60,9 +66,10 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 
 
 def _slots(topk_idx: Array, placement: Placement) -> Array:
-    """Turns choices of experts [N, t, K] of one layer into choices of slots [N, t, K].
+    """Turns the choices of experts of one layer, [N, t, K], into choices of slots, [N, t, K].
 
-    Computes for all N ranks, with t tokens each, what `choose_slots` computes on one rank.
+    A slot holds one copy of an expert. The function computes in NumPy, for all N ranks with t
+    tokens each, what `choose_slots` computes in JAX on one rank.
     """
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
@@ -76,7 +83,8 @@ def _slots(topk_idx: Array, placement: Placement) -> Array:
     np.put_along_axis(turn, order, np.arange(choices.shape[1]) - first, 1)
     experts = np.where(is_choice, choices, 0)
     slots_of_rank = len(placement.expert_of_slot) // num_ranks
-    # All slots of each chosen expert, [N, t·K, C].
+    # The slots of each chosen expert, [N, t·K, C]; C is the largest possible number of an expert's
+    # copies.
     slots = placement.slots_of_expert[experts]
     local = np.where((slots >= 0) & (slots // slots_of_rank == rank[..., None]), slots, -1).max(2)
     turn = (turn + rank) % placement.num_copies[experts]

@@ -30,17 +30,17 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# The most bytes that a rank sends in one dispatch. They bound the memory that `redistribute` needs
-# besides the weights.
+# The most bytes of weights that a rank receives in one dispatch of `redistribute`, unless a single
+# row of each slot has more. The limit bounds the memory that is needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# To be dispatched, weights are cut into rows of at most this many bytes. Shorter rows would be
-# dispatched more slowly.
+# To be dispatched, an expert's weights are cut into rows of at most this many bytes, unless their
+# last axis is longer. Rows are made as long as possible, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
-# Maps the bytes of a value to the dtype in which a dispatch sends such values' bits. Outside of the
-# dispatch the bits are integers, because XLA may move 16-bit floats as float32, which changes the
-# bits of a NaN.
+# Maps the size of a weight in bytes to a dtype of this size that `dispatch` accepts: the weight's
+# bits are sent as a value of this dtype. Outside of the dispatch the bits are held as integers,
+# because XLA may move 16-bit floats as float32, which changes the bits of a NaN.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.
@@ -95,7 +95,8 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 def _take(leaf: Any, index: Array) -> Any:
     """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros.
 
-    `index` is [n] for a leaf [E or P, ...], or [layers, n] for a leaf [layers, E or P, ...].
+    `index` is [n] for the leaf of one layer, [E, ...] or [P, ...], and [layers, n] for the leaf of
+    several layers, [layers, E, ...] or [layers, P, ...].
     """
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
     axis = index.ndim - 1
@@ -188,7 +189,8 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    # The axis of the slots in each leaf of experts.
+    # Which dimension of each leaf with experts' weights is the slots: 1 after an axis of layers,
+    # else 0.
     axis = len(shape) - 1
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
@@ -225,7 +227,8 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            # If `device_put` made a copy, the program donated only that copy.
+            # If `device_put` copied the leaf to change its sharding, the jitted program has donated
+            # only the copy. So the leaf itself is deleted here.
             leaf.delete()
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
@@ -236,7 +239,10 @@ def redistribute(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether `redistribute` can move a dtype: bool, or real with 8 bits or more."""
+    """Returns whether `redistribute` can move a dtype.
+
+    It can move bool, and floating and integer dtypes of at least 8 bits.
+    """
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -245,10 +251,11 @@ def _is_of_whole_bytes(dtype: Any) -> bool:
 
 
 def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> PartitionSpec:
-    """Returns the PartitionSpec of a leaf of experts while its weights are moved.
+    """Returns the PartitionSpec with which a leaf of experts' weights is split while it is moved.
 
-    A leaf on `mesh` whose dimension `axis`, the slots, is split over the mesh axes `axes` keeps its
-    own PartitionSpec. For any other leaf, the slots are split over `axes`, and nothing else.
+    A leaf that is already on `mesh`, with its slots split over the mesh axes `axes`, keeps the
+    PartitionSpec of its `sharding`. For any other leaf, only the slots are split, over `axes`.
+    `axis` is the dimension of the leaf that counts slots.
     """
     if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
         along = sharding.spec[axis]
@@ -260,11 +267,11 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Computes the slots to which each slot sends its weights.
+    """Computes to which slots of `after` each slot of `before` sends its weights.
 
-    Returns [P, C] int32 for one layer or [layers, P, C], padded with -1: row s holds the slots of
-    `after` that receive the weights of slot s of `before`. C is the largest number of destinations
-    of a slot, rounded up to a power of two.
+    Returns [P, C] int32 for placements of one layer, else [layers, P, C]: row s lists the slots
+    that receive the weights of slot s, padded with -1. C is the length of the longest such list,
+    rounded up to a power of two.
     """
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
@@ -277,8 +284,8 @@ def _destinations(before: Placement, after: Placement) -> Array:
         for slot in unchanged_first:
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
-                # A slot that keeps its expert, or becomes empty, receives its own old rows: every
-                # slot must receive the rows of exactly one slot.
+                # A slot that keeps its expert receives its own weights. So does a slot that becomes
+                # empty, because every slot must receive the weights of exactly one slot.
                 source = slot
             else:
                 far = copies // per_rank != slot // per_rank
@@ -287,7 +294,8 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    # The width is a power of two, because a program is compiled for each width.
+    # The last axis is rounded up to a power of two, so that few different sizes occur: a program is
+    # compiled for each.
     width = 1 << (most - 1).bit_length()
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
@@ -301,12 +309,19 @@ def _mover(
     layers: int,
     implementation: Implementation,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes the jitted function (leaf, plan) -> leaf that moves the weights of one leaf of experts.
+    """Makes the jitted function that moves the weights in one leaf of a pytree between slots.
 
-    The plan, [P, C] or [layers, P, C], is the result of `_destinations`. `spec` is the leaf's
-    PartitionSpec, and `layers` the number of axes before the axis of the slots, 0 or 1.
+    The function takes the leaf, [P, ...] or [layers, P, ...], which is donated, and the plan: the
+    result of `_destinations`, [P, C] or [layers, P, C]. It returns the new leaf.
+
+    Args:
+        mesh: the mesh of the leaf.
+        axes: the mesh axes that the slots are split over.
+        spec: the PartitionSpec of the leaf.
+        layers: 1 if the leaf has an axis of layers before the axis of slots, else 0.
+        implementation: the implementation of `jax_ep.dispatch`.
     """
-    # The plan's axes of layers and slots are split like the leaf's.
+    # The plan is split over the mesh like the leaf: its axes of layers and slots are the leaf's.
     of_plan = PartitionSpec(*spec[: layers + 1])
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
@@ -326,10 +341,10 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the number of values of the rows into which one expert's weights are cut.
+    """Returns how many values each of the rows has into which one expert's weights are cut.
 
-    `shape` is the shape of one expert's weights, and `itemsize` the bytes of a value. Rows are as
-    long as `_ROW_BYTES` allows, but at least as long as the last axis.
+    `shape` is the shape of one expert's weights, and `itemsize` the bytes of a value. A row has the
+    length of the last axis, doubled as often as `_ROW_BYTES` and the number of values allow.
     """
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
@@ -340,10 +355,11 @@ def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
 def _move_rows(
     rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Sends the rows of this rank's slots to their destination slots.
+    """Sends the weights of this rank's slots, cut into rows, to their destination slots.
 
-    Weights are sent in pieces. Each piece is one `dispatch` in which the P slots take the place of
-    experts: each slot receives the rows of exactly one slot, in order.
+    One `dispatch` sends a piece: equally many rows of each slot of one layer, at most
+    `_PIECE_BYTES` in all. In the dispatch, slots take the place of experts: each slot receives the
+    rows of exactly one slot, in order.
 
     Args:
         rows: [layers, P / N, M, columns], the weights of each slot on this rank, as M rows.
@@ -381,10 +397,20 @@ def _move_rows(
 
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
-    """Applies a function to the leaves of experts in a tree; all other leaves stay as they are.
+    """Applies a function to the leaves of a tree that hold experts' weights; keeps all others.
 
-    Raises ValueError if there is no leaf of experts, or if the shape of one does not begin with
-    `lead`: (E,), (P,), (layers, E) or (layers, P). The message quotes `size`, ("E", E) or ("P", P).
+    Args:
+        function: the function, from a leaf to a new leaf.
+        tree: a pytree, such as a train state.
+        lead: the sizes that the shape of each leaf of experts must begin with: (E,), (P,),
+            (layers, E) or (layers, P).
+        size: ("E", E) or ("P", P), which error messages quote.
+
+    Returns:
+        The tree with the new leaves.
+
+    Raises:
+        ValueError: no leaf holds experts' weights, or the shape of one begins with other sizes.
     """
     name, number = size
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
