@@ -279,7 +279,7 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
-    """Cotangents must be sent in float8 with grad_wire_dtype, and only then.
+    """With grad_wire_dtype, cotangents must be sent in float8.
 
     The gradient of a dispatch then rounds like a combine in float8, and the gradient of a combine
     like a dispatch in float8.

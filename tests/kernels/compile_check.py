@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of programs whose name has this in it")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    # Make as many CPU devices as there are GPUs to compile for, since both are numbered from 0.
+    # The eight CPU devices have the same numbers as the eight GPUs to compile for.
     jax.config.update("jax_num_cpu_devices", 8)
     devices: Any = []
     if arguments.plugin:

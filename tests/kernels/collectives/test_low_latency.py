@@ -398,8 +398,8 @@ def test_calls_overtake_no_tile_buffer(num_ranks, kind):
 def test_calls_of_alternating_groups_overtake_no_tile_buffer(kind):
     """Calls that alternate between groups of ranks must not overwrite a tile before it is taken.
 
-    Of the three groups that rank 0 is in, only the last one has rank 3. So these two ranks take no
-    part in each other's calls for two calls in a row.
+    Ranks 0 and 3 share only the last of the three groups, so they exchange tiles in every third
+    call.
     """
     memory, x = TileContents(), integers(4)
     several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
@@ -540,7 +540,7 @@ def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
     """No two tiles may share a tile buffer of the GPU that receives them.
 
     The tiles are those of both sets, of all senders and workers, and with all indices in a channel.
-    They must use every number from 0 to the number of the GPU's buffers.
+    Together they must use all buffers of the GPU.
     """
     endpoint = Endpoint.__new__(Endpoint)
     memory = TileMemory(memory_map.BASE, num_gpus)

@@ -64,7 +64,8 @@ def run_ptx(text, constraints, *operands, returns=None):
         "neg.f32": lambda a: -a,
         "abs.f32": abs,
         "fma.rn.f32": fma,
-        # Round down: the sum here is so large that its last bit has the value 1, as floor assumes.
+        # This instruction rounds down. The function calls it only with results so large that
+        # neighbouring float32 numbers differ by 1, so `floor` rounds in the same way.
         "fma.rm.f32": lambda a, b, c: np.float32(np.floor(np.float64(a) * b + c)),
         "rcp.approx.f32": lambda a: np.float32(1) / a,
         "div.full.f32": lambda a, b: a / b,

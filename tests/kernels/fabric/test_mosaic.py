@@ -220,9 +220,10 @@ def test_kernels_are_simplified_before_they_are_compiled(monkeypatch):
 
 @needs_kernels
 def test_descriptors_are_copied_in_words(monkeypatch):
-    """A kernel must copy its TMA descriptors to global memory in words of 64 bits, not in bytes.
+    """The host must copy a kernel's TMA descriptors in words of 64 bits, not byte by byte.
 
-    It has four descriptors of 128 bytes: two for tiles of lhs, one for rhs and one for the result.
+    The kernel here has four descriptors of 128 bytes: two for tiles of lhs, one for rhs and one for
+    the result.
     """
     _, modules = lower_product("first", monkeypatch)
     text = modules["grouped_matmul"].operation.get_asm()

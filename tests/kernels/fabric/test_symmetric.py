@@ -199,7 +199,7 @@ def kernel(
     """Runs a kernel in which every rank reads operand number `reached` of rank 0.
 
     `like` is passed as every operand. The kernel declares that peers reach the first `num_buffers`
-    operands, so it is wrong if `reached` is not among them.
+    operands. If `reached` is not among them, the fabric must raise an error.
     """
     count = max(num_buffers, reached + 1)
 
