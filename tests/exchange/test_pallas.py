@@ -259,7 +259,7 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 
 def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
     """On two hosts of two ranks, each rank must count the dropped choices of its own experts."""
-    # The dispatch kernel counts choices in this form: [source rank on the host, expert of the host].
+    # The dispatch kernel counts choices in this form: [source rank on the host, expert there].
     counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)
 
     def kernel(x, topk_idx, *_, **__):

@@ -252,8 +252,8 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
             def call(_, results):
-                # `again` has the values of x but depends on the last call's result, so XLA keeps the
-                # order of the calls. It overwrites the operand that the last call has read.
+                # `again` has the values of x but depends on the last call's result, so that XLA
+                # keeps the order of the calls. It overwrites the last call's operand.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 return all_reduce_rms_norm(again, residual[0], scale[0], **options)
 

@@ -32,8 +32,8 @@ CASES: dict[str, Case] = {
         dict(max_blocks=2, max_stages=5),
     ),
     "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_stages=2)),
-    # A warpgroup sends two tiles to each peer, as many as there is room for with five ranks. A block
-    # has fewer warpgroups than there are ranks whose choices they count.
+    # A warpgroup sends two tiles to each peer, as many as there is room for with five ranks. There
+    # are more ranks than warpgroups in a block, so some of these count the choices of two ranks.
     "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),

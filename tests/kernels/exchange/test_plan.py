@@ -289,8 +289,8 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
     out, *received = asked["out_type"]
     assert out.shape == (7, 512)
     assert received == plans.combine_receive_buffer(plan, row, 7, 2)
-    # Peers reach only the receive buffer. It is buffer 4 of the kernel, after the three operands and
-    # the result.
+    # Peers reach only the receive buffer. It is buffer 4 of the kernel, after the three operands
+    # and the result.
     assert asked["shared"] == (4,)
 
 

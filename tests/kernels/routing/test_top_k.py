@@ -112,7 +112,7 @@ def test_sums_are_compared_exactly(columns, groups, kind):
 def test_sums_of_sigmoids_are_made_of_the_logits(shift):
     """The kernel must choose columns by the exact order of the sums sigmoid(logit) + bias.
 
-    With a `shift` of 18, the sigmoids round to 1 in float32, so the order must come from the logits.
+    With a `shift` of 18, the sigmoids round to 1 in float32, so the logits must give the order.
     """
     logits = rows(5, 64, "random") + np.float32(shift)
     bias = rows(5, 64, "random", 1) * np.float32(1e-9 if shift else 0.1)
