@@ -70,8 +70,7 @@ def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
         *reference.float8_expert_mlp_grad(grad, tokens, sizes, *matrices),
     )
     # Other orders of summation round a few hidden values to another float8 number. One such value
-    # may change a row by 2^-8 of its norm, so the bound is on the mean square.
-    # such value may change a row by some 2^-8 of its norm, so the bound is of the mean square.
+    # may change a row by 2^-8 of its norm, so the bound is on the mean square over all rows.
     bound = 2.0**-6 if implementation == "pallas" else 2.0**-9
     for mine, theirs in zip((out, *vjp(jnp.asarray(grad))), want, strict=True):
         mine = np.asarray(mine).astype(np.float64)

@@ -270,7 +270,6 @@ def test_what_is_kept_for_the_backward_pass():
 
     # If nothing is kept, the forward pass makes the hidden values only, and the backward pass
     # computes the pre-activations again.
-    # the pre-activations again.
     assert kept_under() == [1, 1]
     assert kept_under("expert_pre_activations") == [0, 1]
 
