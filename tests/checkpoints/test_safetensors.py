@@ -55,9 +55,9 @@ def test_counts_only_the_bytes_of_the_slice(tmp_path):
 
 
 def test_what_was_read_leaves_the_process(tmp_path):
-    """Reading must unmap the pages of a file that it has read.
+    """Reading must give the mapped pages of a file back to the system.
 
-    The system counts mapped pages as memory of the process, which could then be killed.
+    The system counts the pages that a process has read as memory of the process.
     """
     x = np.zeros((64, 1 << 17), np.float32)
     directory = Directory(publish(tmp_path, {}, {"x": x}))

@@ -246,7 +246,8 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
 def test_a_receive_buffer_is_of_whole_tiles(factor, alignment, rows):
     """The number of rows of a receive buffer must be a multiple of 8.
 
-    The matmul kernels' row tiles are multiples of 8 rows. A kernel would copy another buffer.
+    The matmul kernels' row tiles begin at multiples of 8 rows. A buffer of another number of rows
+    would have to be copied for them.
     """
     config = MoEConfig(
         num_experts=256,

@@ -278,7 +278,7 @@ def test_axis_rules_over_another_axis_than_expert_axis_warn():
 def resharded(text: str) -> list[str]:
     """Returns the lines of a compiled program with collectives outside of dispatch and combine.
 
-    Such collectives, other than all-reduces, move tokens to another sharding.
+    Such collectives move tokens to another sharding. All-reduces, which do not, are left out.
     """
     kinds = r" (all-to-all|collective-permute|all-gather|reduce-scatter)\("
     lines = [line for line in text.splitlines() if re.search(kinds, line)]

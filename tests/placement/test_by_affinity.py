@@ -53,8 +53,8 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
     shuffled = np.stack([rng.permutation(placed.expert_of_slot[0]) for _ in trace])
     random = Placement.of(shuffled, num_experts=num_experts, num_ranks=num_ranks)
     if clusters == num_ranks:
-        # A pair of choices is on one rank if neither is noise, a tenth of the choices, or else by
-        # chance.
+        # A tenth of the choices is noise. A pair of choices is on one rank if neither of them is
+        # noise, and else by chance.
         stays = 0.9**2 + (1 - 0.9**2) / num_ranks
         assert changes(trace, placed, num_ranks) < 1 - stays + 0.03
     assert changes(trace, placed, num_ranks) < 0.8 * changes(trace, random, num_ranks)

@@ -7,11 +7,14 @@ import numpy as np
 from pallas_kernels.routing.order import OF_TWO
 from pallas_kernels.routing.plan import Groups
 
-# Kinds of `sums`, by which float32 sums score + bias of a row are equal: none in "nothing", those
-# of about every two columns in "pairs", all in "all", and those of about every third column in
-# "beyond", where the exact sums are equal too, and in "unlike beyond", where they differ. In
-# "close", sums differ by about one unit in the last place. "special" has infinite biases, and
-# logits of the kind "special".
+# Kinds of `sums`. The name says which float32 sums score + bias of a row are equal:
+#   "nothing"        none;
+#   "pairs"          about two columns at a time;
+#   "all"            all;
+#   "beyond"         a third of the columns at a time, with equal exact sums;
+#   "unlike beyond"  a third of the columns at a time, with different exact sums;
+#   "close"          some; others differ by about one unit in the last place;
+#   "special"        those of infinite biases; the logits have infinities and NaN.
 SUMS = ("nothing", "pairs", "all", "beyond", "unlike beyond", "close", "special")
 KINDS = ("random", "bfloat16", "ties", "special")
 _SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-45, -1e-45]
@@ -67,8 +70,8 @@ def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, 
 def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
     """Returns the logits, with NaN replaced by 2 where the result could not be predicted otherwise.
 
-    That is so if each group of columns is ordered by a function of its two best logits
-    (`groups.best` is 2): IEEE 754 does not specify which NaN, and of which sign, a function of two
+    This concerns groups of columns that are ordered by a function of their two best logits
+    (`groups.best` is 2). IEEE 754 does not specify which NaN, and of which sign, a function of two
     NaNs returns.
     """
     if groups is None or groups.best == 1:

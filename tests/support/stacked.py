@@ -277,8 +277,8 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the dispatch kernel.
 
-    Its results are the parts of the receive buffers, `rows` and `counts` of the problem, and the
-    fields of `groups` one by one.
+    Its results are a tuple of receive buffers (the rows, or float8 values and scales), the routes
+    `rows` and `counts`, and the fields of `RowGroups` one by one.
     """
     return functools.partial(
         dispatch_kernel.dispatch,
@@ -297,7 +297,7 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> An
 def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`.
 
-    Its result is the parts of the receive buffers.
+    Its result is a tuple of receive buffers: the rows, or float8 values and scales.
     """
     return functools.partial(
         dispatch_kernel.dispatch_like,
@@ -365,8 +365,8 @@ def check_combine_grad(problem: Problem, results: Any, *, zero_unused: bool = Tr
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the rank-major dispatch kernel.
 
-    Its results are the parts of the received rows, local_topk_idx, and the received weights or
-    None.
+    Its results are a tuple of receive buffers (the rows, or float8 values and scales),
+    local_topk_idx, and the received weights or None.
     """
     return functools.partial(
         rank_dispatch_kernel.rank_dispatch,
