@@ -369,10 +369,11 @@ def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> 
 
 
 def _slots(published: Published, mesh: Mesh) -> dict[str, Any]:
-    """Returns the arguments of `MoEConfig` and the loader for expert slots, as a dict.
+    """Returns {"num_slots": number of expert slots}, or {} if the model needs no slots.
 
-    `num_slots` is the number of experts rounded up to a multiple of the devices. The dict is empty
-    if the devices divide the experts, since no slots are needed.
+    An expert slot is a place in a device's memory for one expert's weights. Every device has the
+    same number of slots, so slots are needed if the number of devices does not divide the number of
+    experts. The dict has keyword arguments for `MoEConfig` and for the loader of checkpoints.
     """
     experts = published.get("num_experts") or published["num_local_experts"]
     return {"num_slots": experts + -experts % mesh.size} if experts % mesh.size else {}
@@ -438,7 +439,11 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def cos_and_sin(kind: Rotary, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns `rotary`'s cosines and sines, each [B, S, 1, D / 2], at positions [B, S]."""
+    """Returns the cosines and sines that `rotary` takes, each [B, S, 1, D / 2] of `dtype`.
+
+    `positions` [B, S] are the positions of the tokens in their sequences. `kind` has the model's
+    frequencies and its scale.
+    """
     angle = positions[..., None, None] * jnp.array(kind.frequencies, jnp.float32)
     return (jnp.cos(angle) * kind.scale).astype(dtype), (jnp.sin(angle) * kind.scale).astype(dtype)
 
@@ -448,8 +453,10 @@ def attend(
 ) -> jax.Array:
     """Computes attention of q [B, S, heads, D] to k and v [B, M, groups, D], masked by `seen`.
 
-    `seen` [B, S, M] bool says which keys a query attends to. `sinks` [heads], if given, is one more
-    score per head in the softmax, without a value (GPT-OSS).
+    The heads form `groups` groups of equal size; the heads of a group share one key and one value
+    per token. `seen` [B, S, M] bool says which keys a query attends to. `sinks` [heads], if given,
+    is one more score per head in the softmax, without a value (GPT-OSS). Returns
+    [B, S, heads * D].
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
@@ -481,9 +488,19 @@ def attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the attention block for x [B, S, H]; returns the output and the updated caches.
 
-    The keys and values of x are written into the cache slots from `start` on, then attended to.
-    `layer` is the layer's index in caches stacked over the layers, or None if the caches are this
-    layer's alone.
+    The keys and values of x are written into the cache slots from `start` on. The queries of x then
+    attend to the slots of the cache where `seen` [B, S, M] is True.
+
+    Args:
+        config: the model's sizes.
+        w: the layer's weights, by name.
+        x: [B, S, H], the tokens' hidden states.
+        angles: the results of `cos_and_sin` for the positions of x.
+        seen: [B, S, M] bool, the cache slots that each token attends to.
+        keys, values: the caches of M slots, as in `Cache`.
+        start: [] int32, the first cache slot that is written.
+        layer: the layer's index in caches stacked over the layers, or None if the caches are this
+            layer's alone.
     """
     bias = w.get(f"{QKV}.bias", 0)
     projected = (x @ w[f"{QKV}.weight"].T + bias).reshape(*x.shape[:2], -1, config.head_dim)

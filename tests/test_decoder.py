@@ -65,7 +65,11 @@ def read_one(config, model, token, cache):
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    """Returns, for each kind of model, the tokens that each prompt gives if it is decoded alone."""
+    """Decodes each prompt alone, as the expected result of decoding all of them in a batch.
+
+    Returns:
+        Kind of model -> the decoded tokens of each prompt.
+    """
     with jax.default_matmul_precision("float32"):
         found = {kind: [one_token_at_a_time(kind, prompt) for prompt in PROMPTS] for kind in KINDS}
     for kind, rows in found.items():
@@ -194,7 +198,7 @@ def quantizable(kind: str) -> dict:
 
 
 def with_numbers(model):
-    """Returns the model whose quantized experts are arrays of their numbers."""
+    """Returns a copy of the model in which the experts' quantized matrices are dequantized."""
 
     def numbers(params):
         fields = params._asdict()
@@ -221,7 +225,10 @@ def test_experts_that_stay_quantized_decode_as_their_numbers_do(format, stack):
 
 @pytest.mark.parametrize("format", quick(list(QUANTIZED), "mxfp4"))
 def test_a_directory_s_quantized_experts_stay_so_or_become_numbers(tmp_path, format):
-    """A bfloat16 directory's experts can be quantized while they are loaded, too."""
+    """Quantized experts of a directory must be loaded as they are with "keep", else dequantized.
+
+    With a format as `quantized`, they must be quantized to it.
+    """
     kind, form, said = QUANTIZED[format]
     config, model = decoder.random_model(
         quantizable(kind), expert_mesh(2), jnp.float32, quantized=form

@@ -295,7 +295,10 @@ def train_qwen3(path: Path, *flags: object) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> list[dict]:
-    """Returns the metrics of 30 steps, with every option that does not depend on the device."""
+    """Trains for 30 steps, with the bias rate, the learning rate and the plot set by flags.
+
+    Returns the metrics of each step.
+    """
     folder = tmp_path_factory.mktemp("qwen3")
     flags = "--steps=30", "--bias_rate=0.01", "--learning_rate=4e-3", f"--plot={folder}/plot.png"
     metrics = train_qwen3(folder / "metrics.jsonl", *flags)

@@ -428,7 +428,10 @@ def test_experts_are_quantized_of_parameters_and_for_float8():
 
 
 def scanned(**options):
-    """Makes a scan of two layers with a selection bias; the layers' axis has no logical name."""
+    """Makes a scan of two layers with a selection bias, with further `options` of nn.scan.
+
+    The parameters' axis of layers gets no logical name.
+    """
 
     class Scanned(nn.Module):
         @nn.compact

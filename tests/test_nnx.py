@@ -512,9 +512,10 @@ def test_a_param_dtype_that_arrays_do_not_have_is_named():
 @pytest.mark.parametrize("num_layers", [3, 4])
 @pytest.mark.parametrize("options", [{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}])
 def test_a_stack_trains_on_explicit_axes(num_layers, options):
-    """A stack must train on explicit axes, even if its logical axes lack the axis of layers.
+    """A stack of layers must train on a mesh of explicit axes.
 
-    That is so if the stack is made without transform_metadata.
+    If the stack is made without transform_metadata, its parameters' logical axes lack one for the
+    axis of layers.
     """
 
     @nnx.split_rngs(splits=num_layers)

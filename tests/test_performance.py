@@ -60,7 +60,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 def values(figure: dict[str, Any]) -> set[float]:
-    """What was measured, as far as the figure shows it."""
+    """Returns the measured numbers that a figure shows: those of its plot, or of its table."""
     if "table" in figure:
         return set(numbers([row[1:] for row in figure["table"]["rows"]]))
     panels = figure["plot"]["panels"]

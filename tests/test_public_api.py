@@ -215,7 +215,10 @@ def layer_of_nnx() -> None:
 
 @exercises("placement", "dispatch", "combine")
 def copies_of_experts() -> None:
-    """Each row must be scaled by the expert whose copy its slot holds, its chosen expert."""
+    """Rows that are dispatched to slots must reach copies of the experts that were chosen.
+
+    A stand-in for the experts scales each row by a number of the expert that its slot holds.
+    """
     load = np.bincount(IDX.ravel(), minlength=E)[None]
     placed = jax_ep.placement.balance(load, num_slots=2 * E, num_ranks=N)
     assert placed.num_copies.max() > 1
@@ -368,7 +371,10 @@ def _explicit_operands() -> dict[str, jax.Array]:
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("name", ON_EXPLICIT_AXES)
 def test_one_rank_of_an_explicit_mesh(name, wrap):
-    """Replicated operands on an explicit mesh must give the results and gradients of no mesh."""
+    """On an explicit mesh, functions of one rank must accept replicated operands.
+
+    Results and gradients must be those without a mesh.
+    """
 
     def both(operands):
         floats = {k: v for k, v in operands.items() if v.dtype == jnp.float32}

@@ -27,9 +27,9 @@ def _dispatch(**options):
 def _check(
     result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts=None
 ):
-    """Checks one rank's result.
+    """Asserts that the result of a dispatch on one rank has the given fields.
 
-    `tokens` is column 0 of its rows, column 1 is ten times as large.
+    `tokens` is column 0 of the received rows; column 1 must be ten times as large.
     """
     if dropped_counts is not None:
         np.testing.assert_array_equal(result.dropped_counts, dropped_counts)
@@ -95,7 +95,7 @@ def test_overflow_drops_the_last_rows_and_clips_the_blocks():
     first, second = _dispatch(capacity=6, expert_alignment=4)
     _check(
         first,
-        # Expert 1's block would begin at row 8, past the end.
+        # Expert 1 has no rows, since its block would begin at row 8, past the end of the buffer.
         tokens=[1, 2, 4, 5, 5, 0],
         group_sizes=[6, 0],
         expert_counts=[5, 0],
@@ -143,7 +143,8 @@ def test_fair_overflow_counts_padding():
     _check(
         first,
         tokens=[1, 2, 4, 5, 2, 3, 0, 0, 0, 0, 0],
-        # A fifth row of expert 0 would pad its block to eight rows.
+        # Expert 0 keeps four rows. With a fifth one, its block would be padded to eight rows, and
+        # the blocks of both experts would not fit.
         group_sizes=[4, 4],
         expert_counts=[4, 2],
         num_dropped=1,
@@ -151,7 +152,8 @@ def test_fair_overflow_counts_padding():
         dropped_counts=[1, 0],
     )
     none, _ = _dispatch(capacity=7, expert_alignment=4, overflow="fair")
-    # One row for each of two experts would need two blocks of four rows.
+    # No row is kept: one row for each of the two experts would need two blocks of four rows, more
+    # than the capacity.
     _check(
         none,
         tokens=[0] * 7,

@@ -28,7 +28,7 @@ ELSEWHERE = {
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/problem.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
-    # Collectives run as kernels mostly depending on whether the GPUs share memory.
+    # Whether collectives run as kernels depends mostly on whether the GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
     "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",

@@ -28,9 +28,9 @@ def small_layers_and_a_known_bandwidth(monkeypatch):
 
 
 def test_a_step_reads_the_experts_that_its_tokens_chose(tmp_path, capsys):
-    """The bytes of a step must be those of the chosen experts; padding tokens choose none.
+    """A step must count the bytes of the chosen experts' weights, and of no others.
 
-    The batch of one token is padded to two on two ranks.
+    On two ranks the batch of one token is padded to two. The padding token must choose no expert.
     """
     path = tmp_path / "out.json"
     args = "--batches=1", "--layers=1", "--formats=float8_e4m3fn", "--implementations=unrolled"
@@ -38,7 +38,8 @@ def test_a_step_reads_the_experts_that_its_tokens_chose(tmp_path, capsys):
     (row,) = json.loads(path.read_text())["rows"]
     # The one token chooses K = 4 experts.
     assert row["experts_hit"] == 4
-    # The bytes are those of the rank with the most chosen experts: at least half of the four.
+    # The bytes are those of the rank with the most chosen experts. On two ranks, that rank has at
+    # least two of the four.
     least = 4 if len(jax.devices()) == 1 else 2
     of_experts = [n * 3 * MATRIX * (1 + 4 / 128**2) for n in range(least, 5)]
     assert row["bytes"] - GATE in of_experts
@@ -100,7 +101,7 @@ def test_a_plot_has_the_times_and_the_floors_of_each_format(monkeypatch):
         for name, us in (("unrolled", 10.0), ("scanned", 20.0))
         for batch in (1, 8)
     ]
-    # The last program failed, so it has no time.
+    # Let the last program be one that failed: its row has no time.
     del rows[-1]["wall"]
     bench_decode.DecodeBench().draw(rows, "out.png", "a machine")
     assert drawn == {

@@ -14,7 +14,11 @@ from jax_ep.bench.exchange_model import Cluster, Work
 
 
 def distinct(parts: int, experts: int, chosen: int) -> float:
-    """Returns the mean number of parts that a token's choices fall in, of `parts` equal ones."""
+    """Returns the mean number of hosts or ranks on which a token's choices are.
+
+    A token chooses `chosen` of `experts` experts at random. The experts are divided equally among
+    `parts` hosts or ranks.
+    """
     others = experts - experts // parts
     return parts * (1 - math.comb(others, chosen) / math.comb(experts, chosen))
 
@@ -37,7 +41,12 @@ def test_a_limit_keeps_tokens_on_so_many_hosts():
 
 
 def count_rows(hosts: int, per_host: int, experts: int, chosen: int, tokens: int):
-    """Counts a random routing's rows per token one by one, sent between and inside hosts."""
+    """Counts the rows that a random routing sends, one by one.
+
+    Returns:
+        Design of the exchange -> (rows per token sent between hosts, rows per token sent inside
+        hosts).
+    """
     ranks, rng = hosts * per_host, np.random.default_rng(3)
     between = dict.fromkeys(("gather", "flat", "two-level", "two-level, static"), 0)
     inside = dict.fromkeys(between, 0)
@@ -52,8 +61,8 @@ def count_rows(hosts: int, per_host: int, experts: int, chosen: int, tokens: int
                 between["flat"] += rank // per_host != home
                 inside["flat"] += rank // per_host == home and rank != source
             crossing = len({rank // per_host for rank in targets} - {home})
-            # With two levels, the rank in the sender's place on each host forwards to that host's
-            # others.
+            # With two levels, each host has one rank in the sender's place. It gets the token and
+            # forwards it to other ranks of its host.
             forwarded = sum(rank % per_host != place for rank in targets)
             between["two-level"] += crossing
             between["two-level, static"] += hosts - 1
@@ -91,8 +100,8 @@ def test_published_figures_are_below_the_bound_and_near_what_sets_it():
     assert [v1[ranks].set_by for ranks in (16, 32, 64)] == ["NVLink", "NIC", "NIC"]
     for each in found:
         assert 0.75 < each.share < 1.0
-        # Published rates count all rows. Of the rows of 16 ranks on 2 hosts, half never cross
-        # hosts; of the rows of 64 ranks on 8 hosts, an eighth.
+        # Published rates count all rows, but only rows to other hosts pass the network. With 8
+        # hosts an eighth of the rows stay on their host, with 2 hosts half of them.
         crossing = 1 - 1 / each.published.cluster.hosts
         assert each.nic_gb_per_s == pytest.approx(each.published.gb_per_s * crossing)
         if each.set_by == "NIC":
@@ -116,7 +125,8 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
     experts = {2: 256, 3: 264, 64: 512}
     assert ways == [(hosts, experts[hosts], name) for hosts in experts for name in names]
     two_level = record["rows"][2]
-    # With 8 of 256 experts, nearly every token is sent to the other host once: T * H values.
+    # A token chooses 8 of 256 experts on 2 hosts, so nearly every token is sent to the other host,
+    # once: about T * H values in all.
     assert two_level["between_mb"] == pytest.approx(4096 * 7168 * 2 / 1e6, rel=0.01)
     assert two_level["between_us"] == pytest.approx(two_level["between_mb"] * 1e3 / 50)
     assert [figure["ranks"] for figure in record["published"]] == [16, 32, 64, 16, 32]

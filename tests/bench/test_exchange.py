@@ -172,7 +172,7 @@ def test_a_trace_is_read_by_device_and_stream():
     (launches,) = timing.launches_by_device(profile)
     assert launches == [("put", 10.0), ("Memset", 2.0), ("put", 14.0)]
     time = timing.summarize_by_rank([launches], calls=2)
-    # Per call: 10 or 14 microseconds of "put", and half of the one memset of 2.
+    # In two calls, "put" took 10 and 14 microseconds, so 12 per call. The one memset took 2, so 1.
     assert time.median == time.slowest == pytest.approx(13.0)
     assert time.by_kernel == {"put": 12.0, "Memset": 1.0}
 
@@ -180,7 +180,7 @@ def test_a_trace_is_read_by_device_and_stream():
 def test_the_slowest_rank_is_the_one_with_the_largest_median():
     fast, slow = [("put", 1.0), ("put", 2.0), ("put", 3.0)], [("put", 2.0), ("put", 9.0)] * 3
     time = timing.summarize_by_rank([fast, slow], calls=3)
-    # Each call has two launches, of 2 and 9 microseconds.
+    # On the slow rank, a call has two launches of "put", of 2 and 9 microseconds.
     assert time.slowest == 11.0
     assert time.median == pytest.approx((3.0 + 11.0) / 2)
     assert time.by_kernel == {"put": (2.0 + 11.0) / 2}
@@ -322,7 +322,11 @@ def test_a_gradient_travels_in_the_wire_dtype():
 
 
 def test_a_row_is_named_by_what_gathers_it():
-    """The row must name "xla", which gathers float8 rows even if kernels do the exchange."""
+    """A row of the report must name the implementation that really runs.
+
+    XLA gathers float8 rows in group_by_expert, even if kernels do the exchange. So that operation
+    must have one row "xla", and none for "pallas".
+    """
     args = ["--layouts=rank", "--wire_dtype=float8_e4m3fn", "--output=quantized"]
     bench.FLAGS.parse("bench", args)
     try:
@@ -344,7 +348,10 @@ def drawn(monkeypatch):
 
 
 def assert_all_is_explained(figure):
-    """Asserts that the legend names everything drawn and covers no panel, and the title fits."""
+    """Asserts that the figure's one legend names everything that is drawn, outside of the panels.
+
+    The title must fit the width of the figure.
+    """
     figure.canvas.draw()
     (legend,) = figure.legends
     labels = {text.get_text() for text in legend.get_texts()}

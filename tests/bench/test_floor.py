@@ -19,9 +19,10 @@ H = 128
 # The bytes of a row in bfloat16.
 ROW = 2 * H
 WORK = operations.Work(TOPK_IDX, 2, 4, H, jnp.dtype(jnp.bfloat16), 16)
-# Rows per rank, expert-major: one for each choice.
+# The number of expert-major rows on a rank, averaged over the two: one row for each choice.
 FILLED = 8 / 2
-# Rows per rank, rank-major: one for each (token, rank).
+# The number of rank-major rows on a rank, averaged over the two: one row for each token that chose
+# experts there.
 RECEIVED = 5 / 2
 CROSSING = 2 / 2
 

@@ -46,7 +46,12 @@ def ragged_anywhere(monkeypatch):
 
 
 def run_layers(num_ranks: int, capacity_factor: float, names):
-    """Returns each layer's outputs and gradients, stacked by rank, and the load of the experts."""
+    """Runs the layers `names` forward and backward, each on the same tokens.
+
+    Returns:
+        Layer name -> its output and gradients, stacked by rank; and the experts' load, a dict with
+        the capacity of the receive buffer.
+    """
     mesh = meshes.expert_mesh(num_ranks)
     state = bench_layer.make_state(SHAPE, 20, mesh, seed=3)
     config, load = bench_layer.make_config(SHAPE, state, mesh, capacity_factor)
@@ -100,7 +105,7 @@ def test_check_sees_one_wrong_row_of_any_output(what, own_outputs):
     expected = own_outputs
     spoiled = [np.array(array) for array in expected]
     index = bench_layer.OUTPUTS.index(what)
-    # `row` is a view, so that writing to it spoils the output.
+    # `row` is a view of one row of the output, so writing to it changes the output.
     row = spoiled[index].reshape(-1, spoiled[index].shape[-1])[5]
     row *= np.asarray(1.25, row.dtype)
     bench_layer.agree("spoiled", expected, "jax_ep", expected)
@@ -172,7 +177,7 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
     assert f"qwen3-moe, forward, {name}: {error}" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     assert [row.get("error", "")[: len(error)] for row in rows] == ["", error, ""]
-    # Without --check, a wrong layer must not fail.
+    # Without --check, nobody compares the outputs, so the command must not fail.
     assert bench(*args) == 0
 
 
@@ -186,7 +191,8 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     wires = {row["implementation"]: row["wire_dtype"] for row in rows}
     assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
     assert out.count("float8_e4m3fn  yes") == 2
-    # The rows must really be sent as float8: without its rounding error allowed, the check fails.
+    # Make the check allow for no rounding error. It must then fail, which shows that the rows are
+    # really sent as float8.
     monkeypatch.setattr(Float8, "relative_error", 0.0)
     assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
 

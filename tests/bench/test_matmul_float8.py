@@ -27,7 +27,7 @@ FLOAT8 = "--matmul_dtype=none,float8_e4m3fn"
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """A case whose matrices are of whole blocks of 128 x 128."""
+    """Makes the command measure one small case, whose matrices have whole blocks of 128 x 128."""
     case = Case("blocks", 96, 256, 128, 3, 80, slow=True)
     monkeypatch.setattr(bench_matmul, "CASES", (case,))
     monkeypatch.setattr(bench_matmul, "SMALL_CASES", (case,))

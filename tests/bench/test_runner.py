@@ -49,7 +49,7 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert wrong["error"].startswith("AssertionError: not twice x") and "wall" not in wrong
     assert "wall" in unknown and not unknown["checked"]
     assert ("rate_of_first" in unknown) == (kind is InTurns)
-    # Measuring must fill copies of the rows, not the rows themselves.
+    # `measure` must write its results into copies of the case's rows, and leave these as they are.
     assert case.rows[0] == {"implementation": "right"}
     (unasked,) = kind("wrong").measure(runner.Run(repeats=1))
     assert "wall" in unasked and not unasked["checked"]

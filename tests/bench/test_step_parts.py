@@ -68,7 +68,11 @@ planes {
 
 
 def test_times_are_summed_by_part():
-    """A kernel must count for the part of its operation's name, or else of its own name."""
+    """The time of a kernel must be added to the part of a training step that its name tells.
+
+    The name of the operation that the kernel computes decides, if the program's text has it; else
+    the kernel's own name.
+    """
     text = """
   %custom-call.7 = bf16[8,8] custom-call(), metadata={op_name="a/self_attn/dot" stack_frame_id=1}
   ROOT %loop_add_fusion.3 = f32[8] fusion(%x), metadata={op_name="a/optimizer/add"}

@@ -64,7 +64,7 @@ def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None
     np.testing.assert_array_equal(metrics["expert_counts"], want_metrics["expert_counts"])
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
     compare = functools.partial(np.testing.assert_allclose, **tolerance)
-    # Compare Adam's first moments, which are a tenth of the gradients.
+    # Compare the gradients: after one step, Adam's first moments are a tenth of them.
     jax.tree.map(compare, state.opt_state[0].mu, want.opt_state[0].mu)
     jax.tree.map(np.testing.assert_array_equal, state.router_state, want.router_state)
 
@@ -78,9 +78,9 @@ def test_the_mesh_does_not_matter(shape):
 
 @pytest.mark.slow
 def test_microbatches_add_up():
-    """Gradients of microbatches must add up to the batch's, without the load-balance loss.
+    """The gradients of two microbatches must add up to those of the whole batch, roughly.
 
-    Each microbatch has its own load-balance loss.
+    They differ a little, since each microbatch has its own load-balance loss.
     """
     agree((1, 1), 2, rtol=0.05, atol=2e-4)
 
@@ -95,7 +95,7 @@ def test_states_are_split_over_the_axes_that_hold_copies():
     assert mu["norm"]["scale"].spec == PartitionSpec(("data", "expert"))
     assert mu["embed_tokens"]["embedding"].spec == PartitionSpec(("data", "expert"), None)
     assert layout.state.opt_state[0].count.spec == PartitionSpec()
-    # The 2 heads of 8 values cannot be split over 8 devices, but the 32 rows can.
+    # The projection's axis of 2 heads cannot be split over 8 devices, but its 32 rows can.
     assert mu["layers_0"]["self_attn"]["k_proj"]["kernel"].spec[0] == ("data", "expert")
 
 
@@ -112,7 +112,10 @@ def test_fsdp_splits_every_matrix():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_microbatches_share_their_quantized_experts(ranks, monkeypatch):
-    """One quantization of each matrix in a step, and the gradients as without sharing."""
+    """A step must quantize each expert matrix once for all microbatches.
+
+    The gradients must equal those without sharing.
+    """
     if ranks > len(jax.devices()):
         pytest.skip(f"needs {ranks} devices")
     config = dataclasses.replace(CONFIG, hidden=128, mlp_dim=128)

@@ -44,12 +44,19 @@ def silu(x):
 
 
 def mlp(weights, x, gate="gate_proj", up="up_proj", down="down_proj"):
-    """Computes a gated MLP on x from `weights`, stored matrices [out, in] by their names."""
+    """Computes a gated MLP on x.
+
+    `weights` maps names to matrices [out, in] as they are stored; `gate`, `up` and `down` are the
+    names of the three that are used.
+    """
     return (silu(x @ weights[gate].T) * (x @ weights[up].T)) @ weights[down].T
 
 
 def matrices(tensors, prefix):
-    """Returns the tensors under `prefix` in float64, by names without it and ".weight"."""
+    """Returns the tensors whose names begin with `prefix`, in float64.
+
+    The keys of the result are the names without `prefix` and ".weight".
+    """
     return {
         name.removeprefix(prefix).removesuffix(".weight"): a.astype(np.float64)
         for name, a in tensors.items()
@@ -171,7 +178,8 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
     assert params.wo.sharding.is_equivalent_to(NamedSharding(data_expert, P("expert")), 3)
     assert params.gate.sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, params, whole)
-    # Bytes that several devices hold are read once: 8 experts with three matrices, and the gate.
+    # Each byte is read once, even if several devices hold it. The bytes are those of 8 experts with
+    # three matrices each, and of the gate.
     total = E * 3 * H * F * 4 + E * H * 4
     assert seen[-1] == (total, total) and [s for s, _ in seen] == sorted(s for s, _ in seen)
 
@@ -199,7 +207,10 @@ def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
 
 
 def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
-    """A rank must hold half of F of its two experts' matrices and of the shared experts'."""
+    """A tensor axis of two ranks must split F, the experts' hidden columns.
+
+    Each rank must then hold half of F of the matrices of its two experts and of the shared experts.
+    """
     config, tensors = deepseek_v3()
     publish(tmp_path, config, tensors)
     whole = checkpoints.load_moe_params(tmp_path, 1)[1]
@@ -238,7 +249,10 @@ def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
     (9, (3,)), (8, (4,)), (6, (2,)), (14, (1,)), (16, (8,)), (8, (4, 2)),
 ])  # fmt: skip
 def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
-    """A layer must load into, and save from, any slots whose number the ranks divide."""
+    """A layer must be loaded into slots, and saved from them, for any multiple of the ranks.
+
+    There may be fewer slots per rank than experts, or more, which then hold copies.
+    """
     config, tensors = mixtral(e=6)
     publish(tmp_path, config, tensors)
     before = files_of(tmp_path)
@@ -454,7 +468,10 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(tmp_path, num_ranks, dtype):
 
 
 def float8_model():
-    """Returns config.json and tensors of a DeepSeek-V3 in float8 with a scale per 8 x 8 block."""
+    """Makes a DeepSeek-V3 whose experts are in float8, with one scale per block of 8 x 8.
+
+    Returns its config.json as a dict, and the tensors of one MoE block by name.
+    """
     config, tensors = deepseek_v3()
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     for name in [name for name in tensors if "expert" in name]:
@@ -542,7 +559,10 @@ def test_changed_parameters_are_saved(tmp_path):
 
 
 def test_blocks_are_saved_into_a_new_directory(tmp_path):
-    """Blocks saved next to nothing but config.json must get the published names and bytes."""
+    """MoE blocks saved into a directory with config.json alone must get their published names.
+
+    The tensors must have the same bytes as the files from which they were loaded.
+    """
     config, tensors = deepseek_v3(dtype=jnp.bfloat16)
     second = {name.replace("layers.1.", "layers.2."): 2 * a for name, a in tensors.items()}
     old = publish(tmp_path / "old", config, tensors, second)
@@ -576,7 +596,10 @@ def total_size(folder):
 
 
 def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
-    """A saved block must get names like its neighbours', and the index must count it once."""
+    """An MoE block saved into a model must get names like those of the layers already there.
+
+    The index's total_size must count the block's bytes once, even if it is saved twice.
+    """
     config, tensors = deepseek_v3()
     tensors = {name.replace("model.", "module.model.", 1): a for name, a in tensors.items()}
     folder = publish(tmp_path, config, tensors, {"lm_head.weight": numbers(0, 9, H)})
@@ -594,7 +617,10 @@ def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
 
 @pytest.mark.parametrize("method", [None, "mxfp4"])
 def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
-    """GPT-OSS must be saved as MXFP4 if config.json says so, else under the unquantized names."""
+    """GPT-OSS must be saved as MXFP4 if config.json says so.
+
+    Otherwise it must be saved unquantized, under the names of unquantized tensors.
+    """
     h = f = 32
     sizes = {"E": E, "H": h, "F": f, "R": E, "1": 1}
     config = {
@@ -630,8 +656,9 @@ def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
         if got is None or method is None or name not in ("wi_0", "wi_1", "wo"):
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
         else:
-            # A block's largest number is 4 to 8 times its scale. Rounding errs by at most one
-            # scale, a quarter of that number; clipping 8 to 6 errs by a quarter, too.
+            # The error is at most a quarter of a block's largest number, which is 4 to 8 times the
+            # block's scale. Rounding errs by at most one scale. A number of 8 scales is clipped to
+            # 6, which is also an error of a quarter.
             largest = np.abs(np.asarray(wanted, np.float32)).max()
             np.testing.assert_allclose(got, wanted, rtol=0, atol=largest / 4)
             assert np.corrcoef(np.ravel(got), np.ravel(wanted))[0, 1] > 0.98
@@ -647,9 +674,10 @@ def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 def test_float8_scales_are_what_config_json_says(tmp_path, scale_fmt, is_new):
-    """New float8 scales must be powers of two exactly if config.json's scale_fmt is "ue8m0".
+    """New float8 scales must be powers of two if config.json's scale_fmt is "ue8m0", and only then.
 
-    In a directory that has the block, only changed blocks of numbers get new scales.
+    If the directory has the MoE block already, only the blocks of 8 x 8 numbers that have changed
+    must get new scales.
     """
     config, tensors = float8_model()
     config["quantization_config"]["scale_fmt"] = scale_fmt
@@ -700,7 +728,10 @@ def test_names_with_a_prefix_are_kept(tmp_path, root, is_sharded):
 
 @pytest.mark.parametrize("kind", ["C64", "F4", "I4", "F8_E4M3FNUZ"])
 def test_other_tensors_may_have_any_dtype(tmp_path, kind):
-    """Tensors outside the block may have unknown dtypes; one inside must be refused by name."""
+    """A tensor of unknown dtype must matter only within the MoE block that is loaded.
+
+    Tensors outside of it may have any dtype. One inside must be refused, by name.
+    """
     config, tensors = mixtral()
     other = "model.layers.1.self_attn.q_proj.weight"
     publish(tmp_path, config, tensors | {other: np.zeros(8, np.int32)})

@@ -114,7 +114,10 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
 
 
 def test_a_value_for_each_layer(tmp_path):
-    """A config.json value may be a list with an entry for each layer, as in Hunyuan-A13B."""
+    """A value in config.json may be a list, of which each layer takes its own entry.
+
+    Hunyuan-A13B has such lists.
+    """
     config = {
         "model_type": "hunyuan_v1_moe",
         "num_experts": E,

@@ -20,7 +20,7 @@ def tensor(folder, name, tensors, writable=False):
 
 
 def stored(encoding):
-    """Returns the bytes of the file that stores an encoded tensor."""
+    """Returns all bytes of the file that stores `encoding`, a tensor opened by `open_tensor`."""
     directory = encoding.directory
     return (directory.path / directory.files[encoding.name]).read_bytes()
 
@@ -49,7 +49,10 @@ def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_float8_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
-    """Unchanged numbers must keep their bytes, even with scales that encoding would not choose."""
+    """Writing the numbers that were read must leave all bytes of the file as they are.
+
+    The stored scales are none that encoding would choose, so they must not be computed anew.
+    """
     w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
     before = stored(w)
     w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
@@ -68,9 +71,10 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
 
 
 def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_path):
-    """Blocks with NaN must stay unchanged if their numbers do, and inf must be stored as NaN.
+    """Writing must handle blocks of numbers with NaN and infinity.
 
-    The finite numbers of such a block set its scale.
+    A block with NaN whose numbers have not changed must keep its bytes. An infinity must be stored
+    as NaN, and the finite numbers of its block must set the block's scale.
     """
     tensors = float8_tensors()
     # The byte 0x7F is NaN.
@@ -109,7 +113,7 @@ def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_with_rounded_scales(tmp_path, dtype):
-    """Numbers must be encoded with their scale as it is stored, after rounding to `dtype`."""
+    """Numbers must be divided by their block's scale as it is stored: rounded to `dtype`."""
     tensors = float8_tensors()
     tensors["w.weight_scale_inv"] = np.array([[2, 8], [0.25, 4]]).astype(dtype)
     w = tensor(tmp_path, "w.weight", tensors, writable=True)
@@ -120,7 +124,10 @@ def test_float8_with_rounded_scales(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_whose_scales_are_powers_of_two(tmp_path, dtype):
-    """A power-of-two scale must be the least at which no number of its block exceeds 448."""
+    """A scale must be the least power of two at which no number of its block is over 448 scales.
+
+    448 is the largest number of e4m3.
+    """
     quantization = Quantization("fp8", (2, 3), power_of_two=True)
     rng = np.random.default_rng(0)
     largest = np.float32([448, 449, 1, 1.75, 1.7500002, 2.0**-100, 3e30, 447.99997, 448.00003])
@@ -187,12 +194,13 @@ def test_mxfp4_of_a_changed_block_is_rounded_to_the_nearest(tmp_path):
     w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
     values = w.read((WHOLE, WHOLE))
     new = np.zeros(32, np.float32)
-    # A number halfway between two values rounds to the even code: 0, 2, 4 or 6 of FLOAT4.
+    # A number halfway between two float4 numbers is rounded to the one with an even code.
     new[:12] = [24, 1, 1.1, 3, 5, 5.1, 7, -10, 14.1, -20, 22, 1e-9]
     values[1, :32] = new
     w.write((WHOLE, WHOLE), values)
     got = w.read((WHOLE, WHOLE))
-    # The scale is 2**2, from 24's exponent, 4, less the exponent of float4's largest number, 2.
+    # The changed block's scale is 2**2, which is stored as 127 + 2. The exponent 2 is that of the
+    # block's largest number, 24, which is 4, less that of float4's largest number, 6, which is 2.
     assert w.directory.read("w_scales", (WHOLE, WHOLE)).tolist() == [[127, 130], [129, 0]]
     assert got[1, :12].tolist() == [24, 0, 2, 4, 4, 6, 8, -8, 16, -16, 24, 0]
     np.testing.assert_array_equal(got[0], values[0])

@@ -29,7 +29,11 @@ def test_gpt_oss_gating():
 
 
 def test_sparse_mixer_weighs_among_logits_that_are_near():
-    """The softmax must be over logits within 10% of the top: 10 with 9.5, then 9.5 with 9."""
+    """The weight of a choice must be its softmax among the logits within 10% of the largest.
+
+    In the first row, 10 is weighed against 9.5 and 9. Then 9.5, the largest without 10, is weighed
+    against 9.
+    """
     logits = jnp.array([[9.0, 10.0, 1.0, 9.5], [-1.0, -8.0, -4.0, -2.0]])
     got = sparse_mixer(0.05)(None, logits)
     assert got.topk_idx.tolist() == [[1, 3], [0, 3]]
@@ -39,7 +43,10 @@ def test_sparse_mixer_weighs_among_logits_that_are_near():
 
 
 def test_sparse_mixer_of_logits_that_are_zero():
-    """A logit of zero must count as near to zero, and the largest logit as near to itself."""
+    """Zeros must count as near to each other, although nearness is relative to their magnitude.
+
+    So must the largest logit to itself, whatever its value.
+    """
     cases = {
         (0.0, 0.0, 0.0, 0.0): (1 / 4, 1 / 3),
         (2.0, 0.0, -1.0, -1.0): (1, 1),

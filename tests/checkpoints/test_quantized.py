@@ -58,7 +58,10 @@ def matrices_of(params):
 @pytest.mark.parametrize("shape", [(8,), (4, 2)])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_files_hold_is_kept(tmp_path, model, shape):
-    """quantized="keep" must keep the files' bytes, split over the devices, and save them again."""
+    """With quantized="keep", the devices must hold the stored bytes of quantized experts.
+
+    The experts are split over the devices. Saving them must give back the same files.
+    """
     config, tensors = MODELS[model]()
     publish(tmp_path, config, tensors)
     before = files_of(tmp_path)
@@ -192,7 +195,8 @@ def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):
     for name in MATRICES:
         assert getattr(again, name).format == getattr(params, name).format
         assert bytes_of(getattr(again, name)) == bytes_of(getattr(params, name))
-    # Only the changed part of a matrix may get new bytes.
+    # Replace one expert's `wo` by another one's. The files then have new bytes for it, and the same
+    # bytes for all others.
     before = files_of(new)
     wo = jax.tree.map(lambda part: part[np.r_[:3, 4, 4:E]], jax.tree.map(np.asarray, again.wo))
     checkpoints.save_moe(again._replace(wo=wo), new, 1)

@@ -55,7 +55,10 @@ def test_counts_only_the_bytes_of_the_slice(tmp_path):
 
 
 def test_what_was_read_leaves_the_process(tmp_path):
-    """Reading must give mapped pages back, since they count as the process's memory."""
+    """Reading must give the mapped pages of a file back to the system.
+
+    The system counts the pages that a process has read as memory of the process.
+    """
     x = np.zeros((64, 1 << 17), np.float32)
     directory = Directory(publish(tmp_path, {}, {"x": x}))
 
@@ -113,9 +116,9 @@ def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
 
 
 def test_a_save_that_was_killed_hinders_none(tmp_path):
-    """A killed save's temporary folder must not matter, even if it has this process's number.
+    """The temporary folder that a killed save has left must not hinder other saves.
 
-    The process numbers of a restarted container repeat.
+    Its name may have this process's number, since process numbers repeat in a restarted container.
     """
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
@@ -242,7 +245,7 @@ def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, b
     with rewriting(directory, ["after"]) as new:
         new.write("after", (WHOLE,), x + 1)
     assert file.read_bytes()[-24 - len(data) :] == x.tobytes() + data + (x + 1).tobytes()
-    # The tensor of unknown dtype must lie in the file and count in total_size.
+    # Adding a file must count the bytes of the tensor of unknown dtype in total_size.
     file.rename(tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(header, "a.safetensors")})
@@ -257,7 +260,10 @@ def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, b
 
 
 def file_of(header, num_bytes):
-    """Returns a file with the given header and `num_bytes` beyond two tensors of 12 bytes."""
+    """Returns the bytes of a safetensors file with the given header and zeros as its data.
+
+    The data has 24 bytes, for two tensors of 12 bytes, and `num_bytes` more.
+    """
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(24 + num_bytes)
 

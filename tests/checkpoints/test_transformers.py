@@ -190,7 +190,16 @@ def exact_matmuls():
 
 
 class Expected(NamedTuple):
-    """Torch's output and input for a model, and the folders of the model and its gradients."""
+    """What Torch computes with a model's MoE block, to compare with.
+
+    Attributes:
+        folder: the saved model.
+        gradients: the gradients of the model's parameters, saved like a model.
+        x: the input of the block.
+        cotangent: the cotangent of the output.
+        out: the output.
+        dx: the gradient of x.
+    """
 
     folder: Any
     gradients: Any
@@ -411,7 +420,8 @@ def test_quantized_directories_give_the_logits_of_transformers_dequantized(tmp_p
     decoder = example("decoder")
     sizes = dict(hidden_size=64, intermediate_size=32)
     if method == "fp8":
-        # transformers quantizes fused matrices of 160 rows as 80 and 80, so take 256.
+        # The size is such that gate and up have whole blocks of 128 rows each: transformers
+        # quantizes them separately, though it stores them as one matrix.
         sizes |= dict(moe_intermediate_size=256)
     whole_model(name, tmp_path / "plain", **sizes)
     quantized(tmp_path / "plain", tmp_path / "quantized", method)

@@ -53,7 +53,10 @@ def test_info_shows_the_memory_that_gpus_share():
 
 
 def collected(monkeypatch, host_of_device):
-    """Returns what `info` reports where kernels run and the devices are on the given hosts."""
+    """Returns what `info` reports on a machine on which the kernels run.
+
+    `host_of_device` has the host of each device.
+    """
     monkeypatch.setattr(hosts, "hosts_of", lambda devices: host_of_device)
     monkeypatch.setattr(availability.Machine, "unavailable_reason", lambda *_: None)
     return info.collect()
@@ -122,7 +125,10 @@ def test_info_names_what_jax_lacks_of_the_other_names(path, monkeypatch):
 
 
 def test_every_name_that_is_looked_for_is_known_to_info():
-    """Every name that `_find` looks up must be in one of the tables that `info` prints from."""
+    """`info` must know every name of JAX's internals that `jax_compat._find` looks up.
+
+    The name must be in a table of optional or required names, from which `info` prints.
+    """
     text = inspect.getsource(jax_compat)
     looked_for = set(re.findall(r'_find\("([^"]+)"\)', text)) | set(jax_compat._MULTIMEM)
     assert looked_for and looked_for <= {*jax_compat._OPTIONAL, *jax_compat._REQUIRED}

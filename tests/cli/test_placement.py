@@ -13,9 +13,10 @@ import jax_ep.cli
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Writes a trace in which tokens of four groups choose their group's experts; returns its path.
+    """Writes a file with the choices of tokens in several steps and layers; returns its path.
 
-    Three tenths of all tokens choose expert 0 instead of their first choice.
+    The tokens and the 16 experts form four groups, and each token chooses experts of its group. In
+    addition, three tenths of all first choices are replaced by expert 0, so that it is busy.
     """
     rng = np.random.default_rng(0)
     members = np.stack([rng.permutation(16).reshape(4, 4) for _ in range(3)])

@@ -159,7 +159,10 @@ def test_meshes_of_several_axes(op, algorithm, axis_name):
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_gradients_are_those_of_lax(op, algorithm, check_vma):
-    """Gradients must equal those of `jax.lax`, for a loss that weighs each element differently."""
+    """The gradients of each collective must equal those of its counterpart in `jax.lax`.
+
+    The loss weighs each element of the result differently, so that no two may be mixed up.
+    """
     num_ranks = min(4, len(jax.devices()))
     x, out_specs = normal((num_ranks * 8, 3)), REPLICATED if op == "all_reduce" else SHARDED
 
@@ -393,9 +396,9 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
 )
 @pytest.mark.parametrize("op", LINEAR)
 def test_a_shard_map_that_leaves_out_explicit_axes(op, spec, check_vma):
-    """A shard_map over one axis must accept operands sharded over other, explicit axes.
+    """A collective in a shard_map over one axis of a mesh must accept operands sharded over others.
 
-    Values and gradients are those of unsharded operands.
+    The other axes are explicit. Values and gradients must be those of unsharded operands.
     """
     explicit = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Explicit,) * 2)
     x = normal((16, 6))
@@ -571,7 +574,8 @@ def test_nothing_is_chosen_for_a_machine_that_is_not_here():
         assert "mosaic" not in lower_for_cuda(function(op), (16, 8192), jnp.bfloat16)
 
 
-# Where the kernels cannot run, the jaxpr has XLA's collective.
+# Needs the kernels, since without them the jaxpr has XLA's collective instead of `ep_all_gather`
+# and so on.
 @needs_kernels
 def test_the_jaxpr_names_the_collective():
     small = cuda_mesh((2,), (AXIS,))

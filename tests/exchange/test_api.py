@@ -87,7 +87,10 @@ def test_everything_equals_the_reference(case: Case, implementation: Implementat
 
 
 def test_many_tokens_of_a_rank_alone(implementation: Implementation):
-    """512 tokens of one rank must be right, where all kernel blocks take equally many steps."""
+    """An exchange of one rank alone with 512 tokens must equal the reference.
+
+    In a kernel for this size, all thread blocks take equally many steps.
+    """
     case = Case(1, 512, 4096, 2, 4, "float32")
     equals_the_reference(case, implementation, ["uniform"], check_vma=True)
 
@@ -419,7 +422,17 @@ def _layers(case: Case, implementation: Implementation, style: str) -> Any:
 
 
 def _layers_by_reference(case: Case, rows: int, x: Any, topk_idx: Any, weights: Any, grad: Any):
-    """Computes `_layers` by the reference, and the gradients of sum(grad * result)."""
+    """Computes `_layers` by the reference, and the gradients of sum(grad * result).
+
+    Args:
+        case: the static arguments of each layer's dispatch.
+        rows: R, the rows of a receive buffer.
+        x, grad: [N, T, H].
+        topk_idx, weights: [N, layers, T, K].
+
+    Returns:
+        The result [N, T, H], and the gradients of x and of weights.
+    """
     kept = []
     for layer in range(topk_idx.shape[1]):
         sent = send_by_reference(case, x, topk_idx[:, layer], rows)

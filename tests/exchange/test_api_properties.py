@@ -30,7 +30,7 @@ from jax_ep import reference
 settings.register_profile(
     "contract",
     max_examples=100,
-    # The first example of a shape takes the time of its compilation.
+    # An example has no deadline, since the first one of a shape waits for its compilation.
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -241,7 +241,10 @@ def any_shape(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], dict
 @CONTRACT
 @given(any_shape(), st.integers(1, 40))
 def test_the_capacity_only_cuts_off_the_end(call: Any, capacity: int):
-    """A smaller buffer must hold the first rows of a larger one, and `rows_needed` be enough."""
+    """A smaller receive buffer must hold the first rows of a larger one.
+
+    A capacity of `rows_needed`, the largest over the ranks, must be enough to drop nothing.
+    """
     x, topk_idx, options = call
     whole = reference.dispatch(x, topk_idx, **options)
     cut = reference.dispatch(x, topk_idx, capacity=capacity, **options)
@@ -260,7 +263,10 @@ def test_the_capacity_only_cuts_off_the_end(call: Any, capacity: int):
 @CONTRACT
 @given(any_shape())
 def test_rows_are_in_the_order_of_the_contract(call: Any):
-    """Rows must be in the order that sorting gives; the reference computes it by counting."""
+    """The reference, which finds rows by counting, must have them in the documented order.
+
+    That is the order of sorting by (expert, source rank, token, choice).
+    """
     x, topk_idx, options = call
     num_local = options["num_experts"] // len(x)
     results = reference.dispatch(x, topk_idx, **options)

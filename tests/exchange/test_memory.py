@@ -37,9 +37,17 @@ def model_of(shape: tuple[int, ...]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """The operations of one rank, as functions of arrays.
+    """The operations whose memory is counted, on one rank, as functions of arrays.
 
-    Routes are arguments instead of a handle.
+    They take the arrays of a handle's routes instead of a handle, so that XLA counts the routes as
+    arguments.
+
+    Attributes:
+        implementation: that of all operations.
+        model: the sizes of a call, as in `model_of`.
+        layout: "expert" or "rank".
+        wire_dtype: the dtype in which rows are sent, or None.
+        output: the form in which a dispatch returns rows, "dequantized" or "quantized".
     """
 
     implementation: str
@@ -130,7 +138,11 @@ def operation(
     name: str, implementation: str, model: dict[str, int], dtype: str, mesh, *, layout, wire_dtype,
     output="dequantized",
 ):  # fmt: skip
-    """Returns a single jitted operation, and the shapes and dtypes of its arguments."""
+    """Returns the operation `name` of `Operations`, jitted, and the shapes of its arguments.
+
+    `model` has the sizes of a call on one rank; the shapes are those of the arrays of all ranks of
+    `mesh`.
+    """
     ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
     hidden, top_k, num_experts = model["hidden"], model["top_k"], model["num_experts"]
     choices = ((ranks * tokens, top_k), "int32")
@@ -163,7 +175,10 @@ def operation(
 
 
 def held_by_xla(name: str, model: dict[str, int], dtype: str, **way) -> tuple[int, int]:
-    """Returns the bytes of a compiled operation's temporaries, and those of its results."""
+    """Compiles an operation by "xla"; returns the bytes of its temporaries and of its results.
+
+    `**way` are the options layout, wire_dtype and output of `operation`.
+    """
     mesh = expert_mesh(model["num_ranks"])
     run, arguments = operation(name, "xla", model, dtype, mesh, **way)
     analysis = run.lower(*arguments).compile().memory_analysis()
@@ -173,19 +188,19 @@ def held_by_xla(name: str, model: dict[str, int], dtype: str, **way) -> tuple[in
 on_cpus = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the bounds are of XLA for CPUs"
 )
-# Each case ends with the least and the most that XLA holds, relative to the counted bytes: it
-# allocates a few more vectors, and reuses some memory.
+# Each case is (operation, layout, dtype, least, most): XLA must hold at least `least` and at most
+# `most` times the counted bytes. It allocates a few more vectors, and reuses some memory.
 CASES = [
     ("dispatch", "expert", "bfloat16", 0.7, 1.4),
     ("dispatch", "rank", "bfloat16", 0.85, 1.05),
     ("dispatch_like", "expert", "bfloat16", 0.95, 1.05),
     ("dispatch_like", "rank", "bfloat16", 0.85, 1.05),
     ("combine", "expert", "bfloat16", 0.95, 1.05),
-    # XLA for CPUs does an all-to-all of bfloat16 in float32.
+    # In float32, since XLA for CPUs converts bfloat16 to float32 for an all-to-all.
     ("combine", "rank", "float32", 0.7, 1.05),
     ("dispatch_grad", "expert", "bfloat16", 0.95, 1.05),
     ("dispatch_grad", "rank", "float32", 0.7, 1.05),
-    # The products reuse the memory of the gathered tokens.
+    # XLA holds less than is counted, since the products with y reuse the gathered tokens' memory.
     ("combine_grad", "expert", "bfloat16", 0.65, 1.05),
     ("combine_grad", "expert", "float32", 0.65, 1.05),
     ("combine_grad", "rank", "bfloat16", 0.85, 1.05),
@@ -205,9 +220,10 @@ def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, m
 @on_cpus
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_group_by_expert_holds_what_xla_says(shape):
-    """The counted bytes must be close to XLA's temporaries.
+    """The counted bytes of `group_by_expert` must be close to XLA's temporaries.
 
-    For a running sum over many choices, XLA for CPUs allocates up to three more such arrays.
+    XLA for CPUs may hold three more arrays of the size of "counting choices", the running sum that
+    counts the choices of each expert.
     """
     model, way = model_of(shape), dict(layout="rank", wire_dtype=None)
     held, _ = held_by_xla("group_by_expert", model, "float32", **way)
@@ -228,10 +244,12 @@ def test_a_sum_by_token_is_fused_into_its_result(shape):
 
 
 def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dict[str, int]) -> int:
-    """Returns the bytes that XLA for CPUs holds at once, of the counted buffers for bfloat16 rows.
+    """Returns the largest number of bytes that XLA for CPUs should hold at one time.
 
-    In the expert-major layout, gathered rows lie in the memory of the results. XLA fuses nothing
-    with a quantization, so it also holds the K terms of a sum, which are not counted.
+    The operation `name` sends bfloat16 rows as float8. `counted` has the bytes of each buffer that
+    the library counts; not all of these buffers exist at the same time. In the expert-major layout,
+    gathered rows lie in the memory of the results. XLA fuses nothing with a quantization, so it
+    also holds the K terms of a sum, which are not counted.
     """
     num_ranks, num_tokens, hidden = model["num_ranks"], model["num_tokens"], model["hidden"]
     sums = num_ranks * num_tokens * hidden
@@ -255,9 +273,10 @@ def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dic
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in memory.OPERATIONS if name not in memory.LOCAL])
 def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
-    """XLA must hold what `peak_with_float8` says within 5 %, and no more than the counted bytes.
+    """XLA must hold what `peak_with_float8` says, within 5 %.
 
-    The terms of sums are excepted from the second bound.
+    It must also hold no more than the counted bytes, except where it holds the terms of a sum,
+    which are not counted.
     """
     model, way = model_of(shape), dict(layout=layout, wire_dtype="float8_e4m3fn")
     held, _ = held_by_xla(name, model, "bfloat16", **way)
@@ -269,7 +288,10 @@ def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
 
 @on_cpus
 def test_where_xla_does_not_fuse_a_sum_it_holds_its_terms():
-    """XLA for CPUs must hold, beyond the counted bytes, at most the K terms [N, T, H] of a sum."""
+    """In a combine, XLA for CPUs must hold the counted bytes and at most the K terms of the sum.
+
+    The counted bytes assume that the sum is fused with its terms, [N, T, H] each.
+    """
     model = model_of((4, 64, 512, 8, 32, 600))
     held, _ = held_by_xla("combine", model, "float32", layout="expert", wire_dtype=None)
     counted = sum(memory.workspace_bytes("combine", "xla", dtype="float32", **model).values())
@@ -334,7 +356,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = _KERNEL.findall(text)
-    # A gradient's kernel comes last.
+    # The operation's kernel is the last one: in a gradient, a forward kernel may come before it.
     operands, results = map(tensors, kernels[-1])
     # The first operand is this rank's place in the mesh.
     place, *operands = operands
@@ -364,8 +386,8 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         assert results[: len(received)] == received
         held = results[len(received) :]
         if name == "dispatch_like" and not by_rank:
-            # The inputs are the rows and the handle's routes; for few tokens also this rank's
-            # choices.
+            # The kernel's inputs are x, and the rows and counts of the handle's routes. For few
+            # tokens, this rank's choices are an input too. All further operands are workspace.
             own_choices = ((num_tokens * model["top_k"],), num_tokens * model["top_k"] * 4)
             num_inputs = 3 + (operands[1] == own_choices)
         else:
@@ -437,11 +459,12 @@ def test_the_kernels_need_little():
 def test_the_exchange_between_hosts_holds_what_xla_says(
     name, layout, dtype, num_hosts, monkeypatch
 ):
-    """The counted bytes must be those that XLA holds, within a factor of 0.6 to 1.5.
+    """On several hosts, XLA must hold 0.6 to 1.5 times the counted bytes.
 
-    With two hosts, XLA holds some arrays of both at a time. On GPUs, sums for other hosts are still
-    being sent while the local sums are computed; XLA for CPUs sends one array at a time and, in the
-    rank-major layout, reuses its memory.
+    It may hold more, since with two hosts it holds some arrays of both at a time. It may hold less:
+    the counted bytes are those on GPUs, where the sums for other hosts are still being sent while
+    the next sums are computed. XLA for CPUs sends one array at a time, and in the rank-major layout
+    it reuses the memory of that array.
     """
     if dtype == "bfloat16" and jax.__version_info__ < (0, 11) and name != "dispatch":
         pytest.skip("XLA of JAX 0.10 also holds sums of bfloat16 in float32")
@@ -473,10 +496,10 @@ def test_float8_rows_between_hosts_are_counted(name, monkeypatch):
 
 
 def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
-    """On 8 hosts of 8 ranks, a rank must hold tokens of 23 ranks, instead of all 64.
+    """On 8 hosts of 8 ranks, a rank must hold the tokens of 23 ranks with XLA, instead of all 64.
 
-    With kernels and few tokens it holds those of the 8 ranks of its place on each host, otherwise
-    those of 2 at a time.
+    With kernels and few tokens it holds those of 8 ranks at a time, one on each host. With kernels
+    and many tokens it holds those of 2 such ranks at a time.
     """
     model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)
     one = memory.workspace_bytes("dispatch_like", "xla", **model)
@@ -501,8 +524,8 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
 def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkeypatch):
     """On 4 hosts of 2 ranks, XLA must not hold the rows of all 8 ranks at once.
 
-    It holds rows of 3 ranks in the same place on other hosts, and of the 2 ranks of one or two
-    hosts.
+    A rank holds the rows that it has received from 3 ranks, one on each other host. In addition it
+    holds those of the 2 ranks of one or two hosts at a time.
     """
     if jax.__version_info__ < (0, 11):
         pytest.skip("XLA of JAX 0.10 for CPUs makes one kernel of the turns, over their barriers")
@@ -570,7 +593,10 @@ def test_alignment_makes_a_dropless_buffer_larger():
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 @pytest.mark.parametrize("name", memory.OPERATIONS)
 def test_results_are_as_large_as_xla_says(name, layout):
-    """The counted bytes of results must be XLA's, but for counts and routes, which are small."""
+    """The counted bytes of an operation's results must be those that XLA allocates for them.
+
+    Counts and routes are not counted; they are small.
+    """
     if name in memory.LOCAL and layout != "rank":
         pytest.skip("of the rank-major layout")
     model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)

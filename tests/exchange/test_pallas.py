@@ -113,7 +113,10 @@ def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights:
 
 
 def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Computes the gradients of dispatch, dispatch_like and both kinds of combine."""
+    """Computes the gradients of `forward`: of a dispatch, a dispatch_like and two combines.
+
+    One of the combines has weights, the other has none.
+    """
 
     def outputs(x: jax.Array, weights: jax.Array) -> Any:
         return forward(shapes, implementation, x, topk_idx, weights)
@@ -255,8 +258,8 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 
 
 def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
-    """Each rank must read the kernel's counts of its own experts, on two hosts of two ranks."""
-    # The counts are indexed by source rank and by expert of the host.
+    """On two hosts of two ranks, each rank must count the dropped choices of its own experts."""
+    # The dispatch kernel counts choices in this form: [source rank on the host, expert there].
     counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)
 
     def kernel(x, topk_idx, *_, **__):
@@ -292,9 +295,9 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
     ids=str,
 )
 def test_none_always_lowers(shapes, supported):
-    """implementation=None must choose the kernels if they fit, and else "xla".
+    """implementation=None must choose the kernels if they fit in shared memory, and else "xla".
 
-    Many experts or choices need shared memory next to that of the rows.
+    The more experts or choices there are, the less shared memory is left for rows.
     """
     by_default = lowered(shapes, None, backward)
     assert bool(kernels(by_default)) == supported
@@ -344,11 +347,11 @@ def test_quantized_sums_lower_where_they_are_supported(shapes):
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
-    # A block receives the sums of up to 64 tokens at a time.
+    # A block's receive buffer holds the sums of up to 64 tokens at a time.
     for num_tokens in (4096, 16):
         held = jax_ep.workspace_bytes("combine", "pallas", num_tokens=num_tokens, **model)
         blocks = min(num_blocks, num_tokens)
-        # The sums come from 8 ranks, in bfloat16.
+        # Each token has a sum from each of 8 ranks: 512 columns of 2 bytes.
         of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2
         assert held["receive buffer"] == blocks * of_block
     kernel, asked = fb.kernel, []
@@ -396,7 +399,7 @@ def test_any_devices_are_served_in_any_order(order):
 def gpus(monkeypatch):
     """Returns a function that makes JAX's first devices pass for GPUs that share memory.
 
-    In the memory's numbering, the last device is number 0.
+    The function takes their number. Symmetric memory numbers these GPUs from the last to the first.
     """
 
     def pretend(num_gpus: int) -> list[jax.Device]:
@@ -464,9 +467,10 @@ SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False), (8, False)])
 def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
-    """On an abstract mesh, kernels must be refused if its devices may be among this machine's GPUs.
+    """On an abstract mesh of 2 ranks, kernels must be refused if this machine has 2 or more GPUs.
 
-    A mesh that is larger than the machine is for another machine.
+    The ranks may then be any of these GPUs, and the mesh does not say which. With fewer GPUs here,
+    the program is for another machine.
     """
     if num_gpus:
         gpus(num_gpus)

@@ -90,7 +90,11 @@ def test_a_round_trip_is_within_the_bound_of_its_block(seed, dtype, exponents):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bound_is_reached(dtype):
-    """Halfway between two e4m3 numbers the error must be 2^-4; each block has its own scale."""
+    """The bound of the error must be reached halfway between two numbers of e4m3.
+
+    1.0625 lies between 1 and 1.125. In the second block, which has its own scale of 64, 68 takes
+    the place of 1.0625.
+    """
     x = np.zeros((1, 256), dtype)
     x[0, 0], x[0, 1], x[0, 128], x[0, 129] = 448, 1.0625, 448 * 64, 68
     arrived = np.asarray(round_trip(x)).astype(np.float64)
@@ -277,7 +281,8 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
 def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
     """With grad_wire_dtype, cotangents must be sent in float8.
 
-    A dispatch's cotangents are rounded like a combine's sums, a combine's like dispatched rows.
+    The gradient of a dispatch then rounds like a combine in float8, and the gradient of a combine
+    like a dispatch in float8.
     """
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
     rng = np.random.default_rng(5)
@@ -433,7 +438,8 @@ def test_the_kernels_quantize_sums(layout):
 
     text = lower_for_gpus(back, TOKENS, CHOICES)
     calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    # There are two dispatches and two combines.
+    # The kernels are a dispatch, a combine and their gradients, which are a combine and a dispatch.
+    # The two combines return float8 sums.
     assert len(calls) == 4
     assert sum("x1024xf8E4M3FN>, tensor<" in call for call in calls) == 2
     assert "all_to_all" not in text and "all_gather" not in text

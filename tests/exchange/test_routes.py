@@ -1,4 +1,7 @@
-"""Tests of the fair quota of overflow against the reference; test_api.py tests routes."""
+"""Tests of routes with overflow="fair", which limits the rows of each expert by a quota.
+
+test_api.py tests all other routes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def test_the_fair_quota_is_that_of_the_reference(alignment):
         got = jax.jit(jax.vmap(quota))(jnp.asarray(counts, jnp.int32))
         wanted = [reference.fair_quota(c.tolist(), capacity, alignment) for c in counts]
         blocks = np.minimum(counts, np.asarray(got)[:, None])
-        # Quotas may differ within a padded block; compare the rows that they keep.
+        # Compare the rows that the quotas keep of each expert: min(count, quota). Two quotas may
+        # differ and keep the same rows.
         np.testing.assert_array_equal(blocks, np.minimum(counts, np.asarray(wanted)[:, None]))
         assert got.dtype == jnp.int32
 

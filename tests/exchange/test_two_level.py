@@ -62,7 +62,10 @@ CHECK = Path(__file__).with_name("two_level_check.py")
 
 
 def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Makes a mesh of eight ranks along one axis or two; groups of devices pass for hosts."""
+    """Makes a mesh of eight ranks, of which each 8 / num_hosts neighbours pass for a host.
+
+    The ranks are along the axis "expert" if `num_axes` is 1, else along ("host", "expert").
+    """
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
     if num_axes == 1:
         return meshes.mesh((8,), ("expert",))
@@ -80,7 +83,8 @@ CASES = {
 }
 
 
-# By default, the tests of processes and of host_capacity check the same contract.
+# This test is slow, so it does not run by default. The tests of several processes and of
+# host_capacity, which do, also compare with the reference.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case, num_hosts, num_axes, check_vma", [pytest.param(*c, id=i) for i, c in CASES.items()]
@@ -109,7 +113,12 @@ SOURCES = {
 
 @pytest.mark.parametrize("num_hosts, host_capacity, few", quick(SOURCES, "two", "four"))
 def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
-    """XLA's exchange must work in the kernels' order: this host first, or all hosts at once."""
+    """An exchange that takes hosts in the order of the kernels must equal the reference.
+
+    The kernels forward the rows of this rank's own host first, or those of all hosts at once if
+    there are few tokens. XLA takes the kernels' place here. `few` is the number of tokens per rank
+    up to which all hosts are taken at once.
+    """
 
     def as_kernels(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
         return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
@@ -134,7 +143,11 @@ def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monk
 def test_what_is_past_the_host_capacity_is_dropped_and_counted(
     num_hosts, num_axes, host_capacity, monkeypatch
 ):
-    """Choices past the host capacity must count as dropped, and as no expert's in all gradients."""
+    """Choices past the host capacity must be dropped, as in the reference.
+
+    A rank sends at most `host_capacity` of its tokens to each host. The choices that its other
+    tokens make there must be counted as dropped, and take no part in results and gradients.
+    """
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(5)
     run = program(SMALL, "two_level", num_axes == 2, mesh, host_capacity=host_capacity)
@@ -187,7 +200,10 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
 
 @pytest.mark.parametrize("num_hosts", quick([2, 8], 2))
 def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
-    """A combine must round once per (token, host): sums are exact in float32, then bfloat16."""
+    """A combine must round the sum of a token's rows on one host once, from float32 to bfloat16.
+
+    The rows and weights are integers, so that the float32 sums are exact.
+    """
     mesh = mesh_of(num_hosts, 2, monkeypatch)
     case, rng = Case(8, 16, 32, 6, 16, "bfloat16", 400), np.random.default_rng(1)
     topk_idx = routing("uniform", case, rng)
@@ -211,7 +227,10 @@ def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
 
 @pytest.mark.slow
 def test_float8_on_the_wire(monkeypatch):
-    """Rows must be quantized once, at their source, and sums once per (token, host)."""
+    """Dispatched rows must be quantized once, on the rank that sends them.
+
+    In a combine, the sum of a token's rows on one host must be quantized once.
+    """
     mesh = mesh_of(2, 2, monkeypatch)
     case, rng = Case(8, 6, 256, 3, 16, "bfloat16", 40), np.random.default_rng(2)
     topk_idx = routing("uniform", case, rng)
@@ -241,7 +260,7 @@ def test_float8_on_the_wire(monkeypatch):
         ]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
         total += after_the_wire(sums, "xla")
-    # XLA may fuse the scale's multiplication and the addition, as `jax_ep.formats` says.
+    # Allow for a rounding: XLA may fuse the multiplication by the scale with the addition.
     np.testing.assert_allclose(
         np.asarray(out, np.float32), total, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5
     )
@@ -254,9 +273,10 @@ def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
 
 
 def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asserts that the rank-major layout of two levels equals that of one, bit for bit.
+    """Asserts that the rank-major layout of "two_level" equals that of "xla".
 
-    Rows, lists, weights, sums and gradients are compared; float8 sums are compared roughly.
+    Received rows, their local_topk_idx and weights, the sums of a combine and all gradients must be
+    equal; sums that were sent in float8 must be close.
     """
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
@@ -365,7 +385,10 @@ BYTES = {
 
 @pytest.mark.parametrize("case", quick([*BYTES], "two", "four"))
 def test_tokens_cross_to_each_host_once(case, monkeypatch):
-    """The compiled programs must send a token to each host once, and hold no array of all ranks."""
+    """Dispatch and combine, compiled, must send each token between two hosts once.
+
+    They must have no array with the tokens of all ranks.
+    """
     num_hosts, host_capacity, least, most = BYTES[case]
     mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
     case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
@@ -395,9 +418,9 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
 
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_axes_in_another_order_than_the_mesh_has_them(num_hosts, monkeypatch):
-    """Ranks must be numbered along `axis_name`, whatever the order of the mesh's axes is.
+    """Ranks must be numbered along `axis_name`, even if the mesh has its axes in another order.
 
-    By these numbers, the ranks of a host are neighbours.
+    Numbered in this way, the ranks of a host are neighbours, as the exchange needs them.
     """
     in_order = mesh_of(num_hosts, 2, monkeypatch)
     mesh = Mesh(in_order.devices.T, ("expert", "host"))
@@ -459,7 +482,10 @@ def test_no_mesh_is_one_rank():
     [(64, 2, 1, None), (300, 2, 2, 20), (300, 4, 1, None)],
 )
 def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity, monkeypatch):
-    """For GPUs, few tokens of all hosts must be one kernel call, more tokens one call per host."""
+    """For GPUs, one kernel call must handle few tokens of all hosts.
+
+    For more tokens per rank, there must be one call for the tokens of each host.
+    """
     per_host = 8 // num_hosts
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(per_host))
     shape, names = ((8,), ("expert",))
@@ -518,9 +544,10 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     sources = [[host], [1 - host]] if in_parts else [[0, 1]]
 
     def on_rails(array: np.ndarray, source: Sequence[int]) -> np.ndarray:
-        """Rearranges [N, T, ...] of all ranks to [G, S * T, ...] for the G ranks of a host.
+        """Returns the tokens that the G ranks of a host get from the S hosts in `source`.
 
-        Each rank gets the tokens from its place on the S hosts in `source`.
+        Rank i of the host gets the tokens of rank i of each of these hosts (its rail). So
+        [N, T, ...] of all N ranks becomes [G, S * T, ...].
         """
         by_host = array.reshape(2, 2, *array.shape[1:])[np.asarray(source)].swapaxes(0, 1)
         return by_host.reshape(2, -1, *array.shape[2:])
@@ -570,7 +597,10 @@ LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processes would share the GPUs")
 @pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
 def test_between_processes(processes, devices, flags):
-    """With one process per host, each process must pass the checks of results and bytes."""
+    """With one process per host, each process must pass two_level_check.py.
+
+    That program checks the results, and the bytes that are sent between hosts.
+    """
     address = free_address()
     environment = environment_of_program(
         fast=bool(flags),

@@ -59,7 +59,10 @@ def check_contract(mesh: Mesh, routings: Sequence[str]) -> None:
 
 
 def check_layer(mesh: Mesh) -> None:
-    """Checks a layer under jax.checkpoint in a scan against the loss and gradients of no mesh."""
+    """Checks that a scan over `moe_layer` on the mesh has the loss and gradients as without a mesh.
+
+    The layer runs under jax.checkpoint.
+    """
     params, x = dense_moe.make_params(), dense_moe.make_x()
 
     def loss(params: Any, x: Any, config: MoEConfig) -> Any:

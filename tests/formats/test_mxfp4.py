@@ -46,7 +46,7 @@ def test_blocks_are_what_checkpoints_had(factor, dtype):
     want_values, want_scales = earlier_encode(x)
     assert_bitwise_equal(values, want_values, "values")
     assert_bitwise_equal(scales.view(np.uint8), want_scales, "scales")
-    # XLA on CPUs flushes subnormal float32 to zero.
+    # Leave out factors that make numbers subnormal, since XLA on CPUs flushes them to zero.
     if factor not in (2.0**-149, 2.0**-125):
         for got, want in zip(by_jax(MXFP4.encode, x), (values, scales), strict=True):
             assert_bitwise_equal(got, want, "by JAX")
@@ -109,8 +109,8 @@ def test_any_bits_decode_and_encode():
     finite = np.isfinite(x).reshape(64, 2, 32).all(axis=-1).repeat(32, axis=-1)
     largest = np.abs(x.reshape(64, 2, 32)).max(axis=-1).repeat(32, axis=-1)
     assert np.isnan(decoded[~finite]).all()
-    # A block's largest number is at least 4 times its scale. Rounding errs by at most one scale, a
-    # quarter of it; clipping above 6 scales errs by at most a quarter, too.
+    # The error is at most a quarter of a block's largest number, which is 4 to 8 times the block's
+    # scale: rounding errs by at most one scale, and clipping to 6 scales by at most a quarter.
     error = np.abs(decoded[finite] - x[finite])
     assert np.all(error <= largest[finite] / 4 + 2.0**-128)
 

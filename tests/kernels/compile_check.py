@@ -62,7 +62,10 @@ device_description_str: "NVIDIA H200"
 
 
 def gpus(plugin: Path) -> list[jax.Device]:
-    """Returns eight H200 devices of JAX to compile for."""
+    """Returns eight devices for which JAX can compile, but not run: H200 GPUs of one host.
+
+    `plugin` is the folder with JAX's CUDA plugin.
+    """
     runtime = plugin / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
     os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
     library = plugin / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
@@ -97,7 +100,11 @@ def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes:
 
 @contextlib.contextmanager
 def written() -> Iterator[list[str]]:
-    """Yields a list to which, at the end, all that this process wrote meanwhile is appended."""
+    """Captures what this process writes to stdout and stderr while the context is open.
+
+    Yields a list, which is empty until the context ends and then has the written text as its one
+    item.
+    """
     text: list[str] = []
     streams = sys.stdout.fileno(), sys.stderr.fileno()
     sys.stdout.flush()
@@ -194,7 +201,11 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
 
 
 def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:
-    """Yields the sends between hosts during which no kernel is scheduled, for eight ranks."""
+    """Yields a fault for each sending of rows between hosts during which no kernel runs.
+
+    Compiles `between_hosts` for eight ranks on `num_hosts` hosts, and reads XLA's schedule.
+    `devices` are the devices to compile for.
+    """
     os.environ["JAX_EP_DEVICES_PER_HOST"] = str(8 // num_hosts)
     options = dict(num_experts=256, capacity=4608, implementation="two_level")
     operands = [((512, 7168), jnp.bfloat16), ((512, 8), jnp.int32), ((512, 8), jnp.float32)]
@@ -246,7 +257,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of programs whose name has this in it")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    # The CPU devices have the numbers of the GPUs.
+    # The eight CPU devices have the same numbers as the eight GPUs to compile for.
     jax.config.update("jax_num_cpu_devices", 8)
     devices: Any = []
     if arguments.plugin:

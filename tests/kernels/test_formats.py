@@ -76,7 +76,7 @@ def test_rows_are_what_the_wire_had(kind, dtype):
     assert isinstance(parts[0], np.ndarray)
     assert_same_parts(parts, wire_quantize(x, E4M3, np))
     assert_same_parts(of_jax, by_jax(lambda x: wire_quantize(x, E4M3, jnp), x))
-    # XLA on CPUs flushes subnormal float32 to zero.
+    # XLA on CPUs flushes subnormal float32 to zero, so its results may then differ from NumPy's.
     if kind not in ("subnormal", "bits"):
         assert_same_parts(of_jax, parts)
     with np.errstate(all="ignore"):
@@ -87,7 +87,10 @@ def test_rows_are_what_the_wire_had(kind, dtype):
 
 
 def test_the_jax_program_is_that_of_before():
-    """Encoding must trace to a fixed list of operations, so that XLA compiles the same program."""
+    """Encoding rows must trace to the same JAX operations as `before`, an older version of it.
+
+    XLA then compiles the same program as for that version.
+    """
 
     def operations(function: Any) -> list[str]:
         jaxpr = jax.make_jaxpr(function)(jnp.ones((2, 256), jnp.bfloat16)).jaxpr
@@ -105,7 +108,10 @@ def test_the_jax_program_is_that_of_before():
 
 
 def test_a_single_row_is_rows_of_none():
-    """Encoding must accept a single row [H], as the kernels in the simulator have."""
+    """A format must encode a single row [H] as it does each row of [R, H].
+
+    The kernels in the simulator encode single rows.
+    """
     x = numbers("random", (3, 256))
     values, scales = FLOAT8_ROWS.encode(x)
     row = FLOAT8_ROWS.encode(x[1])
@@ -184,7 +190,8 @@ def test_numbers_are_within_half_a_step(name, divide):
     rows, columns = format.block
     scales = np.repeat(np.repeat(scales.astype(np.float32), rows, -2), columns, -1)
     half = np.maximum(float(info.eps) / 2 * np.abs(x), float(info.smallest_subnormal) / 2 * scales)
-    # The slack is for scales that are rounded down.
+    # A block's scale may be a little less than its largest number needs, since scales are rounded.
+    # Allow for the error of numbers that are then cut to the format's largest.
     slack = 2.0**-8 if name == "bfloat16" else 2.0**-20
     assert np.all(np.abs(decoded - x) <= half + slack * np.abs(x))
 
@@ -193,7 +200,7 @@ def test_numbers_are_within_half_a_step(name, divide):
 def test_scales_are_the_least_powers_that_do_not_overflow(name):
     format = FORMATS[name]
     x = numbers("random", (128, 1280)) * np.float32(1000)
-    # This block's scale is exactly 1.
+    # The largest number of this block is 448, the largest of e4m3, so its scale is exactly 1.
     x[0, :128] = 448
     scales = format.encode(x)[1].astype(np.float32)
     fraction, _ = np.frexp(scales)

@@ -40,7 +40,8 @@ AVAILABLE = [
     for name in available_implementations((H, F), dtype)
 ]
 NUM_ROWS = 700
-# All lists have one length, so that one compiled program runs them all.
+# Group sizes by what is special about them. All have six groups, so that one compiled program runs
+# them all.
 GROUP_SIZES = {
     "even": [116, 116, 116, 116, 116, 116],
     "full": [100, 100, 100, 100, 100, 200],
@@ -188,9 +189,9 @@ def test_gated_product(implementation, dtype, keep):
 
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_several_gradients_of_matrices(implementation, dtype):
-    """Several gradients of matrices at once must equal those computed one by one.
+    """`drhs_of_each` of several cotangents must equal `drhs_of_each` of each of them alone.
 
-    Their own gradients must be equal, too.
+    It computes the gradients of matrices. The gradients of these gradients must be equal, too.
     """
     sizes = GROUP_SIZES["empty groups"]
     lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
@@ -303,14 +304,17 @@ def test_second_order_gradient():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_who_looks_for_nan_is_told_where_one_is_made(jit):
-    """jax_debug_nans must name grouped_matmul, which JAX then runs again, op by op."""
+    """With jax_debug_nans, the error for a product with NaN must name grouped_matmul.
+
+    To find the place, JAX runs the function again, op by op.
+    """
     lhs = jnp.ones((8, H)).at[0, 0].set(jnp.inf)
     rhs, sizes = jnp.zeros((2, H, F)), jnp.array([4, 4], jnp.int32)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.* grouped_matmul"):
         (jax.jit(grouped_matmul) if jit else grouped_matmul)(lhs, rhs, sizes)
 
 
-# In TF32, two programs may round differently.
+# In TF32, GPUs' default for float32, two programs may round differently.
 @jax.default_matmul_precision("highest")
 def test_checkpoint_scan_and_vmap():
     lhs, rhs, sizes, grad = operands(64, [20, 0, 30], "float32")
@@ -433,7 +437,7 @@ def test_a_sum_of_products_is_one_kernel_for_cuda():
         return sum_of_products(((lhs, rhs), (2 * lhs, rhs)), sizes, None)
 
     shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
-    # The second kernel divides the groups' rows into tiles.
+    # There is one kernel for the sum, and one that divides the groups' rows into tiles.
     assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 2
 
 

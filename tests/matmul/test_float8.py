@@ -39,7 +39,7 @@ def matrices_of(kind, seed=1):
 
 
 def of_either_kind(kind):
-    """Returns pairs of kinds of numbers in which one operand is of `kind`, the other normal."""
+    """Returns pairs of `KINDS` for the two operands: one operand of `kind`, the other normal."""
     return {(kind, "random"), ("random", kind)}
 
 
@@ -63,7 +63,10 @@ def test_product(implementation, kind):
 
 @implementations
 def test_sum_of_products(implementation):
-    """The gradient of gated rows must be right: a sum of two products with matrices [L, K, N]."""
+    """The sum of two products must be right, as in the gradient of a gated MLP's rows.
+
+    The matrices are [L, K, N], and are multiplied transposed.
+    """
     grads = [rows_of("skewed", N, seed) for seed in (2, 3)]
     rhs = [matrices_of("random", seed) for seed in (4, 5)]
     pairs = [
@@ -130,7 +133,8 @@ def test_rows_are_quantized_along_the_rows_of_groups(implementation, by_column, 
     np.testing.assert_allclose(got.scales, want.scales, rtol=2**-21)
     values, expected = (np.asarray(each.values).astype(np.float32) for each in (got, want))
     np.testing.assert_allclose(values, expected, rtol=2**-3, atol=2**-9)
-    # XLA on GPUs divides approximately, so that values near the middle of two may round either way.
+    # XLA on GPUs divides approximately, so a quotient halfway between two float8 numbers may be
+    # rounded to either of them.
     equal = (values == expected) | np.isnan(expected)
     assert equal.all() if jax.default_backend() == "cpu" else equal.mean() > 0.999
 

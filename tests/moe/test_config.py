@@ -73,9 +73,9 @@ settings.inner.factor = 1.0  # type: ignore[attr-defined]
 
 
 def reading(scale):
-    """Returns options whose functions read a value that may change, by where the value is.
+    """Returns options of a layer whose functions read a value that a test may change.
 
-    The functions are new objects at each call.
+    The keys say where the value is, such as "a global". The functions are new objects at each call.
     """
     note = FACTORS.copy
     named = lambda h: h * named.factor  # noqa: E731
@@ -113,7 +113,10 @@ def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
 
 
 def test_a_program_that_is_traced_again_reads_its_values_again():
-    """A program that is traced again must read values again, even through one bound method."""
+    """If a program is traced again, the layer's functions must read their values again.
+
+    Here the function is a bound method, the same object in both programs.
+    """
     scale = Scale()
     config = dataclasses.replace(CONFIG, activation=scale.act)
     params, x = make_params(), make_x()

@@ -38,7 +38,10 @@ def exact_matmuls():
 
 
 def numbers(kind="random", dtype=jnp.bfloat16):
-    """Returns tokens of a kind of `support.float8.KINDS`, and the matrices of 4 experts."""
+    """Returns tokens, whose numbers are of a kind of `support.float8.KINDS`, and three matrices.
+
+    The matrices wi_0, wi_1 and wo are stacked over the experts.
+    """
     tokens = operands.numbers(kind, (ROWS, H))
     shapes = (len(SIZES), H, F), (len(SIZES), H, F), (len(SIZES), F, H)
     matrices = [operands.numbers("random", s, i) / s[1] ** 0.5 for i, s in enumerate(shapes)]
@@ -70,13 +73,12 @@ def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
         *reference.float8_expert_mlp_grad(grad, tokens, sizes, *matrices),
     )
     # Other orders of summation round a few hidden values to another float8 number. One such value
-    # may change a row by 2^-8 of its norm, so the bound is on the mean square.
-    # such value may change a row by some 2^-8 of its norm, so the bound is of the mean square.
+    # may change a row by 2^-8 of its norm, so the bound is on the mean square over all rows.
     bound = 2.0**-6 if implementation == "pallas" else 2.0**-9
     for mine, theirs in zip((out, *vjp(jnp.asarray(grad))), want, strict=True):
         mine = np.asarray(mine).astype(np.float64)
         np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
-        # The norms are those of each row, or of each matrix.
+        # Compare the norms of each row of tokens, or of each expert's matrix.
         off, norms = (
             np.linalg.norm(np.nan_to_num(each, nan=0.0).reshape(len(each), -1), axis=1)
             for each in (mine - theirs, theirs)
@@ -119,7 +121,8 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
         results.append(jax.tree.leaves((out, vjp(grad))))
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
-        # Three products have two operands each, with rounding errors of 2^-5 on average.
+        # A result depends on three products. Each has two operands with rounding errors of 2^-5 on
+        # average.
         assert error_of_norm(got, want) < 0.12
         assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
@@ -203,10 +206,11 @@ def assert_near(got, want, bound):
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-    """A layer on a mesh, to be compared with the same layer without a mesh.
+    """A case in which a layer on a mesh is compared with the same layer without a mesh.
 
-    If an expert's tokens are on several ranks, they are quantized in other blocks for the matrices'
-    gradients. Both gradients then have the rounding error of two operands, 2^-5 on average.
+    For the matrices' gradients, an expert's rows are quantized in blocks of several rows. If its
+    tokens are on several ranks, the blocks have other rows than without a mesh. The gradients then
+    differ by the rounding errors of both, each of two operands with 2^-5 on average.
 
     Attributes:
         shape: the mesh's shape.
@@ -240,7 +244,8 @@ LAYERS = {
     "plain": OnMesh(),
     "clamp": OnMesh(options=(("clamp", 0.5),)),
     "gating": OnMesh(options=(("gating", lambda gate, up: jnp.tanh(gate) * (up + 1)),)),
-    # With weights on the input or with summed gradients, the wire would round once more.
+    # This case has no float8 on the wire, which would round rows that are multiplied by weights
+    # once more.
     "weights on input": OnMesh(options=(("weights_on", "input"),), on_mesh=()),
     "biases": OnMesh((2, 2), SPLIT, on_mesh=(TENSOR,), biased=True),
     "tensor axis": OnMesh((2, 2), SPLIT, on_mesh=(WIRE, TENSOR)),
@@ -255,7 +260,10 @@ LAYERS = {
 
 @pytest.mark.parametrize("case", quick(LAYERS, "tensor axis"))
 def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
-    """A layer on a mesh must agree with one without, with sharded experts quantized once."""
+    """A layer on a mesh must agree with one without a mesh.
+
+    Each rank must quantize its experts once.
+    """
     if "host" in case.axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     want_out, (want, want_dx) = case.alone()
@@ -272,7 +280,10 @@ def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
 
 @pytest.mark.slow
 def test_the_wire_costs_nothing_more():
-    """Float8 on the wire must not change the output: experts quantize rows in the same way."""
+    """Sending rows in float8 must not change the output of a layer with float8 matmuls.
+
+    Without it, the experts quantize the received rows in the same way.
+    """
     with jax.set_mesh(expert_mesh(4)):
         without, with_wire = (
             jax.jit(functools.partial(loss, config=config))(params_of(), x_of())[1][0]
@@ -389,9 +400,10 @@ def test_experts_are_quantized_in_the_shard_map_of_the_caller(check_vma):
 
 @pytest.mark.slow
 def test_slots_with_copies():
-    """Slots with copies must give the layer's output, and gradients within float8's rounding.
+    """A layer whose slots have copies of experts must agree with one without slots.
 
-    Copies share an expert's rows, which are therefore quantized in other blocks.
+    The output must be equal within float32 rounding, the matrices' gradients within that of float8:
+    the copies divide an expert's rows, which are therefore quantized in other blocks.
     """
     placement = Placement.in_order(num_experts=EXPERTS, num_slots=12, num_ranks=4)[0]
     out, (grads, dx) = run(params_of(), x_of(), CONFIG)
@@ -403,7 +415,8 @@ def test_slots_with_copies():
     for name in ("wi_0", "wi_1", "wo"):
         of_slot = getattr(of_slots, name)
         assert of_slot[EXPERTS:].tobytes() == of_slot[: 12 - EXPERTS].tobytes()
-    # Both gradients have two operands with rounding errors of 2^-5 on average.
+    # The gradients with and without slots have two operands each, with rounding errors of 2^-5 on
+    # average.
     assert_near(to_experts(of_slots, placement), grads, 2 * 2**0.5 * 2.0**-5)
 
 
@@ -473,7 +486,10 @@ KEPT = {"dispatched_tokens": H, "expert_pre_activations": 2 * WIDE}
 @pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
 @pytest.mark.parametrize("names", [(), ("dispatched_tokens",), tuple(KEPT)], ids=len)
 def test_what_a_policy_keeps_is_float8(names, wire_dtype):
-    """Rows that a checkpoint policy keeps must be float8, and no matrix be kept again."""
+    """Rows that a policy of jax.checkpoint keeps for the backward pass must be float8.
+
+    The quantized matrices are arguments, so no copy of them may be kept.
+    """
     config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype, dtype=jnp.bfloat16)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     params, x = params_of(), x_of().astype(jnp.bfloat16)
@@ -494,7 +510,10 @@ def test_what_a_policy_keeps_is_float8(names, wire_dtype):
 
 
 def test_a_gradient_keeps_the_matrices_in_one_order():
-    """Without a policy, the matrices must be kept in float8, in one order, not in bfloat16."""
+    """Without jax.checkpoint, a layer must keep float8 matrices for its backward pass.
+
+    It must keep them in one order of axes, and no bfloat16 matrices.
+    """
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
     residuals = kept(
         lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, config)[0]),

@@ -124,9 +124,10 @@ def test_an_activation_without_a_hash():
 
 
 def unusual(weights, seed=0, gated=True):
-    """Returns biases, and a custom gating with a clamp, as arguments of `expert_mlp`.
+    """Returns two dicts of arguments of `expert_mlp`: random biases, and unusual functions.
 
-    Without `gated`, it is a custom activation.
+    The functions are a custom gating with a clamp or, without `gated`, a custom activation.
+    `weights` are the matrices of the MLP.
     """
     rng = np.random.default_rng(seed)
     groups, _, mlp = weights[0].shape
@@ -139,9 +140,9 @@ def unusual(weights, seed=0, gated=True):
 
 
 def clamp_of(weights):
-    """Returns a clamp.
+    """Returns the bound to which pre-activations are clamped in tests with these matrices.
 
-    For bfloat16 it is out of reach, as rounding could decide what is clamped.
+    For bfloat16 no value reaches the bound, since its rounding could decide what is clamped.
     """
     return 1.0 if weights[0].dtype == jnp.float32 else 30.0
 
@@ -159,9 +160,9 @@ def unusual_results(tokens, weights, biases, sizes, grad, gated=True):
 
 
 def unusual_reference(tokens, weights, biases, sizes, clamp, gated=True):
-    """Computes `unusual_results` differentiably, each row with the matrices of its group.
+    """Computes the output of `unusual_results` row by row, by operations that JAX differentiates.
 
-    Rows past the last group are zeros.
+    Each row is multiplied by the matrices of its group. Rows past the last group are zeros.
     """
     groups = np.repeat(np.arange(len(sizes)), sizes)
     x, pre = tokens[: len(groups)], []
@@ -250,7 +251,10 @@ def saved_shapes(function, *args):
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """The residuals must be the tokens and two pre-activations; a policy may keep fewer."""
+    """The MLP must keep the tokens and two pre-activations for its backward pass.
+
+    A policy of jax.checkpoint may keep fewer arrays.
+    """
     rows = 80
     (tokens, *weights), sizes, _ = operands(rows, [50, 30], "float32")
 
@@ -270,7 +274,6 @@ def test_what_is_kept_for_the_backward_pass():
 
     # If nothing is kept, the forward pass makes the hidden values only, and the backward pass
     # computes the pre-activations again.
-    # the pre-activations again.
     assert kept_under() == [1, 1]
     assert kept_under("expert_pre_activations") == [0, 1]
 

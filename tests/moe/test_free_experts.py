@@ -81,7 +81,10 @@ def test_the_layer_is_the_dense_one(num_ranks):
 
 
 def test_free_choices_take_no_row():
-    """Choices of free experts must take no rows: with 8 rows per rank nothing is dropped."""
+    """Choices of free experts must take no rows of the receive buffer.
+
+    All choices but one are of free experts, so 8 rows per rank must be enough to drop nothing.
+    """
     x = make_x()
     rows = x.shape[0] * x.shape[1]
     # These are the zero expert and the identities.

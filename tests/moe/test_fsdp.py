@@ -163,7 +163,10 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
 
 
 def test_copies_of_parts_are_summed_after_they_are_scattered():
-    """Gradients must be scattered before they are all-reduced over the axis "data"."""
+    """Gradients must be reduce-scattered over the axis "fsdp" before they are summed over "data".
+
+    The all-reduce over "data" then moves only parts of the gradients.
+    """
     devices = mesh((2, 2, 2), ("data", *AXES))
     params = make_params()
     with jax.set_mesh(devices):
@@ -246,11 +249,10 @@ def test_float8_values_are_gathered_and_the_bits_are_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden, split", [(256, True), (128, False)])
 def test_experts_quantized_beforehand(hidden, split):
-    """Quantizing beforehand must give the same output.
+    """A layer must give the same output if its experts are quantized before the call.
 
-    Parts of less than a block are gathered first.
-
-    The quantized experts are split over the further axes only if their parts are whole blocks.
+    The quantized experts must be split over the axis "fsdp" if the parts are whole blocks of
+    128 x 128. Smaller parts must be gathered before they are quantized.
     """
     devices = mesh((2, 2), AXES)
     params, x = make_params(hidden, 128), make_x(hidden)

@@ -244,7 +244,11 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
     ("factor", "alignment", "rows"), [(1.1, 1, 36048), (1.1, 24, 36792), (1.0, 128, 36864)]
 )
 def test_a_receive_buffer_is_of_whole_tiles(factor, alignment, rows):
-    """A receive buffer must have whole row tiles, or else a matmul kernel would copy it."""
+    """The number of rows of a receive buffer must be a multiple of 8.
+
+    The matmul kernels' row tiles begin at multiples of 8 rows. A buffer of another number of rows
+    would have to be copied for them.
+    """
     config = MoEConfig(
         num_experts=256,
         num_experts_per_token=8,
@@ -504,7 +508,10 @@ def test_strict_promotion_with_64_bits(changes):
     "kind", [jax_ep.MoEMetrics, jax_ep.MoEParams, jax_ep.Routing], ids=lambda kind: kind.__name__
 )
 def test_results_and_parameters_are_registered_for_export(kind):
-    """Programs must be serializable with these types; the export needs the package flatbuffers."""
+    """The types of results and parameters must be registered for the serialization of programs.
+
+    So registering one again must fail. A real export would need the package flatbuffers.
+    """
     with pytest.raises(ValueError, match="[Dd]uplicate serialization registration"):
         jax.export.register_namedtuple_serialization(kind, serialized_name="jax_ep.another")
 

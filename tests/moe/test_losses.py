@@ -81,9 +81,10 @@ def test_load_balance_loss_and_its_gradient(score):
 
 @pytest.mark.parametrize("shift", [0, -32, -40, -60, -80])
 def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
-    """The loss of sigmoids must be that of their ratios, however small they are.
+    """The load-balance loss of sigmoid scores must be right, however small the scores are.
 
-    Also its gradient.
+    The loss and its gradient depend on the ratios of a token's scores. Adding `shift` to all logits
+    makes the scores small.
     """
     logits = random_logits(3, tokens=8)
     topk_idx = routing.top_k_routing(jnp.asarray(logits), 2).topk_idx
@@ -197,9 +198,10 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_gradients_taken_inside_shard_map(check_vma):
-    """Gradients in a shard_map must be exact under check_vma, else those of the sum over ranks.
+    """jax.grad within a shard_map must give the right gradients of the loss.
 
-    The second rule is that of lax.psum.
+    Under check_vma=True they must be exact. Otherwise they are those of the sum of all ranks'
+    losses, as with lax.psum.
     """
     num_ranks = 4
     logits = jnp.asarray(random_logits(6))
@@ -242,7 +244,11 @@ def test_losses_over_several_axes():
 
 
 def sums_in_numpy(probs, topk_idx):
-    """Returns each expert's choices, the sums of normalized scores, and the number of tokens."""
+    """Returns the sums over tokens from which a load-balance loss is computed, in NumPy.
+
+    They are each expert's number of choices [E], its sum of normalized scores [E], and the number
+    of tokens with a choice.
+    """
     choices, sums, tokens = np.zeros(E), np.zeros(E), 0
     for row, chosen in zip(np.asarray(probs, np.float64), np.asarray(topk_idx), strict=True):
         if np.any(chosen >= 0):

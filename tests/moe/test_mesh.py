@@ -119,9 +119,15 @@ def test_shard_map_over_some_axes_of_a_mesh_whose_others_are_explicit(spec, chec
 
 
 def in_callers_shard_map(spec, check_vma, **changes):
-    """Returns the output and metrics of the layer in a shard_map over ("data", "expert").
+    """Runs the layer in a caller's shard_map over a mesh ("data", "expert").
 
-    The tokens are split by `spec`.
+    Args:
+        spec: the mesh axes that split the tokens.
+        check_vma: an argument of the shard_map.
+        **changes: fields of the configuration that differ from the usual.
+
+    Returns:
+        The output and the metrics.
     """
     layer = jax.shard_map(
         functools.partial(moe_layer, config=MoEConfig(**vars(CONFIG) | changes)),
@@ -164,9 +170,9 @@ def test_a_mesh_beside_another_one_that_is_set_is_refused():
 
 
 def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
-    """Experts on a mesh that is not set must cause an error or a warning.
+    """A layer must raise an error or warn if its experts are sharded over a mesh that is not set.
 
-    They would be gathered in each call.
+    Without a mesh, the layer would gather all experts in each call.
     """
     devices = mesh((8,), ("expert",))
     params, x = make_params(), make_x()
@@ -197,9 +203,16 @@ def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
 def misspelled(
     name, part, devices, config, wrap=lambda f: f, match="is sharded over", set_mesh=True
 ):
-    """Calls a layer whose wi_0 is sharded as `part`, and asserts one warning about field `name`.
+    """Calls a layer with a wrong mesh axis in its configuration; asserts that it warns once.
 
-    The mesh lacks the axis that the configuration's field gives.
+    Args:
+        name: the field of the configuration with the wrong axis, such as "expert_axis".
+        part: the mesh axes over which wi_0 is really sharded.
+        devices: the mesh.
+        config: the configuration.
+        wrap: a transformation of the layer, such as jax.jit.
+        match: a part of the warning.
+        set_mesh: whether the mesh is set by jax.set_mesh.
     """
     params = make_params()
     put = NamedSharding(devices, P(*part))
@@ -245,9 +258,9 @@ def test_experts_sharded_as_named_or_not_at_all_warn_not():
 
 
 def test_axis_rules_over_another_axis_than_expert_axis_warn():
-    """Under jit, axis rules of the Flax layers that shard experts over another axis must warn.
+    """A Flax layer must warn if axis rules shard its experts over another axis than expert_axis.
 
-    The arrays' shardings are unknown there.
+    Under jit the arrays' shardings are unknown, so the rules are looked at.
     """
     sizes = dict(num_experts=E, num_experts_per_token=K, expert_axis="ep")
     x, rules = make_x(), (("exp", "experts_here"),)
@@ -263,7 +276,10 @@ def test_axis_rules_over_another_axis_than_expert_axis_warn():
 
 
 def resharded(text: str) -> list[str]:
-    """Returns the collectives that move tokens outside of dispatch and combine."""
+    """Returns the lines of a compiled program with collectives outside of dispatch and combine.
+
+    Such collectives move tokens to another sharding. All-reduces, which do not, are left out.
+    """
     kinds = r" (all-to-all|collective-permute|all-gather|reduce-scatter)\("
     lines = [line for line in text.splitlines() if re.search(kinds, line)]
     return [line for line in lines if not re.search(r"/(dispatch|combine)/", line)]
@@ -305,7 +321,7 @@ def test_tokens_split_along_the_sequence_stay_where_they_are(axes, shape, types)
         step = step_with(sequence_axes=axes)
         compiled = step.lower(params, x).compile()
         got = step(params, x)
-        # Without the option, the compiled program has such collectives.
+        # Without sequence_axes, the compiled program has such collectives.
         if types[0] == AUTO:
             assert resharded(step_with().lower(params, x).compile().as_text() or "")
     assert_close(got, want, rtol=1e-4, atol=1e-5)

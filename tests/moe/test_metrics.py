@@ -20,7 +20,10 @@ CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K, score="sigmoid", impl
 
 
 def expected(gate, x, mask, convention):
-    """Returns the loss and its sums for all tokens, by the convention's scores and choices."""
+    """Computes the load-balance loss of all tokens, and the sums from which it is computed.
+
+    `convention` is one of the layer's, and decides which scores and choices the loss takes.
+    """
     logits = x.reshape(-1, H) @ gate
     routed = routing.top_k_routing(logits, K, score="sigmoid", bias=PARAMS.bias)
     probs, idx = routed.probs, routed.topk_idx
@@ -61,9 +64,9 @@ def test_conventions(convention, lead, num_ranks):
 
 @pytest.mark.slow
 def test_layers_pool():
-    """The pooled loss of layers must be that of `load_balancing_loss_func` of transformers.
+    """The loss of several layers together must be that of transformers' load_balancing_loss_func.
 
-    The layers' sums may be stacked by a scan or in a list.
+    It is computed from the layers' sums, which may be in a list or stacked by a scan.
     """
     config = dataclasses.replace(CONFIG, score="softmax", balance_convention="transformers")
     layers = [make_params(seed, shared=False) for seed in (0, 1)]
@@ -87,7 +90,10 @@ def test_a_sequence_wise_loss_needs_sequences():
 
 
 def metrics_with(counts, dropped):
-    """Makes metrics with counts [..., E and free experts] and dropped counts [..., E]."""
+    """Makes metrics in which only the expert counts and the dropped counts are of interest.
+
+    `counts` is [..., E + the number of free experts], and `dropped` is [..., E].
+    """
     zero = jnp.zeros(())
     counts, dropped = jnp.asarray(counts, jnp.int32), jnp.asarray(dropped, jnp.int32)
     return jax_ep.MoEMetrics(zero, zero, counts, dropped.sum(-1), dropped, balance=None)

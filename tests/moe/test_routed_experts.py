@@ -44,7 +44,14 @@ def make_operands(case, kind="uniform", seed=0):
 
 
 def layer(case, exchange=None, matmul=None, apart=False):
-    """Returns a function of one rank: (x, topk_idx, weights, wi_0, wi_1, wo) -> out."""
+    """Returns a layer on one rank: (x, topk_idx, weights, wi_0, wi_1, wo) -> out.
+
+    Args:
+        case: the static arguments of the dispatch.
+        exchange: the implementation of dispatch and combine.
+        matmul: that of the grouped matmuls.
+        apart: whether to call `expert_mlp` and `combine` instead of `routed_experts`.
+    """
 
     def run(x, topk_idx, weights, *experts):
         sent = case.dispatch(x, topk_idx, exchange)
@@ -60,7 +67,11 @@ def layer(case, exchange=None, matmul=None, apart=False):
 
 @functools.cache
 def output_and_gradients(case, exchange, matmul, apart=False):
-    """Jits (*operands, grad) -> out and the gradients of x, weights, wi_0, wi_1 and wo."""
+    """Jits `layer` and its gradients, on all ranks.
+
+    The function takes the operands of `layer` and a cotangent. It returns the output and the
+    gradients of x, weights, wi_0, wi_1 and wo.
+    """
 
     def on_rank(x, topk_idx, weights, wi_0, wi_1, wo, grad):
         def run(x, weights, *experts):
@@ -231,9 +242,10 @@ def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_ar
 
 @pytest.mark.parametrize("matmul", ["xla"])
 def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_rows_are_nan):
-    """The gradient of received rows must be zero in unused rows.
+    """The gradient of the received rows must be zero in rows to which no token was sent.
 
-    A user's function on all rows of a buffer sums over this gradient.
+    A user may compute something for all rows of the buffer, here a scale. The scale's gradient is a
+    sum over all rows.
     """
     case = Case(most_ranks(4), T, H, K, E, "float32")
     x, topk_idx, weights, *experts, grad = make_operands(case)
@@ -287,7 +299,11 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_weights_on_the_input(check_vma, num_ranks):
-    """Weights on the input must give each choice's output computed alone, with biases and drops."""
+    """With weights_on="input", a row must be multiplied by its weight before the experts.
+
+    Output and gradients are compared with those of each choice alone. There are biases, and choices
+    that are dropped.
+    """
     case = Case(most_ranks(num_ranks), T, H, K, E, "float32", 20, 1)
     x, topk_idx, weights, *experts, grad = make_operands(case)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(case.num_ranks, E // num_ranks, H)))
@@ -366,7 +382,10 @@ def test_matmul_implementations(matmul, dtype):
 
 @pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
 def test_weights_of_choices_without_a_row_count_nowhere(name):
-    """NaN weights of choices without a row must reach no output, and their gradients be zero."""
+    """The weights of masked or dropped choices must not matter, even if they are NaN.
+
+    Their gradients must be zero.
+    """
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
     x, topk_idx, weights, *others = make_operands(case, kind)
@@ -524,7 +543,10 @@ def test_what_is_kept_and_what_is_computed_again():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_lowers_for_cuda_without_float32_rows(check_vma):
-    """No array of the receive buffer's size may be float32, except within one fused gate."""
+    """In the program for GPUs, no array with the rows of a receive buffer may be float32.
+
+    Excepted are arrays within the gate, since XLA fuses it into one kernel.
+    """
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152
     mesh = cuda_mesh((ranks,), (AXIS,))
     case = Case(ranks, tokens, hidden, 4, 32, "bfloat16", capacity, 1)

@@ -31,7 +31,10 @@ def exact_matmuls():
 
 
 def choices(seed: int = 5) -> tuple[jax.Array, jax.Array]:
-    """Draws choices that no top-k would make: one expert twice, or no expert."""
+    """Draws top-k choices and their weights, [..., K] each, without a router.
+
+    Unlike a router's choices, a token's may have one expert twice, or no expert (-1).
+    """
     rng = np.random.default_rng(seed)
     topk_idx = rng.integers(-1, E, (*X.shape[:-1], K)).astype(np.int32)
     topk_idx[0, 0] = 2
@@ -91,9 +94,9 @@ def test_given_choices_are_weighed_by_the_gate(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 8])
 @pytest.mark.slow
 def test_the_router_may_see_what_the_experts_do_not(num_ranks):
-    """`router_x` must replace x in the router; masked tokens may hold NaN in both.
+    """With `router_x`, the router must read it instead of x.
 
-    The mask may have integers.
+    Masked tokens may hold NaN in both. The mask may have integers.
     """
     rng = np.random.default_rng(6)
     router_x = jnp.asarray(rng.normal(size=(*X.shape[:-1], 5)), jnp.float32)

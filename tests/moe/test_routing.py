@@ -42,7 +42,10 @@ def norm_error(got, want):
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_those_of_float32(dtype, gate_dtype):
-    """Logits must be exact to float32, and gradients to their operands' dtypes, when compiled."""
+    """The router's logits must be as exact as float32, whatever the dtypes of tokens and gate.
+
+    Each gradient must be as exact as the dtype of its operand.
+    """
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(60, 500)), dtype)
     gate = jnp.asarray(rng.normal(size=(500, E)), gate_dtype)
@@ -305,7 +308,11 @@ SHIFTS = [0.0, -32.0, -40.0, -88.0, -120.0, -1000.0]
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
-    """Weights and their gradients must be right for scores of any size, given choices too."""
+    """The normalized weights of choices must be right for scores of any size.
+
+    Adding `shift` to logits makes scores tiny. The gradients must be right as well, and also where
+    the choices are given.
+    """
     logits = np.round(random_logits(1, tokens=4) * 4, 3)
     if score == "softmax":
         # Expert 0 is far above the others, but a bias keeps it from being chosen.
@@ -336,7 +343,10 @@ def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-12, 1e-20])
 def test_the_constant_of_the_normalization_where_scores_are_below_it(score, epsilon):
-    """Weights must be score / (sum + epsilon), with finite gradients even if all underflow."""
+    """Weights must be score / (sum of the chosen scores + epsilon), even if the sum is far less.
+
+    Gradients must be finite even if all scores underflow.
+    """
     bias = jnp.where(jnp.arange(E) < 3, 100.0, 0.0)
     for shift in SHIFTS:
         logits = np.array(random_logits(1, tokens=4))
@@ -412,9 +422,10 @@ def test_biases_that_a_sum_rounds_off_count():
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
-    """The loss and its gradient must not depend on how low the logits are.
+    """The load-balance loss and its gradient must be right however low the logits are.
 
-    Below -40 both scores are exponentials.
+    With logits below -40, both kinds of scores are exponentials of the logits, so their ratios do
+    not change any more.
     """
     logits = np.round(random_logits(3, tokens=8), 3)
 
@@ -425,7 +436,8 @@ def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
     def want(logits):
         logits = np.asarray(logits, np.float64)
         idx = reference.top_k_routing(logits, 2, score=score).topk_idx
-        # Below a shift of -100, use the scores at -100, which float64 can hold.
+        # For a shift below -100, compute with -100, where float64 can hold the scores. The loss is
+        # the same.
         top = max(shift, -100.0) - shift
         return reference.load_balance_loss(
             reference.top_k_routing(logits + top, 2, score=score).probs, idx

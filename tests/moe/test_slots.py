@@ -32,7 +32,10 @@ def placed(num_ranks, seed=0):
 
 @functools.cache
 def step(num_ranks, config):
-    """Returns an SGD step: (params, x, placement) -> (new params, loss, output, metrics)."""
+    """Returns a training step by SGD on a mesh of `num_ranks` ranks.
+
+    The step is a function (params, x, placement) -> (new params, loss, output, metrics).
+    """
 
     def loss(params, x, placement):
         out, metrics = jax_ep.moe_layer(params, x, config, placement=placement)

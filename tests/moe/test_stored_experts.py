@@ -64,7 +64,7 @@ def numbers_of(params):
 
 
 def sharded(params, mesh):
-    """Shards parameters over a mesh with the axes "expert" and "tensor"."""
+    """Shards the quantized matrices of parameters over the axes "expert" and "tensor" of a mesh."""
     for name in MATRICES:
         array = getattr(params, name)
         spec = P(*(axis if axis in mesh.axis_names else None for axis in SPECS[name]))
@@ -97,7 +97,11 @@ def test_the_layer_is_that_of_the_numbers(format):
 
 
 def operands_of(params):
-    """Returns the stored values and scales as `QuantizedExperts`, in both orders of axes."""
+    """Returns `QuantizedExperts` with the stored values and scales of the matrices.
+
+    They have each matrix in both orders of axes, as the matmuls read it. No number is quantized
+    anew.
+    """
 
     def operands(array):
         values, scales = array.values, array.scales.astype(np.float32)
@@ -127,7 +131,10 @@ def test_float8_matrices_are_the_operands_as_they_are(name, shape):
 
 @pytest.mark.parametrize("name, again", [("float8", False), ("mxfp4", True)])
 def test_no_program_quantizes_float8_matrices_again(name, again):
-    """No program may quantize float8 matrices again; matrices of other formats must be."""
+    """A layer with float8 matmuls must use stored float8 matrices as they are.
+
+    It must quantize matrices that are stored in another format.
+    """
     config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
     assert ("quantize_float8_matrices" in str(program)) == again

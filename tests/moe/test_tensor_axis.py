@@ -46,7 +46,10 @@ def exact_matmuls():
 
 
 def make_params() -> MoEParams:
-    """Makes parameters with everything that the axis splits, and biases, to be added only once."""
+    """Makes parameters with every part that a tensor axis splits.
+
+    They also have the biases of the experts' outputs, which only one of its ranks may add.
+    """
     rng = np.random.default_rng(0)
     shapes = {"gate": (H, E)} | weight_shapes(E, H, F, **PARTS)
     return MoEParams.of(**{
@@ -116,7 +119,10 @@ def spec_of(name: str) -> P:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_a_shard_map(split, check_vma):
-    """In a caller's shard_map, each rank must be given its columns of its own experts."""
+    """In a caller's shard_map, a rank must compute with the part of the experts that it is given.
+
+    The caller gives each rank its own experts, and of these its columns along the tensor axis.
+    """
     tokens = P(AXES) if split else P("expert")
     config = split_by(*AXES) if split else split_by("expert")
     params = make_params()
@@ -237,12 +243,19 @@ RANKS, WIDTH = 2, 128
 
 
 def where(splits_tokens: bool) -> LayerMesh:
-    """Returns a `LayerMesh` with two tensor ranks, which have own tokens or the same ones."""
+    """Returns a `LayerMesh` with two ranks along the axis "tensor".
+
+    With `splits_tokens` each rank has other tokens, else both have the same ones.
+    """
     return LayerMesh((), ("tensor",) if splits_tokens else (), None, ("tensor",))
 
 
 def outputs(x, ids, weights, factors, splits_tokens, implementation=None):
-    """Computes a stand-in for a layer, of which each tensor rank computes a part from `factors`."""
+    """Computes a stand-in for a layer that is split over a tensor axis; returns this rank's output.
+
+    Each tensor rank gets the tokens of all tensor ranks and multiplies them by its own `factors`.
+    The output is the sum of these products over the tensor ranks.
+    """
     there = where(splits_tokens)
     arrays = x, x, ids, weights
     x, same, ids, weights = tensor_axis.for_all_ranks(arrays, there, implementation)
@@ -314,9 +327,9 @@ def test_without_a_tensor_axis_nothing_is_moved():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize("splits_tokens", [True, False])
 def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, monkeypatch):
-    """Kernels must run where the table says that they are faster, forward and backward.
+    """The collectives along a tensor axis must be kernels where the table says they are faster.
 
-    They must not run if the exchange is to be XLA's.
+    This holds forward and backward. With implementation="xla" for the exchange, they must be XLA's.
     """
     gpus = tuple(symmetric_memory.Gpu(g, g, 0, "", 0, 0) for g in range(RANKS))
     domain = symmetric_memory.Domain(

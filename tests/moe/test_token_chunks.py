@@ -52,7 +52,10 @@ def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
 
 @pytest.mark.parametrize("num_chunks, num_ranks", quick([(2, 1), (3, 4), (4, 8), (9, 8)], (3, 4)))
 def test_chunks_change_nothing_but_rounding(num_chunks, num_ranks):
-    """Chunks must change only rounding, even if they do not divide the tokens or exceed them."""
+    """Computing a layer in chunks of tokens must change its results only by rounding.
+
+    The number of chunks may be no divisor of the number of tokens, or larger than it.
+    """
     mask = np.arange(40).reshape(8, 5) % 7 > 0
     assert_same(
         num_chunks,
@@ -100,7 +103,10 @@ def test_with_other_options(changes, shape, axes, monkeypatch):
 
 
 def test_a_capacity_is_of_each_chunk():
-    """The capacity must limit each chunk: drops are those of separate calls for the chunks."""
+    """The capacity must limit the rows of each chunk of tokens.
+
+    The dropped choices must be those of separate calls for the chunks.
+    """
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
     params, x = make_params(), make_x(shape=(4, 16))
     with jax.set_mesh(expert_mesh(4)):
@@ -127,9 +133,10 @@ def float8_params() -> MoEParams:
 
 @pytest.mark.parametrize("once", quick([False, True], False))
 def test_float8_experts_are_quantized_once(once):
-    """Float8 experts must be quantized once for all chunks; gradients are within rounding.
+    """Float8 experts must be quantized once for all chunks of tokens, not once for each.
 
-    In chunks, rows are quantized in other blocks for the matrices' gradients.
+    Gradients must agree within float8's rounding: in chunks, rows are quantized in other blocks for
+    the matrices' gradients.
     """
     float8 = jnp.float8_e4m3fn
     config = dataclasses.replace(CONFIG, wire_dtype=float8, matmul_dtype=float8)

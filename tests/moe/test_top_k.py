@@ -39,7 +39,11 @@ GROUPS = {
 
 
 def top_k(logits, gathered, k, groups=None, scores=None):
-    """Returns the choices, and the values of `gathered` at them; `scores` compare groups."""
+    """Chooses the k columns with the largest logits; returns them, and `gathered` at them.
+
+    With `groups`, only columns of the best groups are chosen. `scores` are the scores by which
+    groups are compared; if they are None, logits are.
+    """
     options = {} if scores is None else {"scores": "softmax", "rounded": scores}
     return choose(logits, k, PLAIN, gathered=gathered, groups=groups, **options)[:2]
 
@@ -72,7 +76,7 @@ def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 @pytest.mark.parametrize(("experts", "k"), quick([(40, 3), (40, 13), (160, 40)], (40, 3)))
 def test_sums_are_compared_exactly(experts, k, groups):
-    """Choices must be by exact sums, whether or not rounded sums would give the same."""
+    """Columns with equal float32 sums of score and bias must be chosen by their exact sums."""
     options = dict(scores="softmax", groups=groups)
     within = experts if groups is None else experts // groups.number * groups.kept
 
@@ -89,7 +93,7 @@ def test_sums_are_compared_exactly(experts, k, groups):
 
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 def test_sums_of_few_tokens_are_compared_exactly(groups):
-    """Choices must be exact if rounded sums are equal for only 3 of 200 tokens."""
+    """Choices must also be exact if float32 sums are equal for only 3 of 200 tokens."""
     rng = np.random.default_rng(0)
 
     @jax.jit
@@ -144,7 +148,8 @@ def test_choices_are_of_the_best_groups(experts, groups, kind):
     values, scores = rows(77, experts, kind), rows(77, experts, kind, 1)
     run = jax.jit(top_k, static_argnums=(2, 3))
     topk_idx, _ = run(values, values, 4, groups, scores)
-    # Scores grow with logits, so a group's best logit decides instead of its best score.
+    # If groups are compared by one best score, `choose` may compare logits, since scores grow with
+    # logits.
     of_groups = values if groups.best == 1 else scores
     np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, of_groups))
     topk_idx, _ = run(values, values, 4, groups)
@@ -167,7 +172,10 @@ def lowered(*shape, k=4, groups=None, **options) -> str:
 @needs_kernels
 @pytest.mark.parametrize(("experts", "groups"), GROUPS.values(), ids=GROUPS)
 def test_one_device_runs_the_kernel(experts, groups):
-    """On one device the kernel must run, after a sort by XLA only for groups that it lacks."""
+    """On one device the kernel must choose the experts.
+
+    XLA must choose the best groups only where the kernel does not support their sizes.
+    """
     text = lowered(8, experts, groups=groups)
     assert kernels_in(text) == 1
     known = groups in (GROUPS["of whole lanes"][1], GROUPS["of their best"][1])

@@ -64,7 +64,10 @@ def of_a_global(h):
 
 
 def activations(scale):
-    """Returns functions that read changing values; each is one object as long as `scale` lives."""
+    """Returns functions of h, named by where they read their factor.
+
+    `scale.set_all` changes all factors. Each function stays the same object meanwhile.
+    """
     factor = scale.factor
 
     def cell(h):
@@ -153,7 +156,10 @@ def values_and_gradients(run, wrap):
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
 def test_what_a_bound_method_reads_is_read_again(place, wrap, scale):
-    """A value that a bound method reads must be read again in each call; a factor of 4 is exact."""
+    """A value that a bound method reads must be read again in each call of the layer.
+
+    Changing the factor from 1 to 4 must multiply all results by 4 exactly.
+    """
     run = place(scale.attribute)
     first = values_and_gradients(run, wrap)
     scale.set(4.0)

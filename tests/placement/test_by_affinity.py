@@ -11,7 +11,11 @@ from jax_ep.placement import Placement, place_by_affinity
 
 
 def changes(trace, placed, num_parts):
-    """Returns how often a token's choices in consecutive layers are on different ranks or hosts."""
+    """Returns the share of pairs of choices for which a token has to change its rank or host.
+
+    A pair is a choice in one layer and one in the next. `trace` is [layers, tokens, K], and the
+    slots of `placed` are divided equally among `num_parts` ranks or hosts.
+    """
     num_slots = placed.expert_of_slot.shape[1]
     part = placed.slots_of_expert[:, :, 0] // (num_slots // num_parts)
     at = np.stack([part[layer][choices] for layer, choices in enumerate(trace)])
@@ -49,7 +53,8 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
     shuffled = np.stack([rng.permutation(placed.expert_of_slot[0]) for _ in trace])
     random = Placement.of(shuffled, num_experts=num_experts, num_ranks=num_ranks)
     if clusters == num_ranks:
-        # Two choices stay on one rank if neither is noise, or else by chance.
+        # A tenth of the choices is noise. A pair of choices is on one rank if neither of them is
+        # noise, and else by chance.
         stays = 0.9**2 + (1 - 0.9**2) / num_ranks
         assert changes(trace, placed, num_ranks) < 1 - stays + 0.03
     assert changes(trace, placed, num_ranks) < 0.8 * changes(trace, random, num_ranks)
@@ -58,7 +63,10 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
 
 
 def test_affinity_gives_way_to_balance():
-    """Two experts that all tokens choose must be on different ranks, to limit the load."""
+    """The two busiest experts must be on different ranks, though many tokens choose both in turn.
+
+    Otherwise the load of their rank would be over the limit.
+    """
     rng = np.random.default_rng(8)
     trace = np.where(rng.random((3, 2000, 1)) < 0.5, 0, 1)
     trace[:, :, :][rng.random(trace.shape) < 0.2] = 5

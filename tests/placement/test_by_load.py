@@ -25,9 +25,10 @@ EXAMPLE = dict(num_slots=16, num_ranks=8, num_hosts=2, num_groups=4)
 
 
 def greedy_pack(load, num_packs):
-    """Packs items in order of falling load, each into the lightest pack that is not full.
+    """Divides items of the given loads into `num_packs` packs with equally many items.
 
-    Returns the items of each pack.
+    The items, in order of falling load, are put into the lightest pack that is not full. Returns
+    the indices of the items in each pack.
     """
     packs = [[] for _ in range(num_packs)]
     for item in sorted(range(len(load)), key=lambda item: -load[item]):
@@ -37,7 +38,11 @@ def greedy_pack(load, num_packs):
 
 
 def eplb_busiest(load, num_slots, num_ranks, num_hosts, num_groups):
-    """Returns the largest rank load after EPLB's steps: groups to hosts, copies, ranks."""
+    """Returns the load of the busiest rank in a placement by EPLB's method.
+
+    EPLB divides the groups of experts among the hosts, copies the busiest experts of each host, and
+    divides the copies among the host's ranks. `load` has the load of each expert.
+    """
     if num_groups % num_hosts:
         num_hosts = num_groups = 1
     size, busiest = len(load) // num_groups, 0.0

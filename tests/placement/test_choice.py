@@ -16,7 +16,10 @@ from jax_ep.placement import Placement, balance, choose_slots
 
 
 def slots_on_ranks(topk_idx, placed, num_ranks, as_array=jnp.asarray):
-    """Runs `choose_slots` on every rank for its part of topk_idx [N, T, K]; returns [N, T, K]."""
+    """Returns the slots that the ranks choose for the experts topk_idx [N, T, K], [N, T, K].
+
+    Each of the N ranks runs `choose_slots` for its tokens. `placed` is the placement, of one layer.
+    """
     layer = jax.tree.map(lambda a: as_array(a[0]), placed)
     arrays = layer.expert_of_slot, layer.slots_of_expert, layer.num_copies
     run = jax.shard_map(
@@ -64,7 +67,10 @@ def test_the_arrays_of_a_placement_may_be_numpy_arrays(num_slots):
 
 
 def test_single_choices_of_many_ranks_spread_over_copies():
-    """Ranks with one token and no copy of its expert must spread evenly over the copies."""
+    """Choices of one expert by ranks that have no copy of it must spread evenly over the copies.
+
+    Each rank has one token here, so the ranks must not all begin with the same copy.
+    """
     slots = [0, 1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
     placed = Placement.of([slots], num_experts=15, num_ranks=8)
     topk_idx = np.zeros((8, 1, 1), np.int32)

@@ -16,7 +16,7 @@ from jax_ep.placement.traffic import _slots, traffic
 def test_a_step_worked_out_by_hand():
     """Rows and rank changes must be those counted by hand, for two ranks with two tokens each.
 
-    The fifth token of the step does not fill the ranks evenly and is left out.
+    The step has five tokens. The last one is left out, so that the ranks have equally many.
     """
     placement = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2, layers=2)
     step = np.array([

@@ -23,7 +23,8 @@ def placements():
     yield Placement.in_order(num_experts=E, layers=LAYERS, **options)
     for _ in range(2):
         yield balance(random_loads("zipf", LAYERS, E, rng) ** 2, **options)
-    # Layer 0 has seven copies of expert 5, which one slot sends to all; layer 1 has empty slots.
+    # In layer 0, seven slots have copies of expert 5, so one slot must send it to several. Layer 1
+    # has empty slots (-1).
     slots = [[0, 1, 2, 3, 4, 5, *[5] * 6], [5, *[-1] * 6, 4, 3, 2, 1, 0]]
     yield Placement.of(slots, num_experts=E, num_ranks=N)
 
@@ -168,9 +169,10 @@ def test_flat_trees_name_experts_in_their_keys(key):
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
-    """A placeholder without the experts' axis must stay as it is.
+    """`redistribute` must leave an optimizer's placeholders as they are.
 
-    Adafactor keeps row and column moments for a matrix, and such a placeholder for full ones.
+    For a matrix, Adafactor keeps moments of rows and of columns, and a placeholder for the moments
+    of all elements. The placeholder has no axis of experts.
     """
     weights = np.random.default_rng(4).normal(size=(E, 3)).astype(np.float32)
     placement = Placement.of([[0, 1, 2, 3, 4, 5, *[5] * 6]], num_experts=E, num_ranks=N)[0]

@@ -117,7 +117,12 @@ def _render(row: dict[str, Any]) -> str:
 
 
 def _process(number: int, count: int, address: str) -> dict[str, Any]:
-    """Sets up one process; returns its domain's facts, and whether all GPUs have written here."""
+    """Sets up symmetric memory in process `number` of `count` processes; returns what it found.
+
+    The dict has lines of text that describe the domain, and the results of the checks that all GPUs
+    have written into this process's memory. If the set-up is refused, the dict has the reason
+    instead. `address` is that of the coordinator of `jax.distributed`.
+    """
     import jax
 
     if count > 1:
@@ -152,11 +157,12 @@ def _process(number: int, count: int, address: str) -> dict[str, Any]:
 
 
 def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool], dict[str, float]]:
-    """Writes from each GPU of this process to all GPUs.
+    """Writes from each GPU of this process into the heap and into an array of every GPU.
 
     Returns:
-        Name of a check -> whether all GPUs have written to this process's GPUs, and "writer->peer"
-        -> GB/s of a copy.
+        Two dicts. The first maps the name of a check, such as "heap", to whether it has passed:
+        whether the words that all GPUs have written are in the memory of this process's GPUs. The
+        second maps "writer->peer", two GPU numbers, to the GB/s of a copy.
     """
     import jax
     import jax.numpy as jnp
@@ -206,7 +212,11 @@ def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool]
 
 
 def _copy(ordinal: int, there: int, here: int, num_bytes: int) -> float:
-    """Copies num_bytes twice from `here` to `there` on a GPU; returns GB/s of the second copy."""
+    """Copies num_bytes from address `here` to address `there`, twice; returns the second GB/s.
+
+    GPU `ordinal` makes the copy, and `there` may be in the memory of another GPU. The first copy
+    only warms up.
+    """
     from jax_ep.runtime import cuda_driver
 
     seconds = 0.0

@@ -67,7 +67,11 @@ def reduced(algorithm: str | None) -> Callable[..., jax.Array]:
 
 
 def trace(function: Callable[..., Any], platform: str) -> Any:
-    """Traces a function of x [8, 128] and topk_idx [8, 2] on two ranks of a platform."""
+    """Traces a function of x [8, 128] and topk_idx [8, 2] on two ranks, to lower it later.
+
+    `platform` is "cpu" or "cuda": the ranks are CPU devices or GPUs. Without two GPUs, the mesh is
+    abstract.
+    """
     small = cuda_mesh((2,), ("expert",)) if platform == "cuda" else mesh((2,), ("expert",))
     mapped = jax.shard_map(
         function, mesh=small, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
@@ -77,7 +81,7 @@ def trace(function: Callable[..., Any], platform: str) -> Any:
 
 
 def lower(function: Callable[..., Any], platform: str) -> str:
-    """Lowers the program of `trace` for its platform; returns the text."""
+    """Traces `function` by `trace` and lowers it for `platform`; returns the program's text."""
     return trace(function, platform).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -94,7 +98,10 @@ def routed(platform: str) -> str:
 
 
 def programs(platform: str) -> dict[str, str]:
-    """Returns the texts of programs with the default implementation, by kind of operation."""
+    """Returns the lowered text of one program for each kind of operation, such as "matmul".
+
+    No program names an implementation, so each has the one that jax_ep chooses on `platform`.
+    """
     return {
         "exchange": lower(exchanged(None), platform),
         "collectives": lower(reduced(None), platform),
@@ -146,7 +153,8 @@ def test_where_jax_has_all_names_of_mosaic_the_kernels_run():
     with asked_anew():
         assert availability.mosaic_unavailable_reason() is None
         kernels = {what for what, text in programs("cuda").items() if "mosaic_gpu" in text}
-    # Collectives run as kernels only with a table of measured times.
+    # "collectives" may be missing: they run as kernels only where a table of measured times says
+    # that the kernels are faster.
     assert kernels >= {"exchange", "matmul", "top_k"}
 
 

@@ -124,7 +124,10 @@ def test_the_driver_is_asked_once(install):
 
 @needs_kernels
 def test_which_pairs_have_access_is_not_asked_of_the_kernels_gpus(install):
-    """The kernels' check must not ask for peer access; symmetric memory finds it out by mapping."""
+    """`availability.unavailable_reason` must not ask the driver which GPUs have peer access.
+
+    The set-up of symmetric memory finds this out, by mapping each GPU's memory into the others.
+    """
     library = install(Driver(no_access=frozenset({(3, 1)})))
     assert availability.unavailable_reason(gpus(0, 1, 2, 3)) is None
     assert library.asked == 0

@@ -14,7 +14,13 @@ from jax_ep.runtime import hosts
 
 
 def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any:
-    """Makes a program on a mesh with axes "a", "b"; `processes` are those of its CPU devices."""
+    """Makes a stand-in for a program on a mesh of CPU devices, with the axis "a" or "a" and "b".
+
+    Args:
+        processes: for each device in row-major order, the process that has it.
+        shape: the mesh's shape.
+        **changes: attributes of the program that differ from the usual.
+    """
     devices = np.empty(len(processes), object)
     devices[:] = [types.SimpleNamespace(process_index=p, platform="cpu") for p in processes]
     names = ("a", "b")[: len(shape)]
@@ -33,7 +39,7 @@ def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any
         ([0, 0, 1, 1], (2, 2), ("a", "b"), 2),
         ([0, 0, 1, 1], (2, 2), ("b",), 1),
         ([0, 0, 1, 1], (2, 2), ("a",), 2),
-        # Ranks are numbered along "a" first.
+        # "a" is the last of the axes, so ranks are numbered along "a" first.
         ([0, 1, 0, 1], (2, 2), ("b", "a"), 2),
         ([3, 3, 1, 1, 2, 2], (6,), ("a",), 3),
         ([0, 1, 0, 1], (4,), ("a",), r"on hosts \[0, 1, 0, 1\]"),

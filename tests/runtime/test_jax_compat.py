@@ -207,9 +207,10 @@ def test_an_address_that_jax_does_not_give_is_an_error():
 
 
 def test_operands_of_a_transpose_have_their_type():
-    """A transpose's operands must have a type, also if JAX has no attribute `aval`.
+    """The type of a transpose rule's operand must be found with and without the attribute `aval`.
 
-    It then is an array's type.
+    JAX's placeholder for an array has the attribute. An operand without it is an array, and
+    `jax.typeof` returns its type.
     """
     x = jnp.zeros(3)
     assert jax_compat._type_of_linear(types.SimpleNamespace(aval=jax.typeof(x))) == jax.typeof(x)

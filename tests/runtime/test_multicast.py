@@ -1,4 +1,4 @@
-"""Tests of multicast memory: the driver is asked, and without GPUs it is unavailable."""
+"""Tests of `multicast.unavailable_reason`: without several GPUs there is no multicast memory."""
 
 from __future__ import annotations
 

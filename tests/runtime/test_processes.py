@@ -57,7 +57,11 @@ def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
 
 
 def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
-    """Returns the domain of all processes, which must be equal; all GPUs must have written."""
+    """Returns the symmetric-memory domain that all processes have set up.
+
+    Asserts that all processes have an equal domain, and that every GPU with access to another has
+    written into the other's heap and array.
+    """
     domains = []
     for number, outcome in enumerate(outcomes):
         assert outcome is not None and isinstance(outcome.domain, Domain), outcome
@@ -180,7 +184,8 @@ def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_named_in_all(moment, victim, run, folder):
     members = [Process([g], dies_in=moment if g == victim else "") for g in range(3)]
-    # Then the victim dies before any other process knows of it.
+    # A victim that dies in `introduce` dies before any other process knows of it, so the other
+    # processes wait until their timeout.
     waits = moment == "processes.Meeting.introduce"
     timeout_s = 1.0 if waits else 60.0
     outcomes = run(members, folder, timeout_s)
@@ -200,9 +205,10 @@ def test_a_late_process_and_the_others_refuse(run, folder):
 
 
 def test_who_began_first_waits_for_those_it_has_told(folder):
-    """The first process must wait for others that began shortly before its timeout.
+    """The process that began first must wait for processes that began shortly before its timeout.
 
-    Such a process has its own timeout from its beginning on.
+    The timeout of each process runs from its own beginning, so the later processes may end after
+    the first process's timeout.
     """
     found: dict[int, Any] = {}
 
@@ -211,7 +217,7 @@ def test_who_began_first_waits_for_those_it_has_told(folder):
         with processes.Meeting(Store(str(folder)), number, 2.0) as meeting:
             cards = meeting.introduce({"host": "here"}, range(3))
             meeting.exchange(cards, {})
-            # The process maps what the others have sent.
+            # A real process now maps the memory whose handles the others have sent.
             time.sleep(maps_s)
             try:
                 found[number] = sorted(meeting.agree({"maps": number}))

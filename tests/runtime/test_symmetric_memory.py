@@ -86,7 +86,10 @@ def test_a_mesh_of_cpus_is_refused(op, algorithm):
     ids=lambda value: None if isinstance(value, str) else "limit",
 )
 def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
-    """The largest payload must lower, and a slightly larger one be refused with its size."""
+    """The largest payload of the low-latency protocol must lower, and a larger one be refused.
+
+    The reason of the refusal must name the payload's shape.
+    """
     dtype, room = jnp.dtype(dtype), (4 if num_ranks <= 4 else 2) * MIB
     per_rank = limit(room, num_ranks) // dtype.itemsize
     step = num_ranks * 8
@@ -140,7 +143,10 @@ def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
 @pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
-    """An abstract mesh, without an order of GPUs, must be refused, unless a mesh is set."""
+    """Kernels must be refused on an abstract mesh, unless `jax.set_mesh` has set a mesh of devices.
+
+    An abstract mesh does not say in which order it has the GPUs.
+    """
     found = []
 
     def note(algorithm, problem):
@@ -182,13 +188,20 @@ def fastest(algorithm: str) -> Any:
 
 
 def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
-    """Makes the problem of an all_gather, where kernels run or are `refused` for a reason."""
+    """Makes the `Problem` of an all_gather of x over `num_ranks` ranks.
+
+    `refused` is the reason why kernels cannot run there, or None if they can.
+    """
     place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
     return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
 
 
 class Chosen:
-    """Calls `select` as on a machine with GPUs, and counts how often the domain is asked for."""
+    """Calls `selection.select` for an all_gather, as if this machine's devices were GPUs.
+
+    Attributes:
+        asked: how often `select` has asked for the domain of symmetric memory.
+    """
 
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
@@ -231,7 +244,7 @@ def test_the_table_may_say_ll(chosen):
 
 def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
-    # With more GPUs, each has less room in a heap.
+    # In a domain of five GPUs, each sender has half as much room in a heap as in one of four.
     chosen.domain(domain_of(5))
     assert chosen(size=MIB) == "ll" and chosen(size=MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
@@ -261,7 +274,11 @@ def test_more_gpus_than_ll_is_for_are_refused(chosen):
 
 
 def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
-    """A mesh that is larger than this machine is for another one, whose ranks share a host."""
+    """For a mesh that is larger than this machine, `select` must not ask for the domain.
+
+    The program is for another machine. All ranks are assumed to share one host there, so the size
+    of x alone decides whether "ll" has room for it.
+    """
     chosen.domain(domain_of(2))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
@@ -274,9 +291,10 @@ def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
 
 
 def test_the_domain_is_asked_for_ll_only(chosen):
-    """`select` must ask for the domain only for "ll".
+    """`select` must ask for the domain of symmetric memory only if it may choose "ll".
 
-    Lowering a program has asked for all kernels before.
+    The other kernels need no question here: lowering a program asks before, for all kernels,
+    whether its GPUs share memory.
     """
     chosen("direct"), chosen("xla")
     chosen.table("direct")
@@ -360,9 +378,10 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
 
 @pytest.fixture
 def channels(monkeypatch):
-    """Returns a function that lowers a low-latency collective and returns its channels.
+    """Returns a function devices -> channels, which lowers a low-latency all_gather.
 
-    It takes the mesh's devices, CPUs that stand for the GPUs of `machine`.
+    `devices` are those of the mesh: CPUs that stand for the GPUs of `machine`. The channels say
+    which GPU each rank has, and where its tile buffers are.
     """
     found = []
     make = PallasCollectives._channels

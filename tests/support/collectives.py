@@ -33,12 +33,14 @@ on_gpus = pytest.mark.skipif(
 def ranks_here(
     axis_names: tuple[str, ...], like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
 ) -> Gpus:
-    """Makes the kernels' fabric along mesh axes, inside a shard_map, with a short wait timeout.
+    """Makes the fabric of a kernel: this rank and its peers along mesh axes, inside a shard_map.
+
+    A wait for a peer times out after TIMEOUT_SECONDS.
 
     Args:
         axis_names: the mesh axes of the ranks.
         like: an operand of the kernel, whose varying axes (vma) the fabric's operand must match.
-        delays_ns: the delays of `delays`, if the ranks are to run out of step.
+        delays_ns: one entry of `delays`, if the ranks are to run out of step.
     """
     fabric = of_axis(axis_names, like)
     return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
@@ -57,7 +59,9 @@ def in_rank_order(x: np.ndarray) -> np.ndarray:
     return functools.reduce(np.add, (part.astype(np.float32) for part in x)).astype(x.dtype)
 
 
-# name -> (kernel, the shape of its operands stacked by rank, the stacked results, bit for bit).
+# Maps a kernel's name to three functions: the kernel; the shape of its operands, stacked by rank,
+# for N ranks and S elements; and the expected results, stacked by rank and exact in every bit, for
+# given operands.
 KERNELS: dict[str, tuple[Callable[..., jax.Array], Any, Callable[[np.ndarray], np.ndarray]]] = {
     "one_shot": (one_shot, by_rank, lambda x: np.stack([in_rank_order(x)] * len(x))),
     "two_shot": (two_shot, by_rank_and_shard, lambda x: np.stack([in_rank_order(x)] * len(x))),
@@ -144,9 +148,11 @@ LOWERED = [
 
 
 def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Returns delays in nanoseconds that put ranks out of step; each is [delay points][num_ranks].
+    """Returns several sets of delays in nanoseconds, each of which puts the ranks out of step.
 
-    A kernel's delay points are its entry, its last access to peers, and its exit.
+    A set is [delay points][num_ranks]: how long each rank waits at each delay point of a kernel.
+    The delay points are the kernel's entry, its last access to peers, and its exit; a set may leave
+    out the later ones.
     """
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)

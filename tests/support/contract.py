@@ -287,7 +287,8 @@ def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
 def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) -> Inputs:
     """Draws the inputs of a case: x of random bits, and small integers for all other arrays.
 
-    Receive-buffer rows of y and grad_tokens to which no (token, choice) was sent are NaN.
+    `kind` is the routing, one of `ROUTINGS`, and `capacity` the number of rows in a receive buffer.
+    In y and grad_tokens, rows to which no (token, choice) was sent are NaN.
     """
     topk_idx = routing(kind, case, rng)
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
@@ -316,7 +317,12 @@ def assert_outputs(
 ) -> None:
     """Asserts that dispatched fields have equal bits, and gradients and sums equal values.
 
-    `pick` maps each pair (actual, expected) to the slices of both that are compared.
+    Args:
+        actual: the results of an exchange.
+        expected: those of the reference.
+        message: a part of the error, such as the kind of routing.
+        pick: function (actual array, expected array) -> the parts of both to compare, if this
+            process has only some of the ranks.
     """
     sums = Outputs._fields.index("grad_x")
     for i, name in enumerate(Outputs._fields):

@@ -82,8 +82,8 @@ class Outcome:
     Attributes:
         domain: the symmetric-memory domain, or the reason why there is none.
         seconds: how long the set-up took.
-        received: device of this process -> (words in its heap, words in its array), each word
-            written by the GPU of its index.
+        received: what the GPUs have written into each GPU of this process: GPU number -> (words in
+            its heap, words in its array). GPU g writes word g of both.
         left: resources that the set-up should have released and did not.
     """
 
@@ -220,8 +220,8 @@ def _write_to_all(
     A peer's array is addressed through the offset in the writer's heap header.
 
     Returns:
-        GPU of this process -> (words in its heap, words in its array), each word written by the GPU
-        of its index.
+        What the GPUs have written into each GPU of this process: GPU number -> (words in its heap,
+        words in its array). GPU g writes word g of both.
     """
     addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
     store.key_value_set(f"arrays/{number}", addresses)

@@ -18,11 +18,14 @@ _FACTORS = {"zero": 0, "huge": 1e33, "subnormal": 1e-39, "nan": np.nan, "infinit
 
 
 def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """Returns [..., R, C] float32 normal numbers, with the special values of a kind of `KINDS`.
+    """Draws matrices [..., R, C] of normal float32 numbers, some of them changed as `kind` says.
 
-    "skewed" gives each row its own magnitude, and "subnormal" makes all numbers subnormal. The
-    other kinds change row 5 of the last matrix: all of it is 0 or huge, or one number is NaN or
-    infinite.
+    Args:
+        kind: one of `KINDS`. "random" changes nothing, "skewed" gives each row its own magnitude,
+            and "subnormal" makes all numbers subnormal. The other kinds change row 5 of the last
+            matrix: "zero" and "huge" all of it, "nan" and "infinity" one number.
+        shape: the shape [..., R, C].
+        seed: the seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape).astype(np.float32)
@@ -126,7 +129,7 @@ def assert_gated_within_bound(
     for mine, (want, off) in zip(got, wanted, strict=True):
         assert mine.format == FLOAT8_ROWS
         with np.errstate(over="ignore"):
-            # Overflow to infinity as the kernel does, whose products are float32.
+            # The kernel's products are float32 and may overflow to infinity, so round to float32.
             want = want.astype(np.float32).astype(np.float64)
         values, scales = (
             np.asarray(each).astype(np.float64) for each in (mine.values, mine.scales)

@@ -66,7 +66,11 @@ def _varying(lines: list[str]) -> set[str]:
 
 
 def _of_warps(name: str, arguments: str) -> bool:
-    """Returns whether an instruction on the thread index gives all threads of a warp one result."""
+    """Returns whether an instruction has one result for a warp though it reads the thread index.
+
+    `name` is the instruction's, such as "shr.u32", and `arguments` its text after the name. Such an
+    instruction shifts out the index within the warp, masks it, or compares with whole warps.
+    """
     last = arguments.rsplit(",", 1)[-1].strip()
     if not _NUMBER.fullmatch(last):
         return False
@@ -96,7 +100,11 @@ def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
 
 
 def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[int]:
-    """Returns the indices of the blocks that may run right after block i."""
+    """Returns the indices of the basic blocks that may run right after basic block i.
+
+    `blocks` and `places` are the results of `_blocks`: the lines of each block, and label -> index
+    of the block that it begins.
+    """
     last = blocks[i][-1] if blocks[i] else ""
     after = [i + 1] if i + 1 < len(blocks) and not last.startswith("ret") else []
     if jump := _JUMP.match(last):
@@ -105,7 +113,10 @@ def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[
 
 
 def _certain(following: list[list[int]]) -> list[set[int]]:
-    """Returns, for each block, the other blocks that every path from it to the end goes through."""
+    """Returns, for each basic block, the other blocks through which every path to the end goes.
+
+    `following` has, for each block, the indices of the blocks that may run right after it.
+    """
     everything = set(range(len(following)))
     certain = [everything] * len(following)
     changed = True

@@ -7,16 +7,26 @@ import numpy as np
 from pallas_kernels.routing.order import OF_TWO
 from pallas_kernels.routing.plan import Groups
 
-# Kinds of `sums`: which sums of score and bias are equal, or special values.
+# Kinds of `sums`. The name says which float32 sums score + bias of a row are equal:
+#   "nothing"        none;
+#   "pairs"          about two columns at a time;
+#   "all"            all;
+#   "beyond"         a third of the columns at a time, with equal exact sums;
+#   "unlike beyond"  a third of the columns at a time, with different exact sums;
+#   "close"          some; others differ by about one unit in the last place;
+#   "special"        those of infinite biases; the logits have infinities and NaN.
 SUMS = ("nothing", "pairs", "all", "beyond", "unlike beyond", "close", "special")
 KINDS = ("random", "bfloat16", "ties", "special")
 _SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-45, -1e-45]
 
 
 def rows(number: int, columns: int, kind: str, seed: int = 0) -> np.ndarray:
-    """Returns [number, columns] float32 of a kind of KINDS; "special" has NaN and infinities.
+    """Returns `number` rows of random float32 values, [number, columns].
 
-    Row 0 of "special" holds one value only, the least in total order: a NaN.
+    `kind` is one of KINDS: "random" values are normal, those of "bfloat16" have bfloat16's
+    precision, "ties" are whole numbers, many of them equal, and "special" has zeros, infinities,
+    NaNs and subnormals of both signs. All of row 0 of "special" is one NaN, the least value in
+    IEEE 754's total order.
     """
     rng = np.random.default_rng(seed)
     shape = number, columns
@@ -58,9 +68,11 @@ def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, 
 
 
 def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
-    """Returns logits with NaN replaced, if groups are compared by a function of their two best.
+    """Returns the logits, with NaN replaced by 2 where the result could not be predicted otherwise.
 
-    Which NaN, and of which sign, a function of two NaNs returns is not specified by IEEE 754.
+    This concerns groups of columns that are ordered by a function of their two best logits
+    (`groups.best` is 2). IEEE 754 does not specify which NaN, and of which sign, a function of two
+    NaNs returns.
     """
     if groups is None or groups.best == 1:
         return logits

@@ -537,7 +537,8 @@ class _Receive:
         )
         with simulation.changed:
             simulation.hears(thread, [p for p, w in zip(peers, wanted, strict=True) if w])
-            # A buffer whose tile is not wanted returns values that must not be used.
+            # The kernel polls some buffers without wanting their tiles. It must not use what it
+            # reads there, so return a strange value.
             strange = np.full(self.shape, 77, self.dtype)
             return [tiles.pop(key) if key in comes else strange for key in keys]
 
@@ -602,11 +603,12 @@ class _Copies:
 
 
 class _Lanes:
-    """Finds missing barriers between the threads of a warpgroup that share shared memory.
+    """Finds missing barriers between threads of one warpgroup that access the same shared memory.
 
-    An access to a single element is made by all threads; of a vector, each thread accesses its own
-    elements, the same ones whenever the index is the same. Between two barriers, a slow thread may
-    still read an old value, or write again what another thread has overwritten.
+    If a kernel accesses a single element, all threads of the warpgroup access it. If it accesses a
+    vector, each thread accesses some of the elements, and the same ones whenever the vector's index
+    is the same. Without a barrier after such an access, a slow thread may still read an old value,
+    or write again what another thread has overwritten.
     """
 
     def __init__(self) -> None:
@@ -620,8 +622,14 @@ class _Lanes:
     def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
         """Returns the accessed part of a buffer's tables, and how the threads divide it.
 
-        The partition is 0 if all threads access a single element; otherwise a hash of the vector's
-        index.
+        The tables say, for each element of the buffer, when and how it was last accessed. How the
+        threads divide an access is a number: 0 if all threads access a single element; otherwise a
+        hash of the vector's index, since equal indices are divided alike.
+
+        Args:
+            key: the buffer.
+            access: the elements that are accessed.
+            shape: the buffer's shape.
         """
         names = ("read in", "read by", "written in", "written by", "unsettled in")
         if key not in self._tables:
@@ -768,7 +776,10 @@ class _Simulation:
         self.last_step = time.monotonic(), time.process_time()
 
     def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a callback to keep its first error; the runtime passes on only its text."""
+        """Wraps a callback of the interpreter so that its first error is kept in `failure`.
+
+        JAX's runtime passes on only the error's text, and `simulate` raises the kept error.
+        """
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -812,9 +823,10 @@ class _Simulation:
         )
 
     def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
-        """Returns whether an access loads a vector of routes.
+        """Returns whether an access reads a vector of routes, which may be too early.
 
-        A kernel loads such vectors ahead. Entries that are not written yet are not used.
+        Kernels load vectors of routes ahead of their use, and do not use the entries that are not
+        written yet. So such a read is no race. Integer vectors are taken for routes.
         """
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
@@ -873,7 +885,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """Turns a grid over (rank, block) into a grid over blocks, each a cluster of all ranks."""
-        # The number of ranks in one group of ranks.
+        # This is the number of ranks in one group along the mesh axes of the ranks.
         ranks, blocks = kwargs.pop("grid")
         # A kernel without results must have one group only.
         if kwargs["out_type"]:
@@ -926,7 +938,13 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         return token
 
     def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
-        """Returns buffer key, access, and buffer contents; None if not in shared memory."""
+        """Returns (key, access, contents) of a buffer in shared memory; None for other memory.
+
+        Args:
+            keys: the interpreter's array that identifies the buffer.
+            transforms: the indices and slices that the kernel applies to the buffer; as an
+                `access` they say which elements it reads or writes.
+        """
         key = shared_memory.HostAllocationKey.from_array(keys)
         if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
             return None

@@ -167,12 +167,18 @@ class Problem:
 
     @functools.cached_property
     def real_y(self) -> np.ndarray:
-        """Like `y`, but with real numbers, which quantization to float8 rounds."""
+        """Receive-buffer rows to combine, [N, R, H]: real numbers, which float8 rounds.
+
+        The same rows as in `y` are NaN, since none of them may be read.
+        """
         return np.where(np.isnan(self.y), self.y, self._reals(self.y.shape))
 
     @functools.cached_property
     def real_sums(self) -> np.ndarray:
-        """Like `sums`, but with real numbers, which quantization to float8 rounds."""
+        """Rank-major partial sums to combine, [N, N, T, H]: real numbers, which float8 rounds.
+
+        The same sums as in `sums` are NaN, since none of them may be read.
+        """
         return np.where(np.isnan(self.sums), self.sums, self._reals(self.sums.shape))
 
     @functools.cached_property
@@ -264,11 +270,16 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
     return np.where(unused[..., None], np.asarray(value, rows.dtype), rows)
 
 
-# Calls of the kernels on operands stacked by rank. Each returns a function for `simulate` to run.
+# Each of these functions returns a call of a kernel on the problem's operands, stacked by rank: a
+# function without arguments for `simulate` to run. `options` are further options of the kernel.
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the dispatch kernel; its results are tokens, rows, counts, *groups."""
+    """Returns a call of the dispatch kernel.
+
+    Its results are a tuple of receive buffers (the rows, or float8 values and scales), the routes
+    `rows` and `counts`, and the fields of `RowGroups` one by one.
+    """
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),
@@ -284,7 +295,10 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> An
 
 
 def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the kernel that dispatches along given routes; its result is tokens."""
+    """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`.
+
+    Its result is a tuple of receive buffers: the rows, or float8 values and scales.
+    """
     return functools.partial(
         dispatch_kernel.dispatch_like,
         jnp.asarray(problem.x),
@@ -300,9 +314,9 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the combine kernel; its result is out [N, T, H].
+    """Returns a call of the combine kernel on expert-major rows; its result is out [N, T, H].
 
-    The operand is `problem.y`; with the option `wire` it is `problem.real_y`.
+    The rows are `problem.y`. With the option `wire`, a float8 format, they are `problem.real_y`.
     """
     return functools.partial(
         combine_kernel.combine,
@@ -318,7 +332,10 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
 
 
 def combine_grad(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the kernel for a combine's gradient; its results are dy and dweights."""
+    """Returns a call of the kernel for a combine's gradient, with the cotangent `problem.g`.
+
+    Its results are dy [N, R, H] and dweights [N, T, K].
+    """
     return functools.partial(
         combine_grad_kernel.combine_grad,
         *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
@@ -346,7 +363,11 @@ def check_combine_grad(problem: Problem, results: Any, *, zero_unused: bool = Tr
 
 
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the rank-major dispatch kernel: -> tokens, local_topk_idx, weights."""
+    """Returns a call of the rank-major dispatch kernel.
+
+    Its results are a tuple of receive buffers (the rows, or float8 values and scales),
+    local_topk_idx, and the received weights or None.
+    """
     return functools.partial(
         rank_dispatch_kernel.rank_dispatch,
         jnp.asarray(problem.x),
@@ -360,9 +381,10 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Makes a call of the combine kernel on rank-major partial sums; its result is out [N, T, H].
+    """Returns a call of the combine kernel on rank-major partial sums; its result is out [N, T, H].
 
-    The operand is `problem.sums`; with the option `wire` it is `problem.real_sums`.
+    The sums are `problem.sums`. With the option `wire`, a float8 format, they are
+    `problem.real_sums`.
     """
     received = problem.dispatched_by_rank
     sums = problem.real_sums if "wire" in options else problem.sums

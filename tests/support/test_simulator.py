@@ -100,7 +100,10 @@ def test_the_use_of_a_peer_before_connect_is_found(kernel):
 
 @pytest.mark.slow
 def test_words_that_are_never_sent_are_found(monkeypatch):
-    """A rank must fail if it never receives values, in the wait for them or for a later signal."""
+    """A kernel whose ranks never send the values that others wait for must fail with an error.
+
+    The rank that fails waits for the values or, if it is further on, for a later signal.
+    """
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
     with pytest.raises(KernelError, match=r"rank . waits for (values|signal 1) of"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Wordless)))

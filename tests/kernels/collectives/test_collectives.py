@@ -193,7 +193,10 @@ def test_plans_give_every_warpgroup_as_many_tiles():
 
 
 def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:
-    """Makes the next call's operand from results: exact in float32, and different on every rank."""
+    """Returns a rank's operand for the next call of the collective `name`, made from its result.
+
+    `out` is the result on that rank. The operand is exact in float32, and differs between ranks.
+    """
     if name == "all_gather":
         return out.sum(0) / num_ranks + rank
     if name == "reduce_scatter":
@@ -206,7 +209,10 @@ def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_nobody_leaves_early(name, num_ranks):
-    """No rank may leave a call while a peer reads its operand; the next call rewrites it."""
+    """No rank may leave a call of a collective while a peer still reads the rank's operand.
+
+    Each call in a loop overwrites the operand of the call before, so leaving early changes results.
+    """
     kernel, shape, expected = KERNELS[name]
     mesh, calls = expert_mesh(num_ranks), 6
     size = 40 * tile_length("float32")
@@ -246,7 +252,8 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
             def call(_, results):
-                # This depends on the call before, and rewrites the operand that that call has read.
+                # `again` has the values of x but depends on the last call's result, so that XLA
+                # keeps the order of the calls. It overwrites the last call's operand.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 return all_reduce_rms_norm(again, residual[0], scale[0], **options)
 

@@ -119,14 +119,21 @@ def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
     channels = one_axis(2, detect_races=False)
     assert_same_bits(run(name, x, channels, plan), expected(x))
     workers = plan.num_blocks * plan.num_warpgroups
-    # Workers without a tile must have counted the call, too.
+    # Each of the 2 ranks' workers, even one without a tile, must have counted one call.
     assert set(channels.memory.contents.counters.values()) == {1}
     assert len(channels.memory.contents.counters) == 2 * workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of ranks along some axes of a mesh."""
+    """The groups into which some axes of a mesh divide its places; each group communicates alone.
+
+    The places of the mesh, one for each GPU, are numbered in row-major order. A group has the
+    places that differ only in their indices along `axes`.
+
+    Attributes:
+        shape: the mesh's shape.
+    """
 
     shape: tuple[int, ...]
     # The axes of the ranks; the last one varies fastest.
@@ -146,9 +153,10 @@ class Groups:
         return places.transpose(*others, *self.axes).reshape(-1, num_ranks)
 
     def each(self, expected: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-        """Applies `expected` to each group's part of x [places, ...].
+        """Computes the expected results of a collective that each group runs alone.
 
-        Returns all places' results.
+        `expected` maps the operands of a group's N ranks, [N, ...], to their results. x and the
+        returned array are [places of the mesh, ...].
         """
         results = [expected(x[group]) for group in self.places]
         order = np.argsort(self.places.reshape(-1))
@@ -181,7 +189,10 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
 @pytest.mark.slow
 @simulated
 def test_calls_of_all_kernels_one_after_another():
-    """Calls of all kernels in one memory must be right, with changing groups and workers."""
+    """Calls of all kernels, one after another with the same tile buffers, must be right.
+
+    From call to call, the groups of ranks and the number of workers change.
+    """
     memory, mesh = TileContents(), (2, 2)
     plans = (TilePlan(2, 1), TilePlan(1, 1), TilePlan(1, 2))
     for call, name in enumerate([*KERNELS, *KERNELS]):
@@ -256,7 +267,7 @@ def test_what_needs_more_than_there_is_is_refused():
 
 @dataclasses.dataclass(frozen=True)
 class _Late:
-    """Holds rank 0 back for some time."""
+    """An operation of the simulator that makes rank 0 sleep, so that it falls behind."""
 
     seconds: float = 0.05
 
@@ -266,7 +277,7 @@ class _Late:
 
 
 class LateToTake(SimulatedChannels):
-    """Channels in which rank 0 sends its tiles, but receives those of the other ranks late."""
+    """Channels in which rank 0 sends its tiles on time, but takes the tiles of other ranks late."""
 
     def hold_back(self, point, rank):
         if point == 1:
@@ -288,9 +299,10 @@ class LateToCome(SimulatedChannels):
 
 
 def sum_and_go_on(endpoint: Endpoint, part: jax.Array) -> jax.Array:
-    """Makes one of several calls in a kernel: sums `part`; returns the next call's operand.
+    """Makes one call of the low-latency protocol within a kernel: sums `part` over the ranks.
 
-    Small integers keep the result exact.
+    `part` is this rank's tile. Returns its tile for the next call, which is exact in float32 if the
+    first tiles are small integers.
     """
     endpoint.delay_point(0)
     endpoint.send(0, [part] * len(endpoint.peers))
@@ -309,10 +321,20 @@ def several_calls(
     kind: type[Endpoint] = Endpoint,
     call: Callable[[Endpoint, jax.Array], jax.Array] = sum_and_go_on,
 ) -> np.ndarray:
-    """Makes several calls in one kernel, with each of the channels in turn.
+    """Makes several calls of the low-latency protocol within one kernel.
 
-    Within one kernel the ranks do not meet between calls; the simulator makes them meet between
-    kernels. Returns the result for x [places, size].
+    Between two kernels, the simulator makes all ranks wait for each other. Within one kernel, a
+    rank may run ahead of others from call to call.
+
+    Args:
+        x: [places, size], the operands of the first call, by place in the mesh.
+        several: the channels; the calls use them in turn.
+        calls: the number of calls.
+        kind: the class of the endpoints, which may have a fault.
+        call: function (endpoint, a tile) -> the tile for the next call.
+
+    Returns:
+        The result of the last call, [places, size].
     """
     first, tile = several[0], tile_length(x.dtype)
 
@@ -374,7 +396,11 @@ def test_calls_overtake_no_tile_buffer(num_ranks, kind):
 @simulated
 @pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
 def test_calls_of_alternating_groups_overtake_no_tile_buffer(kind):
-    """Alternating groups must not overwrite tiles; ranks 0 and 3 share only the last group."""
+    """Calls that alternate between groups of ranks must not overwrite a tile before it is taken.
+
+    Ranks 0 and 3 share only the last of the three groups, so they exchange tiles in every third
+    call.
+    """
     memory, x = TileContents(), integers(4)
     several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
     channels = [
@@ -511,9 +537,10 @@ def test_tile_buffers_that_are_not_there_are_found(monkeypatch):
 
 @pytest.mark.parametrize("num_gpus", [3, 5])
 def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
-    """No two tiles may share a buffer, over both sets and all senders, workers and tiles.
+    """No two tiles may share a tile buffer of the GPU that receives them.
 
-    The numbering of a GPU's buffers is dense.
+    The tiles are those of both sets, of all senders and workers, and with all indices in a channel.
+    Together they must use all buffers of the GPU.
     """
     endpoint = Endpoint.__new__(Endpoint)
     memory = TileMemory(memory_map.BASE, num_gpus)
@@ -626,7 +653,7 @@ def test_meshes_of_two_axes(axis_name):
 
 @pytest.fixture
 def noted_calls(monkeypatch):
-    """Collects the channels and plans of the calls that are traced during a test."""
+    """Returns a list of (channels, plan), one for each low-latency call traced during the test."""
     noted, call = [], ll.call
 
     def note(*args, channels, plan, **options):
@@ -682,7 +709,10 @@ def test_channels_of_a_program(order, gpus, noted_calls):
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the machine here is known")
 def test_channels_of_a_program_for_another_machine(noted_calls):
-    """For another machine, GPU i must be at place i of the mesh."""
+    """A program for another machine must assume that GPU i is at place i of the mesh.
+
+    This machine has no such GPUs, so the program is only lowered.
+    """
     mesh = cuda_mesh((2, 3), ("a", "b"))
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
@@ -777,7 +807,12 @@ def operand_of(name: str, state: Any, size: int, num_ranks: int) -> Any:
 
 
 def next_state(state: Any, out: Any, rank: Any) -> Any:
-    """Makes the next state of results: small integers, exact, and different on every rank."""
+    """Returns a rank's state after a call of a collective in the loop of `STEPS`.
+
+    The state [STATE] is what the operands of the next calls are made of. `out`, the result of the
+    call on this rank, replaces the first values: by small integers, which are exact and differ
+    between ranks.
+    """
     xp = jnp if isinstance(state, jax.Array) else np
     total = ((out.sum(0) if out.ndim == 2 else out) + rank) % 16
     return xp.concatenate([total, state[total.size :]])
@@ -858,9 +893,10 @@ def test_the_reference_of_the_loop_is_what_jax_computes():
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_calls_in_a_loop_out_of_step(num_ranks, backwards):
-    """In a loop, calls of several kernels with changing sizes and workers must be right.
+    """A loop over the calls of `STEPS` must give the right state while ranks are delayed.
 
-    Each call depends on the one before, and ranks are delayed.
+    The kernels, sizes and numbers of workers change from call to call, and each call depends on the
+    result of the call before. With `backwards`, the mesh has the GPUs in reverse order.
     """
     mesh, calls = expert_mesh(num_ranks), 9
     if backwards:
@@ -875,7 +911,11 @@ def test_calls_in_a_loop_out_of_step(num_ranks, backwards):
 
 
 def alternating(mesh: Any, kind: str) -> Any:
-    """Jits a loop of sums, all-to-alls and gathers by alternating groups of the same GPUs."""
+    """Jits a loop of collectives in which each GPU alternates between groups of ranks.
+
+    The groups are those along the axis "a", "b" or both. `kind` is "ll" for collectives over the
+    low-latency protocol, else they are XLA's.
+    """
     sums, moves = ("one_shot_ll", "ll") if kind == "ll" else ("xla", "xla")
 
     def step(_: Any, x: jax.Array) -> jax.Array:
@@ -977,7 +1017,10 @@ def test_the_largest_payloads_and_odd_ones(algorithm, num_bytes, num_ranks):
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
-    """In a loop with calls of another kernel by some of the workers, the results must be right."""
+    """All-reduces fused with RMSNorm must be right in a loop while ranks are delayed.
+
+    Between two of them, an all-gather uses only some of the workers.
+    """
     mesh, calls, rows = expert_mesh(num_ranks), 5, 3 * num_ranks - 1
     arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
     plan = TilePlan(3, 2) if two_shot else TilePlan(rows, 2)
@@ -988,7 +1031,8 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, channels=channels, plan=plan)
 
             def call(_, results):
-                # This depends on the calls before.
+                # `again` has the values of x, but depends on the results of the last calls, so XLA
+                # keeps the order of the calls.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 gathered = ll.all_gather(
                     jax_compat.place(), again[0], channels=channels, plan=TilePlan(1, 1)
@@ -1043,9 +1087,10 @@ def test_calls_that_do_not_depend_on_each_other(num_ranks):
 @on_gpus
 @pytest.mark.needs_devices(4)
 def test_programs_of_some_of_the_gpus_take_turns():
-    """Programs on 2 and on 4 GPUs must alternate without waiting for each other's ends.
+    """Two programs, one on 2 GPUs and one on 4, must be right if they run alternately.
 
-    GPUs without a part in a program are ahead in the next one.
+    The host does not wait for the end of a program before it launches the next one. So the 2 GPUs
+    that have no part in the first program may be ahead of the others in the second.
     """
     rng, outs = np.random.default_rng(0), []
     programs = {n: independent_sums(expert_mesh(n), 5) for n in (2, 4)}

@@ -60,7 +60,11 @@ def test_rows_that_no_token_has_may_stay_as_they_are():
 @simulated
 @pytest.mark.slow
 def test_an_infinite_row_has_an_infinite_product():
-    """The product with an infinite row must be infinite; padded columns must not make it NaN."""
+    """The gradient of a weight whose row of y holds an infinity must be infinite, not NaN.
+
+    This gradient is the row's product with the token's cotangent. The columns that pad the row must
+    not turn it into NaN.
+    """
     problem = Problem(2, 2, 1056, 3, 4, "masked")
     y = problem.y.copy()
     y[..., 0] = np.inf

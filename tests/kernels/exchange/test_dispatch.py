@@ -80,7 +80,10 @@ def test_dispatch(case):
 @simulated
 @pytest.mark.slow
 def test_choices_are_counted_in_parts(monkeypatch):
-    """Choices must be counted right in several parts, of which the last two overlap."""
+    """The kernel must count each choice once if it loads the choices in several parts.
+
+    The number of choices is no multiple of a part's, so the last part overlaps the one before.
+    """
     monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", LANES)
     problem = Problem(2, 40, 32, 8, 8, "masked")
     assert 2 * LANES < problem.topk_idx[0].size < 3 * LANES
@@ -92,7 +95,10 @@ def test_choices_are_counted_in_parts(monkeypatch):
 @simulated
 @pytest.mark.parametrize("call", quick([dispatch, dispatch_like], dispatch))
 def test_rows_that_no_token_gets_may_stay_as_they_are(call):
-    """Without `zero_unused`, rows past the last expert must stay unwritten, but padding be zero."""
+    """Without `zero_unused`, the kernel must not write the rows past the last expert's rows.
+
+    It must still write zeros to the rows that pad each expert to the alignment.
+    """
     problem = Problem(2, 5, 32, 2, 4, "masked", alignment=4)
     parts, *_ = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False)), None
     tokens = parts[0][0] if call is dispatch else parts[0]

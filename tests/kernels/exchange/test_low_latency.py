@@ -32,7 +32,8 @@ CASES: dict[str, Case] = {
         dict(max_blocks=2, max_stages=5),
     ),
     "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_stages=2)),
-    # Five ranks need two tiles per channel, and more channels than a block has warpgroups for them.
+    # A warpgroup sends two tiles to each peer, as many as there is room for with five ranks. There
+    # are more ranks than warpgroups in a block, so some of these count the choices of two ranks.
     "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
@@ -134,7 +135,7 @@ class Calls:
         dy, dweights = self.run(kernel, *arrays, problem.counts)
         expected_dy, expected_dweights = problem.combine_grads
         assert_bitwise_equal(dy, expected_dy, "dy")
-        # The products and sums of small integers do not round.
+        # dweights must be exact, since products and sums of small integers do not round.
         np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
 
 
@@ -190,9 +191,10 @@ def test_combine_grad(problem, limits):
 @simulated
 @pytest.mark.slow
 def test_an_infinite_row_has_an_infinite_product():
-    """The product with an infinite row must be infinite, even if a tile of it is repeated.
+    """The gradient of a weight whose row of y holds an infinity must be infinite, not NaN.
 
-    Products of a repeated tile count once.
+    This gradient is the row's product with the token's cotangent. A row of one tile is computed by
+    four warpgroups, of which three repeat the tile; their products must not count.
     """
     problem = Problem(2, 2, 512, 3, 4, "masked")
     y = problem.y.copy()
@@ -239,9 +241,9 @@ PLAN = LowLatencyPlan(
 @pytest.mark.parametrize(
     "change",
     [
-        # A block has three tokens, which need six tiles.
+        # A block has three tokens, so a warpgroup sends six tiles to a peer, more than fit.
         dict(num_tokens=257),
-        # A row is less than a tile.
+        # A row is shorter than a tile.
         dict(hidden=1023),
         dict(num_ranks=1),
         # Five ranks are more than the four GPUs.

@@ -117,7 +117,10 @@ def test_padded_rows_are_whole_lines():
 @pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts):
-    """The rows' stages must fit shared memory; lowering checks everything in shared memory."""
+    """The plans' rings of rows must fit in shared memory.
+
+    The other buffers in shared memory are not added up here; lowering a kernel checks the sum.
+    """
     sizes = sizes_of(num_tokens, num_ranks, top_k, num_experts)
     assert plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
     of_dispatch = plans.for_dispatch(row, sizes)
@@ -134,14 +137,17 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_stages >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    # Each worker has stages of its own.
+    # The workers of combine's gradient divide the stages of the ring equally.
     assert of_grad.num_stages % of_grad.num_workers == 0
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
 @pytest.mark.parametrize(("num_ranks", "top_k"), [(2, 8), (8, 4), (16, 10), (16, 32)])
 def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
-    """Sizes that fit must have a plan, even if long lists leave little shared memory for rows."""
+    """`for_dispatch` must find a plan for all sizes that `fits_shared_memory` accepts.
+
+    With many experts or choices, the routing data leave little shared memory for rows.
+    """
     sizes = dict(num_ranks=num_ranks, top_k=top_k)
     for num_experts in (64, 1536, 2048, 3072, 3840):
         for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
@@ -150,7 +156,11 @@ def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
 
 
 def test_long_lists_leave_shared_memory_for_rows():
-    """Steps must have fewer tokens if rows would not fit otherwise, and only then."""
+    """A dispatch must have shorter steps where the lists of longer ones leave no room for rows.
+
+    Such a list has the receive-buffer rows of a step's tokens. It lies in shared memory, next to
+    the rows. Where there is room, steps must stay long.
+    """
     row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3584))
     assert (plan.step_tokens, plan.num_stages) == (32, 8)
@@ -162,7 +172,11 @@ def test_long_lists_leave_shared_memory_for_rows():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
 def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
-    """A combine's tiles must divide a row, be whole vectors, and suit a warpgroup's size."""
+    """A combine's tiles must divide a row and be whole 16-byte vectors.
+
+    A tile must also have from half a vector to four vectors for each thread of a warpgroup, unless
+    it is the whole row.
+    """
     row = Row(plans.padded_hidden(hidden, dtype, wire), dtype, wire)
     tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
     assert row.hidden % tile == 0 and tile % vector == 0
@@ -171,7 +185,11 @@ def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
 
 
 def test_a_step_of_short_rows_has_more_tokens():
-    """A step must have as many bytes for short rows as for long ones, as far as lists have room."""
+    """The shorter rows are, the more tokens a step must have, up to a limit.
+
+    So the rows of a step have about the same number of bytes. With many choices per token, the
+    lists of a step's rows have room for fewer tokens.
+    """
     sizes = sizes_of(4096, 8, 8, 64)
     rows = {hidden: Row(hidden, jnp.bfloat16) for hidden in (64, 2048, 7168, 14336)}
     steps = {h: plans.for_combine(row, sizes).step_tokens for h, row in rows.items()}
@@ -196,7 +214,10 @@ def test_blocks_can_be_limited(num_blocks):
 
 
 def test_a_signal_can_count_the_steps_of_a_block():
-    """A signal must count all steps of a block, which may be over 2**16, or the plan be refused."""
+    """A plan must be refused if a block takes more steps than a signal can count.
+
+    The largest count, which is over 2**16, must be accepted.
+    """
     row, most = ROWS[0], 2**memory_map.COUNT_BITS - 1
     for step_tokens, plan_of in (
         (1, plans.for_combine),
@@ -268,7 +289,8 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
     out, *received = asked["out_type"]
     assert out.shape == (7, 512)
     assert received == plans.combine_receive_buffer(plan, row, 7, 2)
-    # Peers reach number 4 only: three operands and the result come before the receive buffer.
+    # Peers reach only the receive buffer. It is buffer 4 of the kernel, after the three operands
+    # and the result.
     assert asked["shared"] == (4,)
 
 

@@ -124,7 +124,7 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
 
 
 def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) -> jax.Array:
-    """Adds float8 rows in a kernel, one grid block per token.
+    """Sums each token's float8 rows over the N ranks in a kernel, one grid block per token.
 
     Args:
         values: [N, T, H] float8.

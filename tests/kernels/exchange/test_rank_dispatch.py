@@ -92,7 +92,7 @@ def test_combine_of_quantized_sums(case):
         (2, (17, 40, 3, 4), "float32"),
         (4, (300, 2944, 4, 128), "float16"),
         (1, (5, 128, 2, 4), "bfloat16"),
-        # Long lists leave little shared memory for rows.
+        # Many choices per token need long lists, which leave little shared memory for rows.
         (8, (128, 7168, 32, 256), "bfloat16"),
         (8, (128, 4096, 22, 256), "bfloat16"),
     ],

@@ -85,7 +85,11 @@ def number_of_gpus() -> int:
 
 
 def start(processes: int, sees: str, path: Path, repeats: int) -> str:
-    """Runs the programs in `processes` processes; returns what the first one printed."""
+    """Runs the programs and checks in `processes` processes; returns what process 0 printed.
+
+    Exits if a process fails. `sees` is ALL, OWN or SHARED, and `repeats` says how often the
+    exchange is repeated. The processes write their results to the new folder `path`.
+    """
     running = launch(processes, sees, path, "--repeats", str(repeats))
     texts = [process.communicate(timeout=300)[0] for process in running]
     if any(process.returncode for process in running):
@@ -126,7 +130,12 @@ def launch(
 
 
 def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
-    """Kills the last process in its loop; returns how the others ended, or "" if wrongly."""
+    """Kills the last of `processes` processes in its loop, and waits for the end of the others.
+
+    Returns a text that says when and with which message they ended. Returns "" if they ended too
+    late, without an error, or without a message about the rank that they waited for. `sees` is ALL,
+    OWN or SHARED; `path` is a new folder for the processes.
+    """
     seconds = {"JAX_EP_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
     running = launch(
         processes, sees, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
@@ -233,7 +242,10 @@ def run(args: Any) -> None:
 
 
 def pass_for_another_gpu(number: int) -> None:
-    """Makes this process's GPU pass for one of its own, though the processes share it."""
+    """Makes the GPU that all processes share look like a different GPU in each process.
+
+    `number` is this process's number; it is appended to the GPU's UUID.
+    """
     from jax_ep.runtime import cuda_driver
 
     uuid = cuda_driver.uuid
@@ -243,7 +255,8 @@ def pass_for_another_gpu(number: int) -> None:
 def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
     """Checks the exchange against the reference, with and without the low-latency protocol.
 
-    With it, the last tile of a row overlaps with the one before.
+    A row that is sent by the low-latency protocol is not whole tiles here, so its last tile
+    overlaps the tile before.
     """
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import jax.numpy as jnp
@@ -365,7 +378,19 @@ def programs(mesh: Any, loss: bool) -> Any:
 def repeat(
     mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None, loss: bool = True
 ) -> str:
-    """Repeats the exchange; all repeats must give the first one's bits, on all ranks."""
+    """Repeats the exchange `repeats` times, while this process is late at random.
+
+    Exits if a result on this process's ranks differs from the first one in any bit.
+
+    Args:
+        mesh: the mesh of all ranks.
+        repeats: the number of repeats.
+        tell: called with the number of each repeat that has been launched.
+        loss: whether the program also sums a loss over the ranks, by XLA's own collective.
+
+    Returns:
+        A line for the report.
+    """
     import jax
 
     operands = inputs(mesh, **SIZES)
@@ -391,7 +416,11 @@ def repeat(
 
 
 def times(mesh: Any) -> list[str]:
-    """Returns each op's microseconds per call in a loop: wall time, the first GPU's kernels."""
+    """Times a dispatch, and a dispatch with a combine, for few and for many tokens.
+
+    Returns a text for each: the microseconds of a call in a loop, first by wall-clock time, then
+    those of the first GPU's kernels alone.
+    """
     import jax
 
     import jax_ep

@@ -64,7 +64,8 @@ def run_ptx(text, constraints, *operands, returns=None):
         "neg.f32": lambda a: -a,
         "abs.f32": abs,
         "fma.rn.f32": fma,
-        # Round down: the sum here is so large that its last bit has the value 1, as floor assumes.
+        # This instruction rounds down. The function calls it only with results so large that
+        # neighbouring float32 numbers differ by 1, so `floor` rounds in the same way.
         "fma.rm.f32": lambda a, b, c: np.float32(np.floor(np.float64(a) * b + c)),
         "rcp.approx.f32": lambda a: np.float32(1) / a,
         "div.full.f32": lambda a, b: a / b,
@@ -87,7 +88,7 @@ def run_ptx(text, constraints, *operands, returns=None):
     return np.float32(registers["$0"])
 
 
-# Older versions of JAX have an XLA with another tanh.
+# Skipped with older versions of JAX, whose XLA computes tanh in another way.
 @needs_kernels
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_the_instructions_compute(name, monkeypatch):
@@ -143,7 +144,11 @@ def test_lowers_for_cuda():
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="compares with XLA's GPU kernels")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_bits_are_those_of_xla(name):
-    """The bits must equal XLA's for every bfloat16, the gate values of a bfloat16 product."""
+    """A kernel must compute each activation function with the same bits as XLA.
+
+    The arguments are all bfloat16 numbers, since a gated matmul in bfloat16 applies the function to
+    such numbers.
+    """
     bits = jnp.arange(2**16, dtype=jnp.uint16)
     x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).reshape(1024, 64)
     got = np.asarray(jax.jit(functools.partial(apply, FUNCTIONS[name]))(x))

@@ -58,7 +58,10 @@ def test_shapes_of_buffers():
 
 @needs_kernels
 def test_what_processes_check_compares_with_the_reference():
-    """processes_check.py, which pytest does not run, must compare with the reference rightly."""
+    """The comparison with the reference in processes_check.py must pass with the default exchange.
+
+    pytest does not run that program; this test shows that the comparison itself is right.
+    """
     path = Path(__file__).with_name("processes_check.py")
     runpy.run_path(str(path))["check_contract"](expert_mesh(2), None)
 
@@ -68,7 +71,10 @@ def test_what_processes_check_compares_with_the_reference():
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An exchange program, with its sizes and operands, computed by kernels and by XLA."""
+    """One of the exchange programs that tests on GPUs run: its sizes and operands.
+
+    `by_kernels` computes its results by the kernels, and `by_xla` by XLA, to compare the two.
+    """
 
     num_ranks: int
     top_k: int = 4
@@ -89,7 +95,7 @@ class Work:
 
     @property
     def capacity(self) -> int:
-        # Some rows must be dropped.
+        # The capacity is less than the choices that a rank may get, so that some are dropped.
         return 3 * self.num_tokens * self.top_k // 4
 
     @property
@@ -107,9 +113,10 @@ class Work:
         return {"expert": 5, "rank": 2, "float8": 3}[self.kind]
 
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """Draws x [N * T, H], topk_idx and weights [N * T, K], and y [N * R, H].
+        """Draws the operands of all ranks, joined along axis 0.
 
-        For the kind "rank", y is [N * N * T, H].
+        They are x [N * T, H], topk_idx and weights [N * T, K], and y [N * R, H], where R is the
+        capacity. For the kind "rank", y is [N * N * T, H].
         """
         rng = np.random.default_rng(self.num_ranks)
         sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
@@ -125,7 +132,12 @@ class Work:
         )
 
     def by_kernels(self, fabric: fb.Fabric, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
-        """Runs the kernels: dispatches, dispatches along known routes, combines, a gradient."""
+        """Runs the kernels of this program's kind on one rank; returns the results of `names`.
+
+        Kind "expert" runs a dispatch, a dispatch_like along the same routes, two combines and the
+        gradient of a combine. "rank" runs a rank-major dispatch and combine. "float8" runs both
+        dispatches and a dispatch_like with float8 rows.
+        """
         num_experts = self.num_experts
         common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
         by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
@@ -205,9 +217,13 @@ class Work:
         return self.by_kernels(self.fabric(inputs[0], seed), *inputs)
 
     def differences(self, seed: int | None, repeats: int, *inputs: jax.Array) -> jax.Array:
-        """Counts the elements that differ from the first run in `repeats` runs, [1] int32.
+        """Runs the program again and again; counts the result elements that ever differ.
 
-        Each run has two dispatches of different tokens in flight, with the kernels that follow.
+        Each run has two independent calls of `by_kernels` with different tokens. Compares `repeats`
+        runs with the first run, bit for bit. With a `seed`, ranks are delayed by random times.
+
+        Returns:
+            The count on this rank, [1] int32.
         """
 
         fabric = self.fabric(inputs[0], seed)
@@ -272,7 +288,10 @@ def test_the_programs_for_gpus_lower(work):
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_programs_give_as_many_results_as_xla(kind):
-    """The kernels' program must have XLA's results, with equal shapes and dtypes, one per name."""
+    """`Work.by_kernels` and `Work.by_xla` must return equal shapes and dtypes.
+
+    The results must also be as many as `Work.names`.
+    """
     work = Work(2, kind=kind)
     mesh = cuda_mesh((2,), ("expert",))
     inputs = work.inputs()
@@ -343,7 +362,7 @@ def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
     mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), ("expert",))
     inputs = work.inputs()
     expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
-    # Each seed makes a program of its own.
+    # The ranks' delays are constants of a program, so each seed needs another program.
     for seed in (None, 0, 1):
         program = on_all_ranks(functools.partial(work.run, seed), mesh)
         results = jax.device_get(program(*inputs))
@@ -399,7 +418,10 @@ def test_a_rank_that_never_comes_ends_the_program():
 
 
 def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
-    """Returns functions that make unusual meshes and the experts' axis, by the mesh's name."""
+    """Returns unusual meshes by name, each as a function that makes (mesh, the experts' axes).
+
+    They have some of the machine's GPUs, several axes, or the GPUs in another order.
+    """
     devices, half = np.asarray(jax.devices()), NUM_DEVICES // 2
     two_axes = devices[: 2 * half].reshape(2, half)
     return {

@@ -150,7 +150,7 @@ def test_peers_are_reached_by_coordinates_alone(monkeypatch):
         inside.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
         mosaic.remote_ref("ref", 5)
     assert [tuple(map(int, coordinates)) for coordinates in reached] == [(0, 0, 5)]
-    # Without a mesh, the only rank is this one.
+    # Without a mesh there is one rank, so the reference to its own memory stays as it is.
     assert mosaic.remote_ref("ref", 0) == "ref"
     assert len(reached) == 1
 
@@ -220,7 +220,11 @@ def test_kernels_are_simplified_before_they_are_compiled(monkeypatch):
 
 @needs_kernels
 def test_descriptors_are_copied_in_words(monkeypatch):
-    """Descriptors must be copied word by word: two of lhs tiles, one of rhs, one of the result."""
+    """The host must copy a kernel's TMA descriptors in words of 64 bits, not byte by byte.
+
+    The kernel here has four descriptors of 128 bytes: two for tiles of lhs, one for rhs and one for
+    the result.
+    """
     _, modules = lower_product("first", monkeypatch)
     text = modules["grouped_matmul"].operation.get_asm()
     assert f"!llvm.array<{4 * 128 // 8} x i64>" in text
@@ -268,6 +272,9 @@ else:
     ],
 )
 def test_a_kernel_says_what_is_missing_where_it_is_not_asked_before(missing, remove):
-    """A kernel must name what JAX lacks even if nobody has asked; its module must still import."""
+    """Tracing a kernel must raise an error that names what JAX lacks.
+
+    Nobody has asked `mosaic.unavailable_reason` before. The kernel's module must still import.
+    """
     program = LOWER.format(missing=missing, remove=remove)
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -119,7 +119,10 @@ def test_a_collective_is_a_kernel_alone(op, algorithm):
 @needs_kernels
 @pytest.mark.parametrize("num_tokens", [plans.FEW_TOKENS, plans.FEW_TOKENS + 1])
 def test_choices_are_counted_by_the_kernel(num_tokens):
-    """The dispatch kernel must count choices itself: it gets place, rows and choices alone."""
+    """The dispatch kernel must count the choices itself, instead of taking counts as an operand.
+
+    So it has three operands: the rank's place in the mesh, x and topk_idx.
+    """
     text = lowered(dispatch, 2, *arrays(num_tokens))
     (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     operands, _, _ = call.rpartition(" : (")[2].partition(") -> ")
@@ -155,7 +158,10 @@ def test_a_heap_is_of_zeros_up_to_the_tiles():
 
 
 def test_tiles_are_polled_where_a_heap_is_empty():
-    """Counters must lie in a heap's zeros, and tile buffers in its empty words, up to its end."""
+    """The call counters must lie in the part of a heap that is filled with zeros at first.
+
+    The tile buffers must be the rest of the heap, which is filled with the word of empty buffers.
+    """
     for num_gpus in range(1, memory_map.MAX_LOW_LATENCY_GPUS + 1):
         _, (empty, word, size) = memory_map.contents(num_gpus)
         buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
@@ -170,7 +176,10 @@ def test_tiles_are_polled_where_a_heap_is_empty():
 
 
 def test_more_experts_than_values_are_refused():
-    """A dispatch must be refused if its counts, one per expert, exceed a call's values."""
+    """A dispatch must be refused if it has more experts than a call can send values.
+
+    A rank sends its number of choices of each expert to its peers, as one value per expert.
+    """
 
     def reason(num_experts):
         return Rows(
@@ -187,7 +196,11 @@ def test_more_experts_than_values_are_refused():
 def kernel(
     like: jax.Array, *, num_blocks: int = 1, num_buffers: int = 1, reached: int = 0
 ) -> list[jax.Array]:
-    """Makes a kernel that reads buffer `reached` of rank 0; peers reach the first `num_buffers`."""
+    """Runs a kernel in which every rank reads operand number `reached` of rank 0.
+
+    `like` is passed as every operand. The kernel declares that peers reach the first `num_buffers`
+    operands. If `reached` is not among them, the fabric must raise an error.
+    """
     count = max(num_buffers, reached + 1)
 
     def body(*refs: Any) -> None:

@@ -42,7 +42,9 @@ def reference(lhs, grad, sizes):
         # Groups lie within a step, span several steps, are empty, or start off a multiple of 8
         # rows.
         (136, [3, 0, 70, 21], 128, DrhsTiles(128, 2)),
-        # The gradient is a tile and a half wide, in two bands of columns.
+        # The gradient of a group, [192, 128], is one and a half tiles high. A tile has 64 columns,
+        # so there are two columns of tiles, and each is a band: the blocks compute one after the
+        # other.
         (80, [0, 73, 0], 192, DrhsTiles(64, 3)),
     ],
     ids=str,
@@ -59,8 +61,13 @@ def test_drhs(num_rows, sizes, depth, tiles):
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
 @pytest.mark.slow
 def test_edges(num_stages):
-    """Other groups' rows, here NaN, must not enter a sum, with several edges in the ring."""
-    # Groups have one row, none, rows within a step, or end at a multiple of 64 or of 8.
+    """The rows of other groups, here NaN, must not enter a group's sum.
+
+    The loader zeroes them in the steps where a group begins or ends. Groups are so short here that
+    several such steps are in the kernel's ring at the same time.
+    """
+    # Some groups have one row or none, some lie within a step of 64 rows, and some end at a
+    # multiple of 64 or of 8.
     sizes = [1, 63, 64, 1, 0, 70, 1, 65, 0, 47]
     lhs, grad, group_sizes = operands(320, sizes, 64, 64)
     ends = np.cumsum(sizes)
@@ -77,10 +84,11 @@ def test_edges(num_stages):
 @pytest.mark.parametrize(
     ("sizes", "cut"),
     [
-        # There are fewer steps than the loader clears, and a block without tiles.
+        # There are fewer steps than the loader starts copies of before it clears the first one. One
+        # of the two blocks has no output tile.
         ([5], [5]),
         ([0, 0, 0], [0, 0, 0]),
-        # These sizes are negative, and more than the rows that there are.
+        # These sizes are negative, or larger than the number of rows.
         ([-5, 10], [0, 10]),
         ([30, 2**31 - 1, 2**31 - 1], [30, 34, 0]),
     ],

@@ -96,7 +96,7 @@ def test_tiles_chosen_for_many_shapes():
             assert num_cols % tiles.part == 0
             assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
     assert backend.gated_tiles(36864, 64, 768).block_m == 144
-    # Higher tiles would be too few.
+    # With higher tiles there would be too few of them to give every multiprocessor one.
     assert backend.gated_tiles(1024, 1, 768).block_m == 64
 
 

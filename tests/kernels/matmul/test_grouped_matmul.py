@@ -27,7 +27,18 @@ def operands(num_rows, sizes, depth, width):
 
 
 def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
-    """Runs the kernel in the interpreter, which raises if there is a race; returns the product."""
+    """Runs `product` in the interpreter, which raises an error if there is a race.
+
+    Args:
+        pairs: (rows, matrices of the groups) for each product; the products are added.
+        group_sizes: [L] int32, the rows of each group.
+        tiles: the kernel's `Tiles`.
+        transpose_rhs: whether the matrices are transposed.
+        zero_unused: whether the kernel writes zeros past the last group.
+
+    Returns:
+        The sum of the products, [R, N].
+    """
     options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
     options["zero_unused"] = zero_unused
     call = functools.partial(product, pairs, group_sizes, transpose_rhs=transpose_rhs, **options)
@@ -59,13 +70,14 @@ def assert_close(got, want):
         # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
         # rows.
         (136, [3, 0, 70, 21], 128, Tiles((16, 48, 64), 128, 2, 2)),
-        # A compute warpgroup has columns in two parts, of a tile and a half.
+        # The output is one and a half tiles wide. Each compute warpgroup has 128 of a tile's 256
+        # columns, in two parts of 64.
         (80, [0, 37, 30], 384, Tiles((32,), 256, 2, 1)),
-        # The second compute warpgroup has no columns.
+        # The output has 64 columns, all in the first compute warpgroup's half of the tile.
         (320, [1, 300, 19], 64, Tiles((136, 256), 128, 2, 3)),
-        # There are two bands of columns, the second narrower.
+        # There are three columns of tiles in two bands: the first has two of them, the second one.
         (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
-        # Tiles are higher than the array; a group has no rows.
+        # Tiles are higher than the whole array, and some groups have no rows.
         (8, [5, 0], 128, Tiles((64, 256), 128, 2, 1)),
         (8, [0, 0], 128, Tiles((64,), 128, 2, 1)),
     ],
@@ -121,7 +133,7 @@ def test_columns_in_bands_of_about_the_same_width():
         (2048, 128, 16, 16),
         (7168, 128, 16, 14),
         (768, 256, 16, 3),
-        # The 23 blocks of columns are divided into 12 and 11.
+        # There are 23 columns of tiles, which two bands divide: 12 in the first, 11 in the second.
         (2880, 128, 16, 12),
         (64, 128, 16, 1),
     ):

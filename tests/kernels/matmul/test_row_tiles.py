@@ -17,7 +17,10 @@ by_xla = jax.jit(row_tiles.by_xla, static_argnums=(1, 2))
 
 
 def sizes_of(num_groups, seed=0):
-    """Draws group sizes, half of them zero, and a number of rows that exceeds their sum."""
+    """Draws group sizes [num_groups] int32, of which about half are zero.
+
+    Returns the sizes, and a number of rows, as of lhs, that is a multiple of 8 above their sum.
+    """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
     return jnp.asarray(sizes, jnp.int32), (int(sizes.sum()) + 31) // 8 * 8
@@ -35,7 +38,8 @@ def test_tiles_cover_every_group_once(heights):
             assert first % 8 == 0 and first <= begin < end <= first + heights[-1]
             assert np.all(owner[begin:end] == -1)
             owner[begin:end] = group
-        # Each group has the fewest tiles, at equal distances except for the last.
+        # Each group has as few tiles as the greatest height allows. They begin at equal distances,
+        # which are one of the heights.
         for group in range(num_groups):
             first, end = (table[:count][table[:count, 0] == group, i] for i in (1, 3))
             if len(first):
@@ -46,7 +50,11 @@ def test_tiles_cover_every_group_once(heights):
 
 
 def assert_equal_tables(got, want):
-    """Asserts that two tables have equal entries for existing tiles, and equal totals."""
+    """Asserts that two tables of row tiles are equal where their contents matter.
+
+    These are the rows of the tiles that exist, and the last row, which has the number of tiles and
+    of rows in groups.
+    """
     assert got.shape == want.shape
     count = int(want[-1, 0])
     np.testing.assert_array_equal(got[:count], want[:count])
@@ -65,7 +73,8 @@ def test_the_kernel_makes_the_same_table(num_groups, heights):
 
 
 MOST = 2**31 - 1
-# Sizes that count more rows than the 64 there are, or are negative -> the sizes they act as.
+# Pairs of group sizes of 64 rows: sizes that are negative or add up to more than 64, and the sizes
+# to which they must be cut.
 EXCESSIVE = [
     ([1000], [64]),
     ([30, 1000, 7], [30, 34, 0]),

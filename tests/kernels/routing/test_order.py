@@ -1,4 +1,7 @@
-"""Tests of exact sums of float32 numbers, and of comparing groups with equal sums, in float64."""
+"""Tests of exact sums of float32 numbers, and of the functions that order groups of equal sums.
+
+The expected values are computed in float64.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ add = jax.jit(functools.partial(order.add, Arrays()))
 
 
 def test_a_sum_keeps_what_float32_rounds_off():
-    """A sum must keep what float32 rounds off, when compiled, too, and when terms almost cancel."""
+    """A sum of two numbers must be exact, as (high, low): the float32 sum and its rounding error.
+
+    This must also hold if XLA compiles the sum, and if the numbers almost cancel.
+    """
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 1000)) * 10.0 ** rng.integers(-2, 3, (2, 1000))
     a[:100] = -b[:100] * (1 + 1e-6)
@@ -68,7 +74,7 @@ def test_groups_are_compared_by_what_grows_with_the_sum_of_two_scores(scores):
         "sigmoid": np.logaddexp(-np.logaddexp(0, -a), -np.logaddexp(0, -b))
         - np.logaddexp(-np.logaddexp(0, a), -np.logaddexp(0, b)),
     }[scores]
-    # The kernel can emit this form of the function.
+    # Compute the function as the kernel does: by operations that `Elementwise` can emit.
     function = Elementwise(order.OF_TWO[scores], 2)
     np.testing.assert_allclose(function.function(*logits), want, rtol=1e-6, atol=1e-6)
     lowest = order.OF_TWO[scores](*np.full((2, 1), -np.inf, np.float32))

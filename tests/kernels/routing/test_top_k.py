@@ -92,7 +92,11 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 @pytest.mark.parametrize("columns", quick([64, 96], 64))
 def test_sums_are_compared_exactly(columns, groups, kind):
-    """Choices must be by exact sums, whether or not rounded sums would give the same."""
+    """The kernel must choose the columns with the largest exact sums of score and bias.
+
+    `kind` says which sums are equal if they are rounded to float32. The exact sums must decide
+    between them, and between equal exact sums the logits.
+    """
     scores, bias, logits = sums(5, columns, kind)
     logits = comparable(logits, groups)
     chosen = choose(
@@ -106,7 +110,10 @@ def test_sums_are_compared_exactly(columns, groups, kind):
 @simulated
 @pytest.mark.parametrize("shift", [0, 18])
 def test_sums_of_sigmoids_are_made_of_the_logits(shift):
-    """Choices must be by the exact order of sigmoid sums, even where float32 scores round to 1."""
+    """The kernel must choose columns by the exact order of the sums sigmoid(logit) + bias.
+
+    With a `shift` of 18, the sigmoids round to 1 in float32, so the logits must give the order.
+    """
     logits = rows(5, 64, "random") + np.float32(shift)
     bias = rows(5, 64, "random", 1) * np.float32(1e-9 if shift else 0.1)
     chosen = choose(9, scores="sigmoid", bias=bias, logits=logits)
@@ -155,9 +162,10 @@ def test_choices_are_of_the_best_groups(columns, groups, kind):
 @simulated
 @pytest.mark.parametrize("scores", order.OF_TWO)
 def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
-    """Groups with equal rounded sums must be ordered by the exact sums of their two best scores.
+    """The kernel must keep the group whose two best scores have the largest exact sum.
 
-    Sigmoids are near 1, near 0, or below float32's range.
+    The groups' sums may be equal in float32: with a `shift` of the logits, sigmoids are near 1,
+    near 0, or below float32's range.
     """
     for shift in (0, 18, -18, -120):
         logits = rows(5, 64, "random") + np.float32(shift)
