@@ -77,8 +77,8 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 class Gate(nn.Module):
     """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E].
 
-    Here E is the number of experts that the router chooses among, free experts included. The bias
-    is float32 state in the collection "router_state".
+    Here E is the number of experts that the router chooses among, including the free experts (zero,
+    identity and constant experts). The bias is float32 state in the collection "router_state".
     """
 
     num_experts: int
@@ -137,12 +137,12 @@ class MoE(nn.Module, _Fields):
     options that it needs:
       {parameters}
     H is the hidden size of a token, F that of an expert, and S that of all shared experts together.
-    R is the number of experts that the router chooses among, E plus the free experts, and C is the
-    number of constant experts. If `num_slots` is P, the parameters with "exp" have P instead of E
-    in their shapes, and slot s holds expert s modulo E at first, as
-    `jax_ep.placement.Placement.in_order` says. With `selection_bias`, gate.bias [R] is in the
-    collection "router_state", and only `update_bias` changes it. In `nn.scan`, list the collections
-    "params" and "router_state" in `variable_axes`.
+    R is the number of experts that the router chooses among: the E experts, and the free experts
+    (zero, identity and constant experts). C is the number of constant experts. If `num_slots` is P,
+    the parameters with "exp" have P instead of E in their shapes, and slot s holds expert s modulo
+    E at first, as `jax_ep.placement.Placement.in_order` says. With `selection_bias`, gate.bias [R]
+    is in the collection "router_state", and only `update_bias` changes it. In `nn.scan`, list the
+    collections "params" and "router_state" in `variable_axes`.
 
     The attributes from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
     They decide which parameters there are, and how they are initialized.

@@ -39,7 +39,8 @@ class RouterState(nnx.Variable):
 class Gate(nnx.Module):
     """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E] float32.
 
-    Here E is the number of experts that the router chooses among, free experts included.
+    Here E is the number of experts that the router chooses among, including the free experts (zero,
+    identity and constant experts).
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class MoE(nnx.Module):
       {parameters}
     A parameter that the options leave out is None. H is the hidden size of a token, F that of an
     expert, and S that of all shared experts together. R is the number of experts that the router
-    chooses among, E plus the free experts, and C is the number of constant experts. If `num_slots`
-    is P, the parameters with "exp" have P instead of E in their shapes, and slot s holds expert s
-    modulo E at first, as `jax_ep.placement.Placement.in_order` says. With `selection_bias` there is
-    gate.bias [R] (`RouterState`), which only `update_bias` changes.
+    chooses among: the E experts, and the free experts (zero, identity and constant experts). C is
+    the number of constant experts. If `num_slots` is P, the parameters with "exp" have P instead of
+    E in their shapes, and slot s holds expert s modulo E at first, as
+    `jax_ep.placement.Placement.in_order` says. With `selection_bias` there is gate.bias [R]
+    (`RouterState`), which only `update_bias` changes.
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over

@@ -49,10 +49,11 @@ class Dispatched(NamedTuple):
       group_sizes: [L] int32: the number of rows in each expert's block, padding included.
       expert_counts: [L] int32: the number of received rows of each expert, which are the first rows
         of its block.
-      num_dropped: [] int32: the number of pairs that chose this rank's experts and were dropped.
+      num_dropped: [] int32: the number of (token, choice) pairs that chose this rank's experts and
+        were dropped.
       rows_needed: [] int32: the least capacity R with which no row that is sent to this rank is
         dropped.
-      dropped_counts: [L] int32: the number of dropped pairs of each local expert.
+      dropped_counts: [L] int32: the number of dropped (token, choice) pairs of each local expert.
       routes: the ranks and rows that this rank's own tokens were sent to.
     """
 
@@ -79,8 +80,8 @@ def dropless_capacity(
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case, all N * T * K pairs go to one rank, because a token may choose an expert
-    repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
+    In the worst case, all N * T * K pairs (token, choice) go to one rank, since a token may choose
+    an expert repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -327,10 +328,10 @@ def _scatter(
     weights_per_rank: Sequence[Array] | None,
     dtype: Any,
 ) -> list[Array]:
-    """Copies each token to the rows of its pairs, multiplied by the pairs' weights if given.
+    """Copies each token to the rows of its K choices, multiplied by the choices' weights if given.
 
     Takes one array [T, H] per rank, and returns one array [R, H] per rank, of `dtype`. Rows that
-    belong to no (token, choice) pair are zero.
+    belong to no choice of a token are zero.
     """
     capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
     received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]

@@ -79,7 +79,7 @@ class Format:
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the array of values that stores numbers of this shape."""
+        """Returns the shape of the stored values of an array whose decoded shape is `shape`."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -92,14 +92,17 @@ class Format:
         return *blocks, -(-shape[-1] // columns)
 
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the numbers that an array of values of this shape stores."""
+        """Returns the shape of the decoded array whose stored values have the shape `values_shape`.
+
+        It is wider than `values_shape` if a value stores several numbers.
+        """
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Reorders items, one for each axis of the numbers, to the order in which axes are stored.
+        """Reorders items, one for each axis of the decoded array, to the order of the stored axes.
 
-        A format may store the axes of values and scales in another order than that of the numbers'
-        axes. The items are for example the entries of a `jax.sharding.PartitionSpec`.
+        A format may store the axes of values and scales in another order than that of the decoded
+        array's axes. The items are for example the entries of a `jax.sharding.PartitionSpec`.
         """
         return tuple(of_axes)
 
@@ -182,8 +185,8 @@ class Format:
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Splits x [..., R, C] into blocks of float32, and finds each block's largest magnitude.
 
-        Returns (blocks, finite, largest): the numbers in the shape of `_in_blocks`, whether each
-        number is finite, and the largest finite magnitude of each block.
+        Returns (blocks, finite, largest): the elements of x in the shape of `_in_blocks`, whether
+        each element is finite, and the largest finite magnitude of each block.
         """
         self.check_shape("x", x.shape)
         xp = namespace(x)

@@ -222,9 +222,10 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes that the compiled layer holds, and numbers of rows per rank.
+        """Returns further fields for the row of a layer: the bytes that the compiled program holds.
 
-        The numbers are those of `make_config`: the rows received and those of the receive buffer.
+        Also returns the numbers of rows per rank that `make_config` computed (rows received, and
+        rows of the receive buffer), and the number of iterations.
         """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
@@ -241,7 +242,11 @@ class LayerCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, if device times were measured, the results of `parts_of`."""
+        """Returns further fields for the row of a layer: throughputs, and device times if measured.
+
+        The device times are those that `parts_of` returns: the microseconds of the matmuls, of the
+        exchange, and of a layer that overlaps the two perfectly.
+        """
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]

@@ -170,7 +170,7 @@ class MatmulCase(runner.Case):
         return found
 
     def measure(self, run: runner.Run) -> list[Row]:
-        """Measures all programs; returns the dense matmul's results, then the backends' results.
+        """Measures all of `programs`; returns the dense matmul's results, then the backends'.
 
         The backends are sorted by wall time, the fastest first.
         """
@@ -242,7 +242,7 @@ class MatmulBench(runner.Bench):
         return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each float8 program's row its speed-up over the same program without float8."""
+        """Adds to each row of a float8 matmul its speed-up over the same backend without float8."""
         runner.compare_float8(rows, ("case", "op", "implementation"))
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
@@ -272,7 +272,8 @@ def _names(case: Case) -> list[str]:
 def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
     """Raises `Error` if a backend that a flag names can run none of the cases on this machine.
 
-    Also raises it if the flags leave no program to measure.
+    Also raises `Error` if the flags leave no backend to measure, or if --sweep is set but the
+    backend "pallas", whose tile sizes it varies, is not measured.
     """
     for flag in (_IMPLEMENTATIONS, _BASELINES):
         for name in flag.value or []:
@@ -295,11 +296,13 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
 
 
 def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:
-    """Returns the functions that compute the operation `op` on operands of the size `case`.
+    """Returns the programs to measure for an operation `op` on operands of the size `case`.
 
-    Returns a dict whose keys are pairs (implementation, matmul dtype). For each matmul dtype, the
-    dense matmul for comparison is the first entry, unless no implementation can run the operation
-    in this dtype; then there is no entry for the dtype. `dtype` is that of the operands.
+    A program is a function that computes the operation by one backend in one matmul dtype, or the
+    dense matmul for comparison. Returns a dict from pairs (name of the backend or "dense", matmul
+    dtype) to programs. For each matmul dtype, "dense" comes first, unless no backend can run the
+    operation in this dtype; then the dict has nothing for the dtype. `dtype` is the dtype of the
+    operands.
     """
     found: dict[tuple[str, str], Callable[[Any], Any]] = {}
     if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:

@@ -287,7 +287,7 @@ class TrainCase(runner.Case):
         return True
 
     def results(self, row: Row) -> Row:
-        """Returns throughputs and, if device times were measured, the time of each part of a step.
+        """Returns further fields for a row: throughputs, and device times of parts if measured.
 
         The field "parts_us" has the microseconds of each part in PARTS, such as "attention".
         """

@@ -56,8 +56,8 @@ class Plain:
     def write(self, index: Index, values: np.ndarray) -> None:
         """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
 
-        A stored number keeps its bits if it equals the new number after a cast to the dtype of
-        `values`.
+        If a stored number, cast to the dtype of `values`, equals the new number, it keeps its bits.
+        So writing back values that were read and cast to another dtype changes no bytes.
         """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
@@ -68,7 +68,7 @@ class Plain:
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Compares two arrays; returns a boolean array that is true where their elements differ.
+    """Compares stored numbers `old` with new `values`; returns booleans, true where they differ.
 
     `old` is first cast to the dtype of `values`. Two NaNs count as equal.
     """
@@ -164,8 +164,9 @@ class _InBlocks:
         """Finds the blocks that must be read to get a slice of the tensor.
 
         Returns:
-            The slice of blocks along each axis, where the last axes are counted in blocks; and, for
-            each of these last axes, which of the numbers of the blocks are in the slice `index`.
+            A pair (blocks, within). `blocks` is a slice along each axis of the tensor, in which the
+            last axes, those along which a block extends, are counted in blocks. `within` has for
+            each of these last axes a slice of the decoded blocks: the numbers that are in `index`.
         """
         block = self._block
         blocks, within = [], []

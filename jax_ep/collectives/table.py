@@ -216,7 +216,8 @@ def _crossing(
     try:
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
     except KeyError:
-        # One of the two algorithms was not measured at both sizes.
+        # At one of the two sizes, the time of one of the two algorithms was not measured, so no
+        # crossing can be interpolated. `first` is fastest at the lower size, which is the limit.
         return sizes[i]
     part = min(max(here / (here - there), 0.0), 1.0) if here != there else 0.0
     return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** part)

@@ -209,10 +209,10 @@ def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the plan of the low-latency kernels for padded rows x [.., H].
+    """Returns the `LowLatencyPlan` of the low-latency kernels for padded rows x [.., H].
 
-    Returns None if these kernels do not support the rows. `sizes` are (N, T, K): ranks, tokens per
-    rank, and choices per token.
+    Returns None if these kernels do not support the rows. `sizes` are (N, T, K): the numbers of
+    ranks, of tokens per rank, and of choices per token.
     """
     return plans.for_low_latency(
         _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()
@@ -220,9 +220,9 @@ def _low_latency_plan(
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
-    """Returns the plan of the dispatch kernel for padded rows x [T, H].
+    """Returns the `Plan` with which the dispatch kernel is compiled for padded rows x [T, H].
 
-    `sizes` are (N, T, K): ranks, tokens per rank, and choices per token.
+    `sizes` are (N, T, K): the numbers of ranks, of tokens per rank, and of choices per token.
     """
     return plans.for_dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
 

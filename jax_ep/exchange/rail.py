@@ -73,7 +73,9 @@ class Rail:
     def of(cls, num_hosts: int, config: Config) -> Rail:
         """Makes this rank's rail, over the mesh axes of `config`.
 
-        It sends all T rows to each host; `of_tokens` applies the host_capacity.
+        The returned `Rail` sends a row for each of this rank's T tokens to every host, even if
+        `config` has a host_capacity. Its method `of_tokens` returns a copy that sends only as many
+        rows to a host as the host_capacity allows.
         """
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
         return cls(
@@ -81,7 +83,7 @@ class Rail:
         )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns a copy of this rail, completed for tokens with the choices topk_idx [T, K].
+        """Returns a copy of this rail for an exchange of the T tokens with choices topk_idx [T, K].
 
         `kernels` says whether Pallas kernels run inside a host. If they do and T is small, the copy
         has `at_once`: one call of the kernels takes the tokens of all hosts, since each call costs
@@ -215,12 +217,12 @@ class Rail:
 
         Args:
           others: [M, T, ...], or [M, C, ...] with a host_capacity: the results that this rank
-            computed for the tokens that came from each host.
+            computed for the tokens that came from each of the M hosts.
           own: [T, ...]: the results that this rank computed for its own tokens.
 
         Yields:
-          For host 0, 1, ..., M - 1: the results, [T, ...], that the rail's rank on this host
-          computed for this rank's tokens.
+          M arrays [T, ...]. The h-th has the results for this rank's tokens that were computed on
+          host h, by the rail's rank there. It is `own` if h is this rank's own host.
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
@@ -288,8 +290,8 @@ class Rail:
             `source`; for None, from all hosts.
 
         Yields:
-          For host 0, 1, ..., M - 1: the sums, [T, ...], that the rail's rank on this host computed
-          for this rank's tokens.
+          M arrays [T, ...]. The h-th has the sums for this rank's tokens that were computed on host
+          h, by the rail's rank there.
         """
         if self.at_once:
             own, others = self.split([sums(None)])
@@ -345,8 +347,9 @@ class Rail:
           source: the host whose tokens' entries to select; None: all hosts.
 
         Returns:
-          [G, tokens, ...]: for each rank of this host, the entries of the tokens whose rows `rows`
-          returns on that rank, in the same order. Where these rows are padding, the entry is -1.
+          [G, tokens, ...]: for each of the G ranks of this rank's host, the entries of the tokens
+          whose rows the method `rows` returns on that rank, in the same order. Where such a row is
+          padding, the entry is -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:

@@ -20,19 +20,19 @@ from pallas_kernels.formats import Float8, Format
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """Numbers [..., R, C] stored in a `Format`: a pytree of two arrays, values and scales.
+    """An array [..., R, C] stored in a `Format`: a pytree of two arrays, values and scales.
 
-    Both arrays have as many axes as the numbers, and equal leading axes. A sharding, a
-    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape therefore fits
-    both arrays, as long as it splits no block of numbers that share a scale. If the format is a
+    Values and scales have as many axes as the dequantized array, and the same leading axes. So a
+    sharding, a `jax.sharding.PartitionSpec` or an `in_axes` for the dequantized array fits both
+    of them, as long as it splits no block of numbers that share a scale. If the format is a
     `jax_ep.formats.Transposed`, both arrays have the last two axes swapped; `specs` returns their
     sharding.
 
     Attributes:
-      values: [..., R, C], or a narrower last axis if one element of values has several numbers.
+      values: [..., R, C], or a narrower last axis if an element of `values` packs several numbers.
       scales: one scale for each block of numbers, such as [..., R, C / 128].
       format: the format of values and scales; static.
-      dtype: the dtype of the numbers, which `dequantize` returns by default; static.
+      dtype: the dtype of the array that `dequantize` returns by default; static.
     """
 
     values: jax.Array
@@ -60,7 +60,11 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers, which may differ from the shape of `values`."""
+        """The shape [..., R, C] of the array that `dequantize` returns.
+
+        It differs from the shape of `values` where an element of `values` packs several numbers, as
+        in MXFP4, or where the format stores the array transposed.
+        """
         return self.format.numbers_shape(tuple(self.values.shape))
 
     @property
@@ -70,15 +74,16 @@ class QuantizedArray:
     def specs(self, spec: PartitionSpec) -> QuantizedArray:
         """Returns a `QuantizedArray` whose leaves are the PartitionSpecs of values and scales.
 
-        `spec` is the PartitionSpec of an array of the numbers' shape.
+        `spec` is the PartitionSpec of the dequantized array, of shape `shape`.
         """
         parts = self.format.stored_order((*spec, *(None,) * (self.ndim - len(spec))))
         return jax.tree.map(lambda _: PartitionSpec(*parts), self)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> QuantizedArray:
-        """Returns these values and scales with another dtype for the numbers.
+        """Returns a `QuantizedArray` of the same stored values and scales with another `dtype`.
 
-        The stored arrays do not change; `dequantize` then returns `dtype` by default.
+        `dtype` is what `dequantize` of the result returns by default. The stored arrays do not
+        change.
 
         Raises:
           TypeError: `dtype` is not floating.

@@ -251,12 +251,12 @@ class MoEConfig:
 
     @property
     def num_free(self) -> int:
-        """The number of free experts: zero, identity and constant ones."""
+        """The number of free experts: zero, identity and constant experts together."""
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
     def num_choosable(self) -> int:
-        """The number of experts that the router chooses among: E plus the free experts."""
+        """The number of experts that the router chooses among: E plus `num_free`."""
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
-    """Replaces the free experts' ids in `topk_idx` [T, K] by -1, so that dispatch skips them."""
+    """Replaces the free experts' ids in `topk_idx` [T, K] by -1, so that dispatch skips them.
+
+    Free experts are the zero, identity and constant experts; their ids follow those of the E
+    experts.
+    """
     return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
 
 
@@ -31,11 +35,12 @@ def output(
     params: MoEParams,
     config: MoEConfig,
 ) -> jax.Array:
-    """Returns the weighted sum of the free experts' outputs, [T, H] float32.
+    """Returns for each token the weighted sum of the outputs of its free experts, [T, H] float32.
 
-    A zero expert gives 0, an identity expert x, and a constant expert a * x + b * v, where v is its
-    `constant_value` and (a, b) = softmax(x @ constant_gate) (MoE++, section 3.1). The weight always
-    multiplies the expert's output; `MoEConfig.weights_on` does not apply.
+    Free experts are the zero, identity and constant experts, which a layer has besides its E
+    experts. A zero expert gives 0, an identity expert x, and a constant expert a * x + b * v, where
+    v is its `constant_value` and (a, b) = softmax(x @ constant_gate) (MoE++, section 3.1). The
+    weight always multiplies the expert's output; `MoEConfig.weights_on` does not apply.
 
     Args:
         x: [T, H] floating: this rank's tokens.
@@ -70,8 +75,9 @@ def output(
 def factors(config: MoEConfig) -> jax.Array | None:
     """Returns the factor of each expert's term in the load-balance loss, or None if all are 1.
 
-    The result is a float32 array: 1 for each of the E experts, followed by
-    `config.free_expert_factor` for each free expert.
+    The result is a float32 array with a factor for each of the layer's E experts, followed by one
+    for each of its free experts: the zero, identity and constant experts. The first E factors are
+    1, and the others are `config.free_expert_factor`.
     """
     if not config.num_free or config.free_expert_factor == 1.0:
         return None

@@ -87,7 +87,8 @@ def load_balance_loss(
             lengths differ or a sequence is on several ranks. B then is the number of sequences on
             all ranks, and ids are the same on all ranks.
         expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
-            MoE++'s tau (arXiv:2410.07348) for free experts and 1 for others.
+            MoE++'s tau (arXiv:2410.07348) for free experts (zero, identity and constant experts),
+            and 1 for all others.
         axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
             `jax.shard_map`; None for the loss of this rank's tokens.
 

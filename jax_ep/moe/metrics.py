@@ -30,11 +30,13 @@ class MoEMetrics(NamedTuple):
         load_balance_loss: [] float32, by the layer's `balance_convention`; see
             `jax_ep.load_balance_loss`.
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: [E] int32, or [E + number of free experts]: the number of (token, choice)
-            pairs that chose each expert, dropped pairs included.
-        num_dropped: [] int32: the number of pairs that no expert computed, because a receive buffer
-            was full or a rank had more tokens for a host than `host_capacity_factor` allows.
-        dropped_counts: [E] int32: the number of dropped pairs of each expert.
+        expert_counts: [E] int32, or [E + number of free experts] in a layer that also has free
+            experts (zero, identity and constant experts): the number of (token, choice) pairs that
+            chose each expert, dropped pairs included.
+        num_dropped: [] int32: the number of (token, choice) pairs that no expert computed, because
+            a receive buffer was full or a rank had more tokens for a host than
+            `host_capacity_factor` allows.
+        dropped_counts: [E] int32: the number of dropped (token, choice) pairs of each expert.
         balance: the sums over all tokens from which the load-balance loss is computed, for
             `jax_ep.pooled_load_balance_loss` over layers or microbatches.
         topk_idx: [..., K] int32 with `MoEConfig.record_choices`, or None: the expert ids that each

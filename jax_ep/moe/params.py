@@ -177,11 +177,11 @@ _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 class MoEParams(NamedTuple):
     """The parameters of a layer; a pytree.
 
-    E is the number of routed experts. R is the number of experts that the router chooses among (the
-    E experts and the free experts), and C the number of constant experts. H is the hidden size of a
-    token, F the hidden size of an expert, and S the hidden size of all shared experts together. The
-    matrices of routed and shared experts may each be a `jax_ep.QuantizedArray` of the given shape,
-    which has no gradient.
+    E is the number of routed experts. R is the number of experts that the router chooses among: the
+    E experts, and the free experts (zero, identity and constant experts). C is the number of
+    constant experts. H is the hidden size of a token, F the hidden size of an expert, and S the
+    hidden size of all shared experts together. The matrices of routed and shared experts may each
+    be a `jax_ep.QuantizedArray` of the given shape, which has no gradient.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
@@ -344,9 +344,9 @@ def per_expert(init: Initializer) -> Initializer:
 def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
     """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
 
-    `num_experts` is the number of experts that the router chooses among, free experts included.
-    `num_constant` is the number of constant experts. The number of experts in wi_0, wi_1 and wo is
-    not checked here, since it depends on the mesh.
+    `num_experts` is the number of experts that the router chooses among, including the free experts
+    (zero, identity and constant experts). `num_constant` is the number of constant experts. The
+    number of experts in wi_0, wi_1 and wo is not checked here, since it depends on the mesh.
     """
     for name, value in params._asdict().items():
         if isinstance(value, QuantizedArray) and name not in MATRICES:
@@ -392,7 +392,8 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:
     """Raises ValueError unless the routed experts' weights hold an allowed number of experts.
 
-    `allowed` has the numbers that the leading dimension may have. The message quotes `num_experts`.
+    `allowed` is the set of allowed sizes of the leading dimension of these weights. The error
+    message quotes `num_experts`.
     """
     for name in ROUTED_WEIGHTS:
         if (array := getattr(params, name)) is None:

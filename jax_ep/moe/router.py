@@ -19,7 +19,8 @@ class RouterInputs(NamedTuple):
     """The optional arguments of a call of the layer that concern the router; a pytree.
 
     Attributes:
-        router_x: [..., H'] floating: the router's input. None means the layer's tokens.
+        router_x: [..., H'] floating: for each token, the row that the router reads. None means that
+            it reads the layer's tokens.
         topk_idx: [..., K] integer: expert ids that the caller has chosen, where -1 chooses no
             expert. None means that the router chooses.
         topk_weights: [..., K] floating: the weights of `topk_idx`. None means that they are
@@ -34,13 +35,19 @@ class RouterInputs(NamedTuple):
 def route(
     params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Chooses experts for the router's inputs x [T, H'], or weighs choices that the caller made.
+    """Chooses K experts for each of T tokens and weighs them, or weighs the caller's choices.
 
-    `inputs` holds the caller's choices and weights, or None; its arrays have T as their leading
-    dimension. A token whose `mask` [T] bool is False chooses no expert.
+    Args:
+        params: the parameters of the layer.
+        x: [T, H'] floating: for each token, the row that the router reads.
+        inputs: the arguments of the layer's call. Only `topk_idx` and `topk_weights` are used: the
+            caller's choices and their weights, [T, K] each, or None.
+        mask: [T] bool, or None: a token whose mask is False chooses no expert.
+        config: the configuration of the layer.
 
-    Returns the routing, and the logits [T, E] float32. The logits are None if the layer has no gate
-    or if the caller gives the weights.
+    Returns:
+        The routing, and the logits [T, E] float32. The logits are None if the layer has no gate or
+        if the caller gives the weights.
     """
     logits = None
     if inputs.topk_weights is None and params.gate is not None:
@@ -84,7 +91,10 @@ def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
 
 
 def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: MoEConfig) -> None:
-    """Raises ValueError or TypeError, naming the argument, unless `inputs` fit x and the layer."""
+    """Raises ValueError or TypeError if `inputs` do not fit x, `params` or `config`.
+
+    x is [..., H], the layer's tokens. The message names the argument that does not fit.
+    """
     lead, k = x.shape[:-1], config.num_experts_per_token
     for name, kind, last in (
         ("router_x", jnp.floating, "H'"),

@@ -181,8 +181,9 @@ class _Arrays:
 
 
 _ARRAYS = _Arrays()
-# If at most one in `_FEW` tokens is in doubt after the guess by the first sort key, experts are
-# compared by all keys for the tokens in doubt only. If more are in doubt, for all tokens.
+# A token's experts are first guessed by the first sort key, and the guess may be in doubt. If it is
+# for at most one in `_FEW` tokens, experts are compared by all keys for these tokens only. If it is
+# for more tokens, experts are compared by all keys for all tokens.
 _FEW = 64
 
 
@@ -254,16 +255,18 @@ def _kept_groups(
 class _Guess:
     """A guess of each token's n best experts or groups by the first sort key alone.
 
-    The guess may be wrong where first keys are equal, or where sums of two of them nearly are,
-    since then the other keys decide.
+    The guess may be wrong where the first keys of two experts or groups are equal, since then the
+    other keys decide. If groups are compared by sums of two first keys, it may also be wrong where
+    the sums of two groups are nearly equal.
 
     Attributes:
         choices: [T, n] int32: the guessed ids of experts or groups.
         may_differ: [T] bool: True for a token whose guess may be wrong. None means that no guess
             is.
-        in_doubt: a function that looks at these tokens more closely. It returns [T] bool, True for
-            a token that must be compared by all keys, and is called only if `may_differ` is True
-            for a token. None means that all tokens of `may_differ` must be compared by all keys.
+        in_doubt: a function that looks more closely at the tokens of `may_differ`. It returns [T]
+            bool, True for a token whose experts or groups must be compared by all keys. It is
+            called only if `may_differ` is True for any token. None means that all tokens of
+            `may_differ` must be compared by all keys.
     """
 
     choices: jax.Array
@@ -389,8 +392,11 @@ def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.
 def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _Guess:
     """Guesses the groups from which each token may choose, by the first sort key `first` [T, E].
 
-    `is_all` says that `first` is the experts' only sort key. The guess by a group's best expert is
-    then certain.
+    Groups are compared either by their best expert or by the sum of their two best experts, as
+    `groups.best` says. `is_all` says that `first` is the experts' only sort key. A choice by best
+    experts is then certain, so `may_differ` of the returned `_Guess` is None. A choice by sums may
+    be wrong even then, because the sums are rounded. For choices that may be wrong, `may_differ`
+    marks the tokens for which two groups tie, or for which rounding errors could matter.
     """
     tokens, num_experts = first.shape
     size = num_experts // groups.number

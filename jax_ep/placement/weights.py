@@ -30,8 +30,10 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# The most bytes of weights that a rank receives in one dispatch of `redistribute`, unless a single
-# row of each slot has more. The limit bounds the memory that is needed besides the weights.
+# `redistribute` cuts the weights of each slot into rows, and moves them by several dispatches. Each
+# dispatch moves the same number of rows of every slot, at least one, so that a rank receives no
+# more than this many bytes, or one row for each of its slots if these take more. This limit bounds
+# the memory that is needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
 # To be dispatched, an expert's weights are cut into rows of at most this many bytes, unless their
@@ -269,9 +271,10 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 def _destinations(before: Placement, after: Placement) -> Array:
     """Computes to which slots of `after` each slot of `before` sends its weights.
 
-    Returns [P, C] int32 for placements of one layer, else [layers, P, C]: row s lists the slots
-    that receive the weights of slot s, padded with -1. C is the length of the longest such list,
-    rounded up to a power of two.
+    A placement has P slots in a layer, on all ranks together. Returns [P, C] int32 for placements
+    of one layer, and [layers, P, C] for placements of several. Row s lists the slots that receive
+    the weights of slot s, padded with -1. C is the length of the longest of these lists, rounded up
+    to a power of two.
     """
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
@@ -311,14 +314,17 @@ def _mover(
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the jitted function that moves the weights in one leaf of a pytree between slots.
 
-    The function takes the leaf, [P, ...] or [layers, P, ...], which is donated, and the plan: the
-    result of `_destinations`, [P, C] or [layers, P, C]. It returns the new leaf.
+    The function takes two arrays. The first is the leaf, which is donated: [P, ...] for the P slots
+    of one layer on all ranks, or, for several layers, with an axis of layers before the axis of
+    slots. The second is the plan, the result of `_destinations`: [P, C] int32, with the same axis
+    of layers in front. It lists for each slot the up to C slots that receive the slot's weights.
+    The function returns the new leaf.
 
     Args:
         mesh: the mesh of the leaf.
         axes: the mesh axes that the slots are split over.
         spec: the PartitionSpec of the leaf.
-        layers: 1 if the leaf has an axis of layers before the axis of slots, else 0.
+        layers: the number of axes before the axis of slots: 1 with an axis of layers, else 0.
         implementation: the implementation of `jax_ep.dispatch`.
     """
     # The plan is split over the mesh like the leaf: its axes of layers and slots are the leaf's.
@@ -357,13 +363,15 @@ def _move_rows(
 ) -> jax.Array:
     """Sends the weights of this rank's slots, cut into rows, to their destination slots.
 
-    One `dispatch` sends a piece: equally many rows of each slot of one layer, at most
-    `_PIECE_BYTES` in all. In the dispatch, slots take the place of experts: each slot receives the
-    rows of exactly one slot, in order.
+    One `dispatch` sends a piece: the same number of rows of each slot of one layer, at most
+    `_PIECE_BYTES` in all unless a single row of each slot takes more. In the dispatch, slots take
+    the place of experts: each slot receives the rows of exactly one slot, in order.
 
     Args:
-        rows: [layers, P / N, M, columns], the weights of each slot on this rank, as M rows.
-        plan: [layers, P / N, C], the destination slots of each slot, padded with -1.
+        rows: [layers, P / N, M, columns], the weights of each of the P / N slots on this rank, cut
+            into M rows.
+        plan: [layers, P / N, C] int32: for each slot, the list of its up to C destination slots,
+            padded with -1.
         axes: the mesh axes that the slots are split over.
         implementation: the implementation of `jax_ep.dispatch`.
 

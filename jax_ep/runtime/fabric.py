@@ -81,7 +81,7 @@ def num_gpus(fabric: Gpus) -> int:
 
 
 def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
-    """Returns the GPUs of this host that share symmetric memory, or why they share none.
+    """Returns the GPUs of this host that share symmetric memory, or a string that says why none do.
 
     Returns None if the program is lowered for another machine, which is assumed if this machine has
     no GPUs, or fewer devices than the `num_places` devices of the program's mesh.

@@ -73,9 +73,11 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns how many hosts a group of communicating ranks spans, or a reason as in `num_hosts`.
+    """Returns M, the number of hosts that a group of N communicating ranks spans.
 
-    `host_of_rank` is the result of `hosts_of` for the devices of these ranks, in rank order.
+    If the hosts are not known, or do not have N / M consecutive ranks each, returns instead a
+    string with the reason why the ranks cannot exchange between hosts. `host_of_rank` is the result
+    of `hosts_of` for the devices of these ranks, in rank order.
     """
     if None in host_of_rank:
         return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"

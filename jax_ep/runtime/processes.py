@@ -145,8 +145,8 @@ class Meeting:
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
         """Publishes this process's card, a dict that describes the process to the other processes.
 
-        Waits until each of `processes` has published its card, and returns all cards by process.
-        The path of the process's socket is added to its card.
+        Waits until each of `processes` has published its card. Returns the cards of these processes
+        and of this process, by process number. The path of a process's socket is added to its card.
         """
         card = card | {"socket": self._listen()}
         try:
@@ -171,18 +171,23 @@ class Meeting:
     def exchange(
         self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
     ) -> dict[int, tuple[Message, list[int]]]:
-        """Sends a message and file descriptors to each other process, and receives one from each.
+        """Sends a message to each other process, and receives the message of each other process.
+
+        A message is a dict and a list of file descriptors.
 
         Args:
-          cards: the cards of the processes that take part, as `introduce` returned them.
-          message: the dict to send; if it has a key "failure", the meeting ends for all processes.
+          cards: the cards of the processes that take part, by process number, this process
+            included: those dicts of `introduce`'s result that belong to processes of this host.
+          message: the dict to send to each other process. A key "failure" with a reason says that
+            this process cannot go on; then this method raises `Refused` in all processes.
           descriptors: file descriptors to send, which the caller closes.
 
         Returns:
-          The message and descriptors of each other process; the caller closes the descriptors.
+          For each other process, by number, the dict and the descriptors that it sent. This process
+          is not included. The caller closes the descriptors.
 
         Raises:
-          Refused: a process failed, ended, or took too long.
+          Refused: a process sent a failure, ended, or took too long.
         """
         others = sorted(set(cards) - {self._process})
         self._paths = {process: cards[process]["socket"] for process in others}
@@ -200,9 +205,10 @@ class Meeting:
         return messages
 
     def agree(self, message: Message) -> dict[int, Message]:
-        """Sends a message to the other processes; returns the messages of all processes, by number.
+        """Sends the dict `message` to the other processes that took part in `exchange`.
 
-        Raises `Refused` if a message has a key "failure", or if a process ended or took too long.
+        Returns the dicts that all processes sent, by process number, this process included. Raises
+        `Refused` if a dict has a key "failure", or if a process ended or took too long.
         """
         messages = {self._process: message}
         # Another process may have begun just before this process's deadline, and its own deadline

@@ -90,7 +90,7 @@ class Domain:
 
 
 def domain() -> Domain | str:
-    """Returns the GPUs of this host that share memory, or why there are none.
+    """Returns the GPUs of this host that share memory, or a string that says why there are none.
 
     The first call sets up symmetric memory; later calls return the same result. If the host has
     several processes, the first call waits until each of them calls this function, for at most
@@ -182,10 +182,13 @@ class Participant:
 
 @functools.cache
 def _domain() -> Domain | str:
-    """Sets up symmetric memory on this host.
+    """Sets up symmetric memory on this host, once; later calls return the same result.
 
-    Publishes to the processes of all hosts that it succeeded, or why the GPUs of this process do
-    not share memory.
+    Publishes to the processes of all hosts that the set-up succeeded, or why the GPUs of this
+    process do not share memory.
+
+    Returns the `Domain`, which describes the GPUs of this host that share memory; or, if none do, a
+    string that says why.
     """
     found = _set_up_here()
     if (store := processes.store()) is not None:
@@ -203,6 +206,10 @@ def _domain() -> Domain | str:
 
 
 def _set_up_here() -> Domain | str:
+    """Sets up symmetric memory for the GPUs of this process, with the other processes of its host.
+
+    Returns the `Domain` of this host, or a string that says why its GPUs share no memory.
+    """
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
             "symmetric memory needs the kernels of a program to run one at a time, and XLA_FLAGS "
@@ -232,8 +239,9 @@ def _set_up_here() -> Domain | str:
 def set_up(me: Participant) -> Domain | str:
     """Sets up symmetric memory together with the other processes of this host.
 
-    Returns the domain (the GPUs that share memory), or why there is none; the answer is the same in
-    all processes. If there is no domain, nothing stays mapped.
+    Returns the `Domain`, which describes the GPUs that share memory, or a string that says why none
+    do. The result is the same in all processes. If there is no `Domain`, no memory stays
+    mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -286,9 +294,10 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Selects, from all cards by process number, those of the processes on this process's host.
+    """Selects, from the cards of all processes, those of the processes on the host of `process`.
 
-    A card is the result of `_card`. Raises `Refused` if the cards show that these processes cannot
+    A card, the result of `_card`, describes a process. `cards` and the result map the number of
+    each process to its card. Raises `Refused` if the cards show that these processes cannot
     share memory, for example because their versions of JAX differ.
     """
     members = {

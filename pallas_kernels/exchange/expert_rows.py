@@ -282,7 +282,7 @@ class ExpertRows:
           experts: the expert of each of the token's K choices, scalar int32. For a choice that
             needs no row, the caller passes `count_width` instead, and ignores the row.
           next_rows: int32 in shared memory, [..., more than count_width]: the next free row of each
-            expert. Entry `count_width` is for choices that need no row.
+            expert. The element at `count_width` serves choices that need no row.
           scratch: shared memory in which `find_groups` has written `group_ends`.
           of: the indices of the leading axes of `next_rows`, such as the token's source rank.
           last: whether no token follows, so that `next_rows` need not be advanced.
@@ -298,8 +298,9 @@ class ExpertRows:
             # All threads must have read the next free rows before any thread advances them.
             self.fabric.barrier()
             for expert, row in zip(experts, found, strict=True):
-                # If a token chooses an expert twice, the later choice has the larger row. Its store
-                # comes later, so the entry ends with the larger value.
+                # If a token chooses an expert twice, both choices store to the same element of
+                # `next_rows`. The later choice has the larger row, and stores last. So the element
+                # becomes the row after both, which the expert's next token gets.
                 next_rows[(*of, expert)] = row + 1
             # All threads must have advanced `next_rows` before the next token's rows are read.
             self.fabric.barrier()

@@ -63,11 +63,12 @@ class Rows:
         return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns a pair (token, exists) for each of the tokens that this block handles.
+        """Returns a list of (token, exists), one for each of the tokens that this block handles.
 
-        `token` is the token's index in its rank, a scalar int32. All blocks have equally many
-        pairs, since kernels unroll the loops over them. The last block may have fewer tokens: in
-        its surplus pairs, `exists`, a scalar bool, is false, and `token` is the rank's last token.
+        `token` is the token's index in its rank, a scalar int32. The lists of all blocks have the
+        same length, since kernels unroll the loops over them. The last block may have fewer tokens:
+        for the surplus items of its list, `exists`, a scalar bool, is false, and `token` is the
+        rank's last token.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -241,19 +242,21 @@ class GatherScratch(NamedTuple):
 
     # [S, H], the rows of y in the S stages of the ring.
     stages: Any
-    # [pairs, rows_of_pair] int32: for each pair, the list of its rows, as indices in y.
+    # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the list of the rows
+    # of y that belong to the token, as indices in y.
     places: Any
     # [pairs, rows_of_pair] int32: for each row in `places`, the choice of the token, 0 to K - 1,
     # that the row belongs to.
     choices: Any
-    # [pairs] int32, the number of rows listed for each pair. NOWHERE if the pair's token chose no
-    # expert of this rank.
+    # [pairs] int32: for each (token, owner) pair, the number of rows in its list. NOWHERE if the
+    # token chose no expert of this rank.
     num_rows: Any
     # [S] barriers, one for each stage: it completes when a row has arrived in the stage.
     full: Any
     # [S] barriers, one for each stage: it completes when all warpgroups have read the stage's row.
     empty: Any
-    # A barrier that completes when the scout warpgroup has listed the rows of all pairs.
+    # A barrier that completes when the scout warpgroup has listed, for every (token, owner) pair of
+    # the block, the rows of y that belong to the token.
     listed: Any
     # A barrier by which all warpgroups but the scout wait for each other.
     together: Any
@@ -274,8 +277,8 @@ class Gather:
       rows: sends and receives rows between ranks; its `plan` has the sizes of the call.
       capacity: R, the number of rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: the order in which `pairs` lists the N pairs of a token index: whether the one that
-        this rank owns comes first; else it comes last.
+      own_first: whether `pairs`, which lists N (token, owner) pairs for each token index, one for
+        each owner, begins them with the pair that this rank owns. Else this pair is the last of N.
     """
 
     rows: Rows
@@ -330,7 +333,7 @@ class Gather:
         )
 
     def pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
-        """Returns the block's pairs of a token and its owner, the rank that dispatched the token.
+        """Returns the block's pairs (token, owner), where the owner is the token's source rank.
 
         Every warpgroup must take the pairs in the order of the result, since the rows of y pass
         through the ring in this order.
@@ -438,8 +441,9 @@ class Gather:
         """Receives the routing weights of this block's tokens, which the tokens' ranks send.
 
         Copies them to `weights`, [pairs, K] float32 in shared memory, where a pair is a token and
-        its rank. All warpgroups but the scout must call this method. Each receives the weights of
-        some pairs, and then waits until all of them have arrived.
+        its owner, the rank that dispatched it. All warpgroups but the scout must call this method.
+        Each receives the weights of some of the pairs, and then waits until the weights of all
+        pairs have arrived.
         """
         for pair, _, token, _, owner in self.pairs():
 

@@ -198,9 +198,9 @@ class _Combine:
           r: the index of the row in the pair's list of rows of y.
           sums: the sum so far for each tile that the warpgroup handles, in float32.
           pair: the index of the pair in the block.
-          begun: the number of rows of all earlier pairs. The rows of all pairs pass through the
-            ring one after the other, so the row is number `begun` + r in the ring.
-          num_turns: the number of rows of all pairs.
+          begun: how many rows of y all earlier (token, owner) pairs have together. The rows of all
+            pairs pass through the ring one after the other, so this row is number `begun` + r.
+          num_turns: how many rows of y all pairs of the block have together.
           scratch: the kernel's shared memory.
 
         Returns:

@@ -131,7 +131,7 @@ class _Scratch(NamedTuple):
 
     gather: GatherScratch
     experts: ExpertScratch
-    # [pairs, K] float32: for each pair, the routing weights of its token's choices.
+    # [pairs, K] float32: for each (token, owner) pair, the routing weights of the token's choices.
     weights: Any
     # [pairs · K · parts_of_sum] float32 with padding: the partial sums of each inner product, one
     # for each warp of the weighers.
@@ -221,9 +221,10 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            # The pairs of a token index are in the order of `source`: 0 is this rank, whose
-            # cotangent needs no receiving, and 1 is the first peer. When its turn comes, the
-            # cotangents of all peers for this token index are received together.
+            # Each token index has N (token, owner) pairs, one for each owner, in the order of
+            # `source`: 0 is this rank, whose cotangent needs no receiving, and 1 is the first peer.
+            # When the first peer's turn comes, the cotangents of all peers for this token index are
+            # received together.
             if source == 1:
                 first = pair - source
                 comes = [
@@ -272,9 +273,9 @@ class _CombineGrad:
           r: the index of the row in its pair's list of rows of y. A pair is a token and its owner.
           tiles: this warpgroup's tiles of the cotangent, in float32.
           pair: the index of the pair in the block.
-          begun: the number of rows of all earlier pairs. The rows of all pairs pass through the
-            ring one after the other, so the row is number `begun` + r in the ring.
-          num_turns: the number of rows of all pairs.
+          begun: how many rows of y all earlier (token, owner) pairs have together. The rows of all
+            pairs pass through the ring one after the other, so this row is number `begun` + r.
+          num_turns: how many rows of y all pairs of the block have together.
           dy: [R, H] in global memory, the gradient of y.
           scratch: the kernel's shared memory.
         """

@@ -1,14 +1,15 @@
 """Dispatch into the expert-major layout over the low-latency protocol, for few tokens.
 
-Block 0 of every rank sends the experts that its rank's tokens choose to all ranks. A rank sends
-its tokens at once, before it knows the choices of other ranks. Block b of every rank handles the
-same range of tokens of every rank. It reads the choices of all ranks, and computes the rows that
-these tokens get in this rank's receive buffer, with five warpgroups:
+A choice is the id of an expert that a token chooses. Block 0 of every rank sends the choices of
+its rank's tokens to all ranks. A rank sends its tokens at once, before it knows the choices of
+other ranks. Block b of every rank handles the same range of tokens of every rank. It reads the
+choices of all ranks, and computes the rows that these tokens get in this rank's receive buffer. A
+block has five warpgroups:
 
   movers (4)  each handle some tiles of every row: send and receive tiles, count choices by expert,
               and store a tile from registers to all rows that its token has on this rank;
-  planner     finds the group of each expert, its rows in the receive buffer, from the counts, and
-              writes zeros to rows that get no token.
+  planner     finds from the counts where the group of each expert lies in the receive buffer (the
+              group is the expert's rows), and writes zeros to rows that get no token.
 
 In the diagram, rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
@@ -130,11 +131,13 @@ def dispatch_like(
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
       expert_alignment: the rows of each expert start at a multiple of this number, as given to
         `dispatch`.
-      fair: how rows that do not fit are dropped, as given to `dispatch`.
+      fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
+        true, none of its experts kept more rows than a common limit. If false, the rank dropped the
+        rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
-      A tuple of the receive buffer, [R, H].
+      A tuple whose only element is the receive buffer, [R, H].
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
@@ -265,8 +268,8 @@ class _Dispatch:
         return _Scratch(
             self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-            # The entry at `width`, after those of the experts, is for choices of no expert of this
-            # rank: `take_rows` takes their rows from this entry, and the rows are ignored.
+            # The element at `width`, after those of the experts, is for choices of other ranks'
+            # experts: `take_rows` takes their rows from this element, and the rows are ignored.
             next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
@@ -345,9 +348,9 @@ class _Dispatch:
         endpoint.close()
 
     def _send_choices(self, topk_idx: Any) -> None:
-        """Sends the experts that this rank's tokens choose to all ranks.
+        """Sends to all ranks the ids of the experts that this rank's tokens choose.
 
-        `topk_idx` is [T·K] int32 in global memory, the experts. Only block 0 sends, and each of its
+        The ids are `topk_idx`, [T·K] int32 in global memory. Only block 0 sends, and each of its
         mover warpgroups sends a slice of the array.
         """
         pairs = -(-self.num_choices // 2)

@@ -371,7 +371,7 @@ class LowLatencyPlan(Sizes):
 def for_low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
-    """Returns the plan of the kernels over the low-latency protocol, or None if they cannot run.
+    """Returns the `LowLatencyPlan` of the low-latency kernels, or None if they cannot run.
 
     The kernels cannot run with quantized rows, or with sizes for which `LowLatencyPlan.fits` is
     false. `num_gpus` is the number of GPUs of the ranks' host that share symmetric memory.
@@ -436,7 +436,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
 
 
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
-    """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
+    """Returns the `Plan` for the kernels of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
     `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
     measured to be fastest.
@@ -485,7 +485,7 @@ def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 def for_rank_dispatch(
     row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
-    """Returns the plan of `rank_dispatch.rank_dispatch`.
+    """Returns the `Plan` with which the kernel of `rank_dispatch.rank_dispatch` is compiled.
 
     `weighted` is whether routing weights are sent with the choices of experts. `num_blocks` is the
     largest number of thread blocks to use; None means _NUM_BLOCKS, the number measured to be
@@ -545,7 +545,7 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
 
 
 def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
-    """Returns the plan of `combine.combine`.
+    """Returns the `Plan` with which the kernel of `combine.combine` is compiled.
 
     `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
     measured to be fastest.
@@ -614,7 +614,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
 
 
 def for_combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
-    """Returns the plan of `combine_grad.combine_grad`.
+    """Returns the `Plan` with which the kernel of `combine_grad.combine_grad` is compiled.
 
     `num_blocks` is the largest number of thread blocks to use; None means _NUM_BLOCKS, the number
     measured to be fastest.

@@ -136,14 +136,14 @@ class Fabric(Ranks, Protocol):
         """
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends `count` pairs of small int32 to every rank, starting with pair number `first`.
+        """Sends int32 of `words` to every rank, two at a time: `count` pairs from pair `first` on.
 
         Pair i is (words[2 * i], words[2 * i + 1]), and has the number i at the receiver, too. Each
         int32 must fit in 16 bits, since a pair is sent as one 32-bit number.
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
+        """Waits for the pairs of int32 that `rank` sends by `send_halves`; copies them to `words`.
 
         `words` is [n] int32, for n / 2 pairs, rounded up. Pair i goes to words[2 * i] and
         words[2 * i + 1]. `what` names the wait in the error message of a timeout.

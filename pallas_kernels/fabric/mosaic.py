@@ -586,10 +586,11 @@ def warp_sum(value: Value, threads: int) -> Value:
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
     """Returns a reference to the memory of another rank that corresponds to this rank's `ref`.
 
-    The address is that of `ref` plus an offset. `entry`, an int32, is what `offset`, the argument
-    of `reach_peers`, takes to find the offset. It is handed to Mosaic as if it were the coordinate
-    of a device along the last axis of the mesh. Mosaic multiplies a coordinate by the stride of its
-    axis, which is 1 for the last axis, so that `offset` gets `entry` unchanged.
+    The other memory begins at the address of `ref` plus an offset. `entry`, an int32, is the index
+    of this offset in a table of offsets: the function `offset` that was given to `reach_peers`
+    looks it up. `entry` is handed to Mosaic as if it were the coordinate of a device along the last
+    axis of the mesh. Mosaic multiplies a coordinate by the stride of its axis, which is 1 for the
+    last axis, so `offset` gets `entry` unchanged.
 
     Without a mesh there is only one rank, and the result is `ref`.
     """
@@ -603,16 +604,17 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    Its address is that of `ref` plus an offset.
+    The memory begins at the address of `ref` plus an offset. The offset is found in a table by its
+    index `entry`, an int32, so that the kernel can choose the peer while it runs.
 
     Mosaic asks its launch context for the address of a peer's buffer. By default the context takes
     the address from XLA's collective metadata or NVSHMEM. This function replaces the context's
     method `to_remote`, since JAX up to 0.12 has no public way to give Mosaic other addresses.
 
     Args:
-      table: a reference to memory that `offset` reads.
-      offset: `offset(table, entry)` emits the offset in bytes, a 64-bit value. It takes the memref
-        of `table`.
+      table: a reference to the memory that holds the offsets.
+      offset: called as `offset(memref, entry)` with the memref of `table`, emits code that loads
+        the offset of index `entry`. Returns the offset in bytes, a 64-bit value.
     """
 
     def run(context: Any, table: Value) -> None:

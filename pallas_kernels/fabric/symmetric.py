@@ -107,8 +107,9 @@ class Gpus(RanksOfMesh):
     ) -> None:
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
-        For each peer, reads the number of this call: how many calls the two ranks have made with
-        each other, including this one. Block 0 sends the buffers' addresses to the peers.
+        For each peer, finds the sequence number of this call: how many calls the peer and this rank
+        have made with each other, this one included. Block 0 sends the buffers' addresses to the
+        peers.
 
         Args:
           operands: references to `self.operands`.
@@ -143,10 +144,11 @@ class Gpus(RanksOfMesh):
             lane, block = mosaic.lane(), mosaic.block()
             heap = self._heap(here)
             numbers = call.numbers(table)
-            # Write to the table in shared memory the number of this call with each peer. Numbers
-            # count from 1, so that a word of zeros belongs to no call. The table's other entries
-            # are offsets: `connect` writes them later, and because of `mosaic.reach_peers` copies
-            # add them to the address of this rank's buffer to get that of a peer's buffer.
+            # Write to the table in shared memory this call's sequence number with each peer.
+            # Sequence numbers begin with 1, so that a word of zeros belongs to no call. The table's
+            # other words are offsets: `connect` writes them later, and because of
+            # `mosaic.reach_peers` copies add them to the address of this rank's buffer to get that
+            # of a peer's buffer.
             peer = _of_lane(peers, lane)
             counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
@@ -162,9 +164,10 @@ class Gpus(RanksOfMesh):
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block have read the block's call counters, so they may be set
-            # to the number of this call. There are counters for MAX_BLOCKS blocks. Those of blocks
-            # that this kernel lacks are set, too, since the next kernel may have these blocks.
+            # All warpgroups of this block have read the block's call counters, one for each peer,
+            # so the counters may be set to this call's sequence numbers. There are counters for
+            # MAX_BLOCKS blocks. Those of blocks that this kernel lacks are set, too, since the next
+            # kernel may have these blocks.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -191,7 +194,8 @@ class Gpus(RanksOfMesh):
           here: the number of this GPU.
           peers: the number of each rank's GPU.
           refs: memrefs of the buffers.
-          numbers: the address in shared memory of the number of this call with each rank.
+          numbers: the address in shared memory of an array [N] of 64-bit words: for each rank, the
+            sequence number of this call (see `_Call.table`).
           lane: the index of the thread, i.
         """
         buffer = arith.divui(lane, i32(self.num_ranks))
@@ -244,8 +248,8 @@ class Gpus(RanksOfMesh):
                     word = _load(place)
                     # The word's tag, the low bits of the number of the call in which the peer sent
                     # the word, may be ahead of this call's number: a peer does not wait for a block
-                    # without work. So poll only while the tag is behind. Tag and number are
-                    # compared modulo the range of tags.
+                    # of this rank that has no work, and may have begun a later call. So poll only
+                    # while the tag is behind. Tag and number are compared modulo the range of tags.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -351,7 +355,7 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, operands, layouts)
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends `count` pairs of int32 to every rank, starting with pair number `first`.
+        """Sends int32 of `words` to every rank, two at a time: `count` pairs from pair `first` on.
 
         Pair i is (words[2 * i], words[2 * i + 1]), where `words` is [n] int32 in this rank's global
         memory. The two are sent as halves of one 32-bit value, so that they take half the memory
@@ -384,7 +388,7 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        """Waits for the pairs that `rank` sends by `send_halves`, and copies them to `words`.
+        """Waits for the pairs of int32 that `rank` sends by `send_halves`; copies them to `words`.
 
         `words` is [n] int32 in shared memory, for n / 2 pairs, rounded up. Pair i goes to
         words[2 * i] and words[2 * i + 1]. The caller must put a barrier between this call and other
@@ -540,7 +544,8 @@ class Gpus(RanksOfMesh):
         """Returns the address in GPU `owner`'s heap of a value that GPU `sender` sends.
 
         `index` is the index of the value among those that `sender` sends to `owner` in a call.
-        `number` is the number of the call: even and odd calls have memory of their own.
+        `number` is the sequence number of the call between these two GPUs: calls with even and with
+        odd numbers use different memory.
         """
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, memory_map.MAX_GPUS))
@@ -560,8 +565,9 @@ class _Call:
       peers: the number of each rank's GPU on the host, [] int32 each.
       table: reference to shared memory with two arrays of 64-bit words, one after the other. The
         first, [buffers, N], holds for each buffer and each of the N ranks the difference between
-        the buffer's address at that rank and its address at this rank. The second, [N], holds the
-        number of this call with each rank.
+        the buffer's address at that rank and its address at this rank. The second, [N], holds for
+        each rank the sequence number of this call: how many calls that rank and this rank have made
+        with each other, this one included.
       buffers: references to the buffers that peers read or write.
       name: the kernel's name, for messages.
       reads: whether peers read data that was written to the buffers before the call.
@@ -583,7 +589,11 @@ class _Call:
         return _plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
 
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
-        """Returns the 64-bit word of a signal to or from `rank`: the call's number, and `count`."""
+        """Returns the 64-bit word of a signal to or from `rank`.
+
+        The high bits are the sequence number of this call with `rank` (see `table`), and the
+        COUNT_BITS low bits are `count`. `table` is the memref of the attribute `table`.
+        """
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
         return arith.ori(arith.shli(number, i64(memory_map.COUNT_BITS)), _widen(count))
 

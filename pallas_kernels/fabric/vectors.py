@@ -1,10 +1,11 @@
 """Loads, stores and sums of 1D arrays in any rank's memory, by vectors of up to 16 bytes.
 
-An array in registers has the layout `mosaic.strided`: each thread holds vectors of `elements`
-neighbouring elements. A vector is loaded or stored by one instruction, so its address must be a
-multiple of its size. Pallas knows the alignment only of this rank's own buffers, and loads a peer's
-memory element by element. In this module the caller guarantees the alignment: each reference starts
-at a multiple of the vector's bytes.
+An array in registers has the layout `mosaic.strided`: each thread holds vectors, which consist of
+neighbouring elements of the array. The argument `elements` of the functions here is the length of
+these vectors, for example 8 for vectors of 16 bytes of bfloat16. A vector is loaded or stored by
+one instruction, so its address must be a multiple of its size. Pallas knows the alignment only of
+this rank's own buffers, and loads a peer's memory element by element. In this module the caller
+guarantees the alignment: each reference starts at a multiple of the vector's bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SUMS_OF_WARPGROUP = LANES // WARP
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     """Loads a contiguous 1D array from any rank's global memory into registers.
 
-    Each thread then holds vectors of `elements` neighbouring elements.
+    Each thread then holds vectors of the array; a vector is `elements` neighbouring elements.
     """
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
@@ -56,8 +57,8 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """Stores a 1D array in registers to each of `refs`, contiguous arrays in any rank's memory.
 
-    Each thread stores the vectors of `elements` neighbouring elements that it holds. All addresses
-    are computed before the first store.
+    Each thread stores the vectors of `value` that it holds; a vector is `elements` neighbouring
+    elements. All addresses are computed before the first store.
     """
     if fabric.interpret:
         for ref in refs:

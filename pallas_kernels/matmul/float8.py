@@ -480,8 +480,9 @@ class _Float8Kernel(Kernel):
                 interpreted=self.interpreted,
             )
 
-            # In Pallas' interpreter, threads read the operands, not the tensor cores. The fence
-            # orders these reads before the loader's next copies into the stage.
+            # In Pallas' interpreter, threads read the operands, and on a GPU the tensor cores do.
+            # So in the interpreter, a fence must order the reads before the loader's next copies
+            # into the stage.
             if self.interpreted:
                 plgpu.commit_smem()
 

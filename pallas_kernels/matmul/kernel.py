@@ -147,8 +147,10 @@ class Ring:
     def stage_of(self, step: jax.Array) -> jax.Array:
         """Returns the index of the stage that holds the operand tiles of step `step`.
 
-        A step is one stage's share of a sum. A thread block numbers its steps from 0 on, over all
-        its output tiles.
+        A sum over the contraction dimension is computed in steps. A step covers 64 elements of that
+        dimension: it multiplies one left operand tile by one tile of each right operand. A stage is
+        a slot of the ring in shared memory, which holds the tiles of one step. A thread block
+        numbers its steps from 0 on, through all of its output tiles, and uses the stages in turn.
         """
         return lax.rem(step, jnp.int32(self.num_stages))
 

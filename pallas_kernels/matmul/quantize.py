@@ -264,8 +264,17 @@ class _Job:
     def store_kept(self, values_ref, scales_ref, tile, first, count, column):
         """Quantizes the first `count` rows of a tile, and stores them without a transposition.
 
-        It runs in Pallas' interpreter. `tile` is [128, 128] float32. Its row 0 is stored to row
-        `first` of the outputs, and its columns from column 128 * `column` on.
+        Runs only in Pallas' interpreter, as a part of `interpreted`. On a GPU, the code of `emit`
+        stores these rows.
+
+        Args:
+          values_ref: [R, K] float8, gets the quantized rows from row `first` on, in the 128 columns
+            that begin at 128 * `column`.
+          scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in `column`.
+          tile: [128, 128] float32.
+          first: the row of the outputs for row 0 of `tile`.
+          count: the number of rows to store.
+          column: the column of the tile among the tiles of 128 columns.
         """
         values, scales = FLOAT8_ROWS.encode(tile)
 

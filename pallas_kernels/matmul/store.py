@@ -253,7 +253,7 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Does in Pallas' interpreter what `_copy_rows` does on a GPU.
+        """Copies rows of a chunk to the output, in place of `_copy_rows` in Pallas' interpreter.
 
         The number of rows of a copy must be known when the kernel is compiled, but end - begin is
         not. So the rows are copied in parts of 16, 8, 4, 2 and 1 rows: a part for each binary digit

@@ -23,7 +23,7 @@ import numpy as np
 
 from pallas_kernels.routing.plan import Groups
 
-# The functions of `OF_TWO` clip logits to at most this magnitude, so that sums and differences of
+# The functions in `OF_TWO` clip logits to at most this magnitude, so that sums and differences of
 # two logits are finite in float32.
 _LARGEST = np.float32(1e37)
 _LOG_2 = np.float32(math.log(2))
@@ -82,10 +82,11 @@ def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
 
 
 def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns an upper bound of |s - (a + b)|, where s is the exact sum of two sums (high, low).
+    """Returns an upper bound of the error of a + b in place of the exact sum of two sums.
 
-    a and b are their highs. The lows of the two sums are unknown. The magnitude of each is at most
-    2^-24 times that of its high, and the rounding error of a + b is at most 2^-24 times the result.
+    Each of the two sums consists of two float32 numbers, high + low. Their highs are a and b, and
+    their lows are unknown. The magnitude of a low is at most 2^-24 times that of its high, and the
+    rounding error of a + b is at most 2^-24 times the result.
     The constant 2^-120 covers numbers below 2^-126, which are flushed to 0.
     """
     return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
@@ -173,11 +174,11 @@ def score_and_bias(
 
 
 def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns bounds of the exact sum of two sums, given only their highs a and b.
+    """Returns bounds of the exact sum of two sums (high, low), given only their highs a and b.
 
-    Returns (total, lower, upper): total is a + b rounded to float32, and the exact sum of the two
-    sums, whose lows are unknown, is at least `lower` and at most `upper`. If total is infinite or
-    NaN, so are lower and upper.
+    Returns (total, lower, upper): `total` is a + b rounded to float32. The exact sum of both highs
+    and both lows is at least `lower` and at most `upper`, although the lows are unknown. If `total`
+    is infinite or NaN, so are `lower` and `upper`.
     """
     total = ops.call(plus, a, b)
     error = ops.where_finite(total, ops.call(error_of_two, a, b))
@@ -213,9 +214,11 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# Maps the name of each score function to a function of two logits that grows with the sum of the
-# logits' scores. It breaks ties between groups: it can still tell which of two groups has the
-# larger sum of its two best scores if these sums round to equal (high, low).
+# Maps the name of each score function to a function of two logits, which grows with the sum of the
+# scores of these logits. The function breaks ties between groups that are compared by the sum of
+# their two best scores. Such a sum is computed as two float32 numbers, high + low. Even where the
+# sums of two groups have equal `high` and equal `low`, the function of the two best logits can tell
+# which group has the larger exact sum.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -307,9 +307,9 @@ class _TopK:
           row: the index of the row.
           operands: references to the kernel's operands, by name.
           exact: whether columns and groups are compared by all of their keys. If False, groups, and
-            columns with a bias, are compared by their first key alone: that of their sum rounded to
-            float32. This choice is a guess, which may differ from the exact one where sums are
-            nearly equal.
+            columns if there is a bias, are compared by their first key alone: that of their sum
+            rounded to float32. The choice is then a guess, which may differ from the exact choice
+            where two sums are nearly equal.
 
         Returns:
           (words, is_sure). In lane i < k, `words` are the words of the i-th best column. `is_sure`
@@ -355,19 +355,26 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Returns the keys by which the columns that a lane holds, and groups, are compared.
+        """Computes the keys by which columns and groups are compared, for a lane's columns.
+
+        A key is a word that grows with a float32 number of the column: with its logit, or with a
+        part of its sum. A sum is the column's score plus its bias, if there is one. It is computed
+        as two float32 numbers, high + low, where high is the sum rounded to float32. Columns have
+        sums only if `order.has_sums` says so.
 
         Args:
           lanes: the operations on the lanes of the warp.
           row: the index of the row.
           operands: references to the kernel's operands, by name.
-          exact: whether to return all keys, or only those for the guess of `chosen`.
+          exact: whether to return all keys. If False, returns only the keys by which `chosen`
+            guesses its choice, which cost less.
 
         Returns:
-          Lists with a key for each column. The first list decides, and where its keys tie, the next
-          one does. If columns have sums (see `order.has_sums`), the lists are with `exact` the keys
-          of high, of low and of the logit; without `exact` they are the keys of high and, if there
-          is no bias, of the logit. If columns have no sums, the only list is the keys of the logit.
+          A list of lists of keys, each with a key for every column that the lane holds. Columns are
+          compared by the first list; where its keys tie, by the next list, and so on. If columns
+          have no sums, the only list has the keys of their logits. If they have sums and `exact` is
+          True, the three lists have the keys of high, of low and of the logit. If `exact` is False,
+          the lists have the keys of high and, if there is no bias, of the logit.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -403,7 +410,7 @@ class _TopK:
 
         Returns:
           (kept, doubt). `kept` is, in each lane, whether the lane's columns belong to a chosen
-          group. `doubt` is a word that is 0 if the choice is certain to be the exact one.
+          group. `doubt` is a word that is 0 if the choice is certain to be the choice by all keys.
         """
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
@@ -446,11 +453,12 @@ class _TopK:
         return kept, doubt
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
-        """Returns the keys of (high, low, tie-breaker), by which a group is compared with others.
+        """Returns the three keys by which a group is compared with other groups.
 
-        (high, low) is the sum of the scores of the group's two best columns. The tie-breaker is the
-        function `order.OF_TWO` of their logits. `keys` are the keys of these two columns: for each,
-        the keys of the high and low of its sum, if it has one, and of its logit.
+        They are the keys of high, low and a tie-breaker: high + low is the sum of the scores of the
+        group's two best columns, and the tie-breaker is the function `order.OF_TWO` of the logits
+        of these columns. The argument `keys` has, for each of the two columns, a tuple of keys:
+        those of the two parts (high, low) of the column's own sum, if it has one, and of its logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
