@@ -217,8 +217,8 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 # Maps the name of each score function to a function of two logits, which grows with the sum of the
 # scores of these logits. The function breaks ties between groups that are compared by the sum of
 # their two best scores. Such a sum is computed as two float32 numbers, high + low. Even where the
-# sums of two groups have equal `high` and equal `low`, the function of the two best logits can tell
-# which group has the larger exact sum.
+# sums of two groups have equal `high` and equal `low`, the function of each group's two best logits
+# can still tell which group has the larger sum.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -370,11 +370,12 @@ class _TopK:
             guesses its choice, which cost less.
 
         Returns:
-          A list of lists of keys, each with a key for every column that the lane holds. Columns are
-          compared by the first list; where its keys tie, by the next list, and so on. If columns
+          A list of lists of keys, each with a key for every column that the lane holds. If columns
           have no sums, the only list has the keys of their logits. If they have sums and `exact` is
           True, the three lists have the keys of high, of low and of the logit. If `exact` is False,
-          the lists have the keys of high and, if there is no bias, of the logit.
+          the lists have the keys of high and, if there is no bias, of the logit. Groups are
+          compared by the first list and, where its keys tie, by the next one. So are columns if
+          there is a bias; without a bias, they are compared by the last list, the logits, alone.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
