@@ -268,8 +268,8 @@ class MoE(nn.Module, _Fields):
         `moe.apply(variables, counts, rate, method="update_bias", mutable=["router_state"])`.
 
         Args:
-          expert_counts: [R]: `MoEMetrics.expert_counts` of the step, with R the number of experts,
-            free experts included.
+          expert_counts: [R]: `MoEMetrics.expert_counts` of the step. R is the number of experts
+            that the router chooses among, with those that have no weights (free experts).
           rate: the change of the bias per step.
 
         Raises:

@@ -228,9 +228,11 @@ def _topk_idx(
 ) -> jax.Array:
     """Returns the ids of each token's k best experts, [T, k] int32, best first.
 
-    Guesses them by the first sort key, and corrects the guess by the other keys. `operands` holds
-    the arrays `rounded`, `bias` and `gathered` of `choose`, as far as they are given. `scores` and
-    `groups` are those of `choose`.
+    Experts are ordered by several sort keys: if there is a bias, first by the rounded sum of score
+    and bias, then by numbers that tell equal sums apart. Most choices follow from the first key
+    alone, which is fast to compare. They are corrected by all keys for the tokens where it may not
+    decide. `operands` holds those of the arrays `rounded`, `bias` and `gathered` of `choose` that
+    are not None. `scores` and `groups` are those of `choose`.
     """
     guess = _by_first_key(logits, operands, k, scores, groups)
     by_all_keys = functools.partial(_by_all_keys, k=k, scores=scores, groups=groups)

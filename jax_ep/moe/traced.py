@@ -17,8 +17,8 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-# The size, in bytes, of the largest constant that a function may read to be compared by its jaxprs.
-# A function that reads a larger one equals only itself.
+# Two functions are equal if their jaxprs are, with the constants that they read. But a function that
+# reads a constant of more bytes than this is compared by identity, so that no large array is.
 _MOST_BYTES = 1 << 16
 
 

@@ -385,8 +385,9 @@ class _Body:
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
         """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
 
-        A one-shot kernel reads the inputs of all ranks and sums them. A two-shot kernel loads the
-        sums that all ranks have written to `refs.normalized` of this rank.
+        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, each
+        rank has already written its share of the sums to this rank's output, `refs.normalized`. The
+        sums are loaded from there, and their normalized values overwrite them later.
         """
         if not self.two_shot:
             return [

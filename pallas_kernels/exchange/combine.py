@@ -511,9 +511,10 @@ class _Combine:
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
-        """Returns the slice that a tile has in each part of a sum.
+        """Returns the columns that tile number `tile` covers of a sum.
 
-        The first slice is of the sum's values. If sums are quantized, the second is of its scales.
+        They are a slice of the sum's values and, if sums are quantized, a second slice, of the
+        sum's scales.
         """
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]

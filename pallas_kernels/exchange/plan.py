@@ -393,8 +393,9 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
     """Returns the sizes of the slices of routing data that a dispatch loads into shared memory.
 
     The routing data is a flat array, [T * num_words] int32, with `num_words` words for each token.
-    The sender loads slices for `plan.window_tokens` tokens, and the receiver slices for the tokens
-    of one step. The array is padded so that it is at least as long as either slice.
+    The sender loads the routing data of `plan.window_tokens` tokens at a time. The receiver loads
+    that of one step at a time: of the tokens that a block sends between two signals. The array is
+    padded so that it is at least as long as either slice.
 
     Returns:
       The sender's window and the receiver's. Both have the same `total`, the padded array's length.

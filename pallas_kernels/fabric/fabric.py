@@ -199,7 +199,11 @@ class RanksOfMesh:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """Returns `ref`: on a GPU, the kernel's references are to this rank's own buffers."""
+        """Returns this rank's part of the buffer that `ref` refers to.
+
+        On a GPU that is `ref` itself. Where all ranks run on one device, a subclass returns a
+        rank's part of a buffer that holds those of all ranks.
+        """
         return ref
 
     def barrier(self) -> None:
@@ -219,7 +223,10 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns the number on the host of the GPU at `place`, its row-major index in the mesh."""
+        """Returns a GPU's number among the GPUs of its host.
+
+        `place` is the GPU's row-major index in the mesh.
+        """
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])

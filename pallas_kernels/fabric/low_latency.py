@@ -104,7 +104,7 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to peers[i], which receives it as tile number `index` of this call.
+        """Sends a tile to peers[i], which receives it by `receive(index)` in the same kernel call.
 
         See `send` for the arguments.
         """
@@ -114,10 +114,11 @@ class Endpoint:
     def receive(
         self, index: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
     ) -> list[jax.Array]:
-        """Waits for tile number `index` of this call from each peer, and returns these tiles.
+        """Waits for one tile from each peer, and returns these tiles.
 
         Args:
-          index: the number of the tiles in this call, which the peers pass to `send`.
+          index: which of the tiles that a peer sends during one call of the kernel; the peers pass
+            the same index to `send`.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           exact: whether NaNs keep their bits; the peers' `send` must pass the same value.

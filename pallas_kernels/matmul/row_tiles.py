@@ -35,8 +35,9 @@ ROW_ALIGNMENT = 8
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-# The size of a table is chosen as if tiles were at most this many rows high. So all matmuls whose
-# tiles may be as high or higher have tables of one size, and share the kernel that computes them.
+# A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher and
+# so fewer. Then the tables of all matmuls whose tiles have 64 rows or more are of one size, and one
+# compiled kernel computes all of these tables.
 _LOW = 64
 
 
