@@ -17,8 +17,9 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-# Two functions are equal if their jaxprs are, with the constants that they read. But a function that
-# reads a constant of more bytes than this is compared by identity, so that no large array is.
+# Two functions are equal if their jaxprs are, with the constants that they read. But to avoid
+# comparing large arrays, a function that reads a constant of more bytes than this equals only
+# itself.
 _MOST_BYTES = 1 << 16
 
 
