@@ -15,6 +15,7 @@ the devices as one program.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import formats
+from jax_ep import QuantizedArray, formats
 from jax_ep.bench.floor import memory_bandwidth
 from jax_ep.moe.params import LOGICAL_AXES
 
@@ -230,7 +231,8 @@ def bytes_of_step(
     """Decodes one more step and counts the bytes that a device must read in it; donates `state`.
 
     A device reads its replicated weights, the weights of the experts that some token chose
-    (averaged over the devices), and the keys and values of the tokens that are attended to.
+    (averaged over the devices), and the keys and values of the tokens that are attended to. Where
+    a step dequantizes experts, all experts of the device count as read and written, too.
 
     Returns:
         The bytes on one device, and the number of experts chosen in a layer, averaged over layers.
@@ -247,7 +249,12 @@ def bytes_of_step(
     of_experts, others = 0, bytes_of((model.shared, model.layers))
     for params in layers:
         for name, values in params._asdict().items():
-            if LOGICAL_AXES[name][0] == "exp":
+            if isinstance(values, QuantizedArray) and config.moe.matmul_dtype is None:
+                # All experts of a device are read and dequantized, and those chosen read again.
+                numbers = math.prod(values.shape) * values.dtype.itemsize
+                others += (bytes_of(values) + numbers) / config.mesh.size
+                of_experts += numbers
+            elif LOGICAL_AXES[name][0] == "exp":
                 of_experts += bytes_of(values)
             else:
                 others += bytes_of(values)
@@ -314,12 +321,24 @@ def main(argv: list[str]) -> None:
     if _MATMUL_DTYPE.value and quantized is None:
         raise SystemExit("--matmul_dtype needs --quantized=float8, or keep where files hold float8")
     options = dict(stack=_SCAN_LAYERS.value, quantized=quantized, matmul_dtype=_MATMUL_DTYPE.value)
-    if folder:
-        config, model = decoder.load_model(folder, mesh, dtype, **options)
-    elif quantized == "keep":
+    if quantized == "keep" and not folder:
         raise SystemExit("--quantized=keep needs a --checkpoint; give float8 or mxfp4 instead")
-    else:
-        config, model = decoder.random_model(SHAPES[_RANDOM_WEIGHTS.value], mesh, dtype, **options)
+    try:
+        if folder:
+            config, model = decoder.load_model(folder, mesh, dtype, **options)
+        else:
+            shape = SHAPES[_RANDOM_WEIGHTS.value]
+            config, model = decoder.random_model(shape, mesh, dtype, **options)
+    except ValueError as error:
+        if quantized is None:
+            raise
+        # For example, a matrix is not a whole number of the format's blocks.
+        raise SystemExit(f"--quantized={_QUANTIZED.value}: {error}") from error
+    if _MATMUL_DTYPE.value and decoder.format_of_experts(model) != "float8_e4m3fn":
+        raise SystemExit(
+            f"--matmul_dtype={_MATMUL_DTYPE.value} needs experts held as float8, but "
+            f"--quantized={_QUANTIZED.value} holds them as {decoder.format_of_experts(model)}"
+        )
     vocabulary = model.shared["model.embed_tokens.weight"].shape[0]
     if _STOP_TOKENS.value is not None:
         stop = [token_ids("stop_tokens", [word], vocabulary)[0] for word in _STOP_TOKENS.value]

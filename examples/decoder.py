@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import Format, MoEConfig, MoEParams, moe_layer, quantize
+from jax_ep import Format, MoEConfig, MoEParams, QuantizedArray, moe_layer, quantize
 from jax_ep.checkpoints import load_moe_params
 from jax_ep.checkpoints.block import plan_block
 from jax_ep.checkpoints.encodings import Quantization, open_tensor
@@ -384,6 +384,13 @@ def _placement(config: MoEConfig, mesh: Mesh) -> Placement | None:
         return None
     sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
     return Placement.in_order(**sizes, num_ranks=mesh.size)[0]
+
+
+def format_of_experts(model: Model) -> str:
+    """Returns the name of the format in which the experts' matrices are held, or their dtype."""
+    params = model.moe[0] if isinstance(model.moe, list) else model.moe
+    wi = params.wi_0
+    return wi.format.name if isinstance(wi, QuantizedArray) else str(wi.dtype)
 
 
 def _one_qkv(weights: Weights) -> Weights:

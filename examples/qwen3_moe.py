@@ -15,7 +15,7 @@ import numpy as np
 import processes
 from jax.sharding import Mesh
 
-from jax_ep.bench.decoder import TENSOR_AXIS, DecoderConfig
+from jax_ep.bench.decoder import FSDP_AXIS, TENSOR_AXIS, DecoderConfig
 from jax_ep.checkpoints import load_moe_params
 from jax_ep.checkpoints.safetensors import Directory
 
@@ -63,19 +63,25 @@ def load_params(folder: Path, like: Any, mesh: Mesh) -> Any:
     Args:
         folder: the checkpoint directory.
         like: a tree of the parameters' shapes, dtypes and shardings on the mesh.
-        mesh: the mesh, whose tensor axis, if there is one, splits the experts' columns.
+        mesh: the mesh, whose tensor axis, if there is one, splits the experts' columns, and whose
+            fsdp axis splits every matrix along the hidden size.
     """
     files = Directory(folder)
-    tensor_axis = TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None
+    fields: dict[str, Any] = {
+        "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
+        "fsdp_axes": {"embed": FSDP_AXIS} if FSDP_AXIS in mesh.axis_names else {},
+    }
+    # The MoE parameters of the layer that was loaded last.
     experts: dict[str, Any] = {}
 
     def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         layer, *inner = (key.key for key in path)
         if inner and inner[0] == "mlp":
             if layer not in experts:
+                experts.clear()
                 number = int(layer.removeprefix("layers_"))
                 _, experts[layer] = load_moe_params(
-                    folder, number, mesh=mesh, dtype=leaf.dtype, tensor_axis=tensor_axis
+                    folder, number, mesh=mesh, dtype=leaf.dtype, **fields
                 )
             return jax.device_put(getattr(experts[layer], inner[1]), leaf.sharding)
         module = ".".join([layer.replace("_", ".", layer.startswith("layers_")), *inner[:-1]])

@@ -77,7 +77,11 @@ _DATA = flags.DEFINE_string(
 )
 _SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens in a sequence. Default: 4096; tiny: 64.")
 _MICROBATCHES = flags.DEFINE_integer(
-    "microbatches", 1, "Parts of a batch, whose gradients are added up.", lower_bound=1
+    "microbatches",
+    1,
+    "Parts of a batch, whose gradients are added up. With --matmul_dtype they share experts that "
+    "are quantized once a step, 2 bytes for each number of all layers' experts.",
+    lower_bound=1,
 )
 _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel",
@@ -89,7 +93,8 @@ _FSDP = flags.DEFINE_integer(
     "fsdp",
     1,
     "Ranks to split every matrix over, experts too; they hold different sequences, and gather the "
-    "matrices of a layer where they use them.",
+    "matrices of a layer where they use them. Without --remat=full the gathered matrices are kept "
+    "for the backward pass.",
     lower_bound=1,
 )
 _TENSOR_PARALLEL = flags.DEFINE_integer(

@@ -267,3 +267,18 @@ def test_the_bytes_of_a_step_are_those_of_the_chosen_experts_and_of_all_other_we
     experts = 2 * 4 * 3 * hidden * shape["moe_intermediate_size"]
     whole = 4 * (2 * layer + experts + hidden + 256 * hidden) + cached
     assert program.bytes_of_step(config, model, state) == (whole, 4)
+
+
+def test_a_step_that_dequantizes_reads_and_writes_all_experts():
+    config, model = decoder.random_model(
+        quantizable("tiny_gpt_oss"), expert_mesh(1), jnp.float32, quantized=formats.MXFP4
+    )
+    assert decoder.format_of_experts(model) == "mxfp4"
+    assert decoder.format_of_experts(with_numbers(model)) == "float32"
+    _, state, _ = program.generate(config, model, PROMPTS[:1], 2)
+    found, chosen = program.bytes_of_step(config, model, state)
+    _, state, _ = program.generate(config, with_numbers(model), PROMPTS[:1], 2)
+    plain, _ = program.bytes_of_step(config, with_numbers(model), state)
+    numbers = 2 * 3 * 4 * 128 * 128
+    # Half a byte and a 32nd for each number is read, and four bytes are written.
+    assert chosen == 2 and found == plain + numbers * (1 / 2 + 1 / 32 + 4)

@@ -272,6 +272,24 @@ def test_a_published_kind_of_model_decodes_alike_on_any_mesh(model):
         assert decode(*flags, **ONE_DEVICE) == tokens
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    quick(
+        {
+            "blocks": (("--quantized=float8",), "--quantized=float8: .* whole blocks of 128 x 128"),
+            "files": (("--quantized=keep",), "--quantized=keep needs a --checkpoint"),
+            "numbers": (("--matmul_dtype=float8_e4m3fn",), "--matmul_dtype needs --quantized"),
+        },
+        "blocks",
+    ),
+)
+def test_experts_that_cannot_be_quantized_are_refused(flags, message):
+    process = start("decode_qwen3_moe.py", "--steps=1", *flags, **ONE_DEVICE)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert re.search(message, output), output
+
+
 @pytest.mark.parametrize("prompt", quick(["1,256", "-1", "one"], "1,256"))
 def test_a_prompt_of_ids_outside_the_vocabulary_is_refused(prompt):
     process = start("decode_qwen3_moe.py", "--steps=1", f"--prompt={prompt}", **ONE_DEVICE)
@@ -409,6 +427,7 @@ def test_the_trained_model_is_the_decoded_one(tmp_path):
 def test_training_starts_from_published_weights(tmp_path):
     write_qwen3_moe(tmp_path)
     flags = f"--checkpoint={tmp_path}", "--num_layers=1", "--seq_len=32", "--plot=", "--steps=2"
+    flags += "--fsdp=2", "--expert_parallel=4"
     output = finish(start("train_qwen3_moe.py", *flags, f"--metrics_file={tmp_path}/metrics.jsonl"))
     assert "in 1 layers" in output and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 

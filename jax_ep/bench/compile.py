@@ -134,8 +134,7 @@ class CompileBench(runner.Bench):
         return ["bfloat16"]
 
     def name(self, row: Row) -> str:
-        text = "{shape}, {program}".format(**row)
-        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+        return runner.with_matmul_dtype("{shape}, {program}".format(**row), row)
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
@@ -143,7 +142,7 @@ class CompileBench(runner.Bench):
             path,
             title=f"Compiling the MoE layer, bfloat16\n{machine}",
             panel=lambda row: "{shape}, {tokens} tokens, {ranks} ranks".format(**row),
-            group=lambda row: "{program} {matmul_dtype}".format(**row).removesuffix(" none"),
+            group=lambda row: runner.with_matmul_dtype(row["program"], row),
             bar=lambda row: "trace, lower and compile",
             height=lambda row: None if "error" in row else seconds(row),
             label="seconds",

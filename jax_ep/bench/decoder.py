@@ -338,7 +338,7 @@ class Decoder(nn.Module):
             name="embed_tokens",
             **dtypes,
         )
-        x, metrics = embed(tokens), []
+        x, metrics = _look_up(embed.embedding.astype(self.dtype), tokens), []
         kind: Any = Layer
         if self.remat != "none":
             kind = nn.remat(Layer, policy=REMAT[self.remat])
@@ -372,6 +372,19 @@ class Decoder(nn.Module):
         quantize: Any = functools.partial(moe.apply, method="quantize_experts")
         layers = (params[f"layers_{i}"]["mlp"] for i in range(self.config.num_layers))
         return [quantize({"params": layer}) for layer in layers]
+
+
+def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the rows of the embedding table [V, H] that belong to the tokens [B, S].
+
+    If "fsdp" splits the table along H, the table is gathered first. Otherwise XLA would gather the
+    rows of the tokens of all devices.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    if FSDP_AXIS in names:
+        split = PartitionSpec(TENSOR_AXIS if TENSOR_AXIS in names else None)
+        table = lax.with_sharding_constraint(table, split)
+    return jnp.take(table, tokens, axis=0)
 
 
 _kernel_init = nn.initializers.lecun_normal()

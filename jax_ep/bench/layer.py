@@ -190,23 +190,29 @@ class LayerCase(runner.Case):
                     "wire_dtype": _wire_dtype(name),
                     "matmul_dtype": matmul_dtype,
                 }
+                | ({} if matmul_dtype == "none" else {"quantize": _QUANTIZE.value})
                 for direction in _DIRECTIONS.value
                 for name in names
                 for matmul_dtype in _matmul_dtypes(name)
             ],
         )
-        # Maps each of DIRECTIONS to the name and the outputs of the first layer that was checked in
+        # Maps each of DIRECTIONS to the row and the outputs of the first layer that was checked in
         # this direction. All further layers are compared with it.
-        self.expected: dict[str, tuple[str, Any]] = {}
+        self.expected: dict[str, tuple[Row, Any]] = {}
 
-    def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
+    def prepare(self) -> tuple[Any, MoEConfig, Mesh, Any]:
+        """Makes the layers' state, configuration and mesh, and the experts quantized, or None."""
         mesh = Mesh(np.asarray(jax.devices()[: self.ranks]), (AXIS,))
         state = make_state(self.shape, self.tokens, mesh, _SEED.value)
         config, self.load = make_config(self.shape, state, mesh, _CAPACITY_FACTOR.value)
-        return state, config, mesh
+        quantized = None
+        if any(row.get("quantize") == "once" for row in self.rows):
+            float8 = dataclasses.replace(config, matmul_dtype=jnp.float8_e4m3fn)
+            quantized = quantized_experts(state[0], float8, mesh)
+        return state, config, mesh, quantized
 
-    def build(self, row: Row, shared: tuple[Any, MoEConfig, Mesh]) -> Loop:
-        state, config, mesh = shared
+    def build(self, row: Row, shared: tuple[Any, MoEConfig, Mesh, Any]) -> Loop:
+        state, config, mesh, quantized = shared
         iterations = _TIMING.iterations_of(self.tokens)
         if self.is_slow(row):
             iterations = _ITERATIONS_OF_RAGGED_DOT
@@ -214,8 +220,8 @@ class LayerCase(runner.Case):
         matmul_dtype = None if row["matmul_dtype"] == "none" else jnp.dtype(row["matmul_dtype"])
         own = dataclasses.replace(config, wire_dtype=wire_dtype, matmul_dtype=matmul_dtype)
         step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
-        if matmul_dtype is not None and _QUANTIZE.value == "once":
-            state = (*state, quantized_experts(state[0], own, mesh))
+        if row.get("quantize") == "once":
+            state = (*state, quantized)
         return Loop(None, step, state, mesh, iterations)
 
     def is_slow(self, row: Row) -> bool:
@@ -231,14 +237,15 @@ class LayerCase(runner.Case):
         return self.load | held | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        outputs, name = loop.outputs(), row["implementation"]
-        other, expected = self.expected.setdefault(row["direction"], (name, outputs))
+        outputs = loop.outputs()
+        other, expected = self.expected.setdefault(row["direction"], (row, outputs))
         # Rounding to the wire dtype changes a value by up to `relative_error` of itself. Both of
         # the compared layers may round, so the tolerance is twice as much.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
-        if set(_MATMUL_DTYPE.value) != {"none"}:
+        if "quantize" in row or "quantize" in other:  # one of them multiplies float8
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
-        agree(name, outputs, other, expected, tolerance)
+        names = [runner.with_matmul_dtype(each["implementation"], each) for each in (row, other)]
+        agree(names[0], outputs, names[1], expected, tolerance)
         return True
 
     def results(self, row: Row) -> Row:
@@ -267,6 +274,7 @@ class LayerBench(runner.Bench):
         report.text("layer", "implementation"),
         report.text("wire", "wire_dtype", usual="none"),
         report.text("matmul", "matmul_dtype", usual="none"),
+        report.text("quantize"),
         report.CHECKED,
         *report.WALL,
         report.SLOWEST,
@@ -282,7 +290,7 @@ class LayerBench(runner.Bench):
         ),
         Column("vs (a)", "speedup_over_ragged", "{:.2f}x"),
         Column("vs (b)", "speedup_over_xla", "{:.2f}x"),
-        Column("of bf16", "speedup_of_float8", "{:.2f}x"),
+        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
     )
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[LayerCase]:
@@ -315,8 +323,7 @@ class LayerBench(runner.Bench):
         ]
 
     def name(self, row: Row) -> str:
-        text = "{shape}, {direction}, {implementation}".format(**row)
-        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+        return runner.with_matmul_dtype("{shape}, {direction}, {implementation}".format(**row), row)
 
     def compare(self, rows: list[Row]) -> None:
         compare(rows)
@@ -332,7 +339,7 @@ class LayerBench(runner.Bench):
             title="Throughput of the MoE layer, bfloat16\n" + machine,
             panel=lambda row: row["direction"],
             group=sizes,
-            bar=lambda row: "{implementation} {matmul_dtype}".format(**row).removesuffix(" none"),
+            bar=lambda row: runner.with_matmul_dtype(row["implementation"], row),
             height=lambda row: row.get("tokens_per_s"),
             label="tokens/s of all ranks",
         )
@@ -619,4 +626,8 @@ def _names(platform: str) -> list[str]:
         raise Error("--implementations and --baselines are both empty: nothing to measure")
     if _WIRE_DTYPE.value != "none" and all(name in BASELINES for name in names):
         raise Error("--wire_dtype: needs an implementation; baselines send tokens as they are")
+    if set(_MATMUL_DTYPE.value) != {"none"} and all(name in BASELINES for name in names):
+        raise Error("--matmul_dtype: needs an implementation; baselines multiply bfloat16")
+    if _QUANTIZE.value != "each_call" and set(_MATMUL_DTYPE.value) == {"none"}:
+        raise Error("--quantize: needs --matmul_dtype=float8_e4m3fn; nothing is quantized without")
     return names

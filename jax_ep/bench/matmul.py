@@ -5,13 +5,14 @@ silu(x @ gate) * (x @ up), the product's gradients with respect to the rows (dlh
 matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. A GPU's clock
 drifts, so each round of measurement runs one loop of the dense matmul and of every backend that can
 run the operation here, other projects' included. The column "of dense" is the ratio of a backend's
-rate to the dense matmul's, the median over rounds. TFLOP/s count only rows that are in a group.
+rate to that of the dense matmul in the same dtype, the median over rounds. TFLOP/s count only rows
+that are in a group.
 
 With --matmul_dtype=float8_e4m3fn, operations are also measured on float8 operands, which are
-quantized before the loop. "of bf16" is the rate of a float8 program divided by the rate of the same
-implementation in --dtype. The operation "quantize" quantizes the matrices, as they are and
-transposed. It is compared with a copy of as many bytes, so there "of dense" is the ratio of its
-rate to the copy's.
+quantized before the loop. "vs plain" is the rate of a float8 program divided by the rate of the
+same implementation in --dtype. The operation "quantize" quantizes the matrices, as they are and
+transposed. It is compared with a copy, which moves as many bytes where --dtype has 16 bits. There
+"of dense" is the ratio of its rate to the copy's.
 
 `--check` compares the results of every backend with float32. It checks some groups of the timed
 operands, and all groups of additional small operands. Some groups of the small operands are empty,
@@ -59,6 +60,7 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.flags import Error
 from jax_ep.matmul.backend import Backend
+from pallas_kernels.matmul.row_blocks import padded_rows
 
 FLAGS = BenchFlags()
 _CASE = FLAGS.string(
@@ -156,11 +158,18 @@ class MatmulCase(runner.Case):
         last = self.case.num_groups - 1
         return sorted({0, last // 2, last})
 
+    def yardstick(self, row: Row) -> Row:
+        alike = [other for other in self.rows if other["matmul_dtype"] == row["matmul_dtype"]]
+        return alike[0]
+
     def results(self, row: Row) -> Row:
         flops = self.case.flops(self.op, self.case.live)
-        of_dense = flops * self.case.num_rows / self.case.live
+        rows = self.case.num_rows
+        if self.op == "drhs" and row["matmul_dtype"] != "none":
+            rows = padded_rows(rows, self.case.num_groups)
+        of_dense = flops * rows / self.case.live
         of_dense /= 2 if self.op in OF_TWO_PAIRS else 1
-        is_dense, rate = row["implementation"] == "dense", row.pop("rate_of_first", None)
+        is_dense, rate = row["implementation"] == "dense", row.pop("relative_rate", None)
         if self.op == QUANTIZE:  # moves as many bytes as the copy, so times give the ratio of rates
             return {} if is_dense else {"share_of_dense": rate}
         done = of_dense if is_dense else flops
@@ -216,7 +225,7 @@ class MatmulBench(runner.Bench):
         Column("device us", "device.median_us", "{:.1f}"),
         Column("TFLOP/s", "tflops", "{:.3g}"),
         Column("of dense", "share_of_dense", "{:.0%}"),
-        Column("of bf16", "speedup_of_float8", "{:.2f}x"),
+        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
     )
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[MatmulCase]:
@@ -238,8 +247,7 @@ class MatmulBench(runner.Bench):
         return [_DTYPE.value]
 
     def name(self, row: Row) -> str:
-        text = "{case}, {op}, {implementation}".format(**row)
-        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+        return runner.with_matmul_dtype("{case}, {op}, {implementation}".format(**row), row)
 
     def compare(self, rows: list[Row]) -> None:
         """Adds to each row of a float8 matmul its speed-up over the same backend without float8."""
@@ -254,7 +262,7 @@ class MatmulBench(runner.Bench):
             group=lambda row: (
                 "{case}\n{rows} rows, H={hidden}\nF={mlp_dim}, {num_groups} groups".format(**row)
             ),
-            bar=lambda row: "{implementation} {matmul_dtype}".format(**row).removesuffix(" none"),
+            bar=lambda row: runner.with_matmul_dtype(row["implementation"], row),
             height=lambda row: row.get("tflops"),
             label="TFLOP/s",
         )
@@ -277,7 +285,9 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
     """
     for flag in (_IMPLEMENTATIONS, _BASELINES):
         for name in flag.value or []:
-            reasons = [unavailable_reason(name, (c.hidden, c.mlp), dtype) for c in cases]
+            dtypes = [dtype if d == "none" else jnp.dtype(d) for d in _MATMUL_DTYPE.value]
+            sizes = [(case.hidden, case.mlp) for case in cases]
+            reasons = [unavailable_reason(name, size, d) for d in dtypes for size in sizes]
             if all(reasons):
                 raise Error(f"--{flag.name}: {name} cannot run here: {reasons[0]}")
     found = [
@@ -287,12 +297,16 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
         for name, _ in programs(case, op, dtype)
         if name != "dense"
     ]
+    if set(_MATMUL_DTYPE.value) != {"none"}:
+        reasons = [matmul_float8.unavailable_reason(case.hidden, case.mlp) for case in cases]
+        if all(reasons):
+            raise Error(f"--matmul_dtype: {reasons[0]}")
     if not found:
         raise Error(
             "--implementations, --baselines, --ops and --matmul_dtype leave nothing to measure"
         )
     if _SWEEP.value and not any(" " in name for name in found):
-        raise Error("--sweep: is of pallas, which is not measured here")
+        raise Error("--sweep: is of pallas without float8, which is not measured here")
 
 
 def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:

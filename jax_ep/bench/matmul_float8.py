@@ -172,11 +172,14 @@ def check(
         both = (each.dequantize(jnp.float32) for each in out)
         expected = quantize(operands.rhs, FLOAT8_MATRICES).dequantize(jnp.float32)
         for numbers, wanted in zip(both, (expected, expected.swapaxes(1, 2)), strict=True):
-            off = float(jnp.abs(numbers - wanted).max())
             # XLA for GPUs divides approximately, so a number may be rounded to the float8 value
-            # next to the right one.
-            largest = float(jnp.abs(wanted).max())
-            assert off <= largest / 8, f"numbers are off by up to {off:.1e} of {largest:.1e}"
+            # next to the right one. That changes few numbers, and these by an eighth at most.
+            off = jnp.abs(numbers - wanted) > 1e-5 * jnp.abs(wanted)
+            share = float(off.mean())
+            error = float(jnp.linalg.norm(numbers - wanted) / jnp.linalg.norm(wanted))
+            assert share < 1e-2 and error < 1e-2, (
+                f"numbers are off by {error:.1e} in norm, and {share:.1%} of them differ"
+            )
         return
     lhs, grad, grad_1 = (rows.dequantize(jnp.float32) for rows in shared.rows)
     rhs, rhs_1 = (each.matrices.dequantize(jnp.float32) for each in shared.matrices)

@@ -70,6 +70,7 @@ CASES = (
 SMALL_CASES = (
     Case("small", 256, 64, 128, 4, 200, slow=True),
     Case("small, wide", 64, 128, 64, 2, 64, slow=True),
+    Case("small, whole blocks", 96, 256, 128, 3, 80, slow=True),
 )
 
 
@@ -177,6 +178,9 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
         (512, np.array([128, 256, 64, 64]), 64, 128),
         (300, np.array([5, 0, 90]), 192, 128),
         (64, np.zeros(3, int), 64, 64),
+        # Both sides are multiples of 128, as float8 needs.
+        (300, np.array([0, 5, 0, 257, 3, 0]), 128, 256),
+        (64, np.zeros(3, int), 128, 128),
     ):
 
         def array(*shape: int, first_nan: int | None = None) -> Any:

@@ -108,6 +108,10 @@ class Case:
         """Returns whether the program of a row is so slow that its loop is run only a few times."""
         return False
 
+    def yardstick(self, row: Row) -> Row:
+        """Returns the fields of the program that a row's program is compared with, in turns."""
+        return self.rows[0]
+
     def results(self, row: Row) -> Row:
         """Returns further fields for a row that follow from its times, such as throughputs."""
         return {}
@@ -156,9 +160,9 @@ class Case:
         """Times the loops of programs; adds wall times, device times and `results` to their rows.
 
         The loops are run in rounds, each of which runs every loop once. If the case's programs run
-        in turns (`in_turns`), the field "rate_of_first" is the speed-up over the first program: the
-        first program's time in a round divided by that of the row's program in the same round, the
-        median over rounds. Times of one round are compared because a GPU's clock drifts.
+        in turns (`in_turns`), the field "relative_rate" is the speed-up over the program that
+        `yardstick` names: its time in a round divided by that of the row's program in the same
+        round, the median over rounds. Times of one round are compared because a GPU's clock drifts.
         """
         slow = any(self.is_slow(row) for row, _ in programs)
         with errors_go_into(*(row for row, _ in programs)):
@@ -168,8 +172,11 @@ class Case:
             ]
             for i, (row, loop) in enumerate(programs):
                 row["wall"] = wall_record(WallTime.of([turn[i] for turn in turns]))
-                if self.in_turns and programs[0][0].items() >= self.rows[0].items():
-                    row["rate_of_first"] = statistics.median(turn[0] / turn[i] for turn in turns)
+                wanted = self.yardstick(row).items()
+                found = [j for j, (other, _) in enumerate(programs) if other.items() >= wanted]
+                if self.in_turns and found:
+                    ratios = [turn[found[0]] / turn[i] for turn in turns]
+                    row["relative_rate"] = statistics.median(ratios)
                 repeats = 1 if slow else min(run.repeats, self.device_repeats)
                 row |= device_times(loop, run.timer, repeats, self.spaced)
                 row |= energy_used(loop) if run.energy else {}
@@ -295,6 +302,11 @@ def errors_go_into(*rows: Row) -> Iterator[None]:
     except Exception as error:
         for row in rows:
             row["error"] = measuring.first_line(error)
+
+
+def with_matmul_dtype(text: str, row: Row) -> str:
+    """Adds a row's matmul dtype to the name of its program, unless the dtype is "none"."""
+    return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
 
 
 def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:

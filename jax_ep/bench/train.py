@@ -409,7 +409,7 @@ class TrainBench(runner.Bench):
 
     def name(self, row: Row) -> str:
         text = "{shape}, {ranks} ranks, {implementation}".format(**row)
-        return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
+        return runner.with_matmul_dtype(text, row)
 
     def compare(self, rows: list[Row]) -> None:
         """Adds to each row its speed-up over the baseline "xla".

@@ -48,7 +48,7 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert broken["error"] == "ValueError: no kernel" and "wall" not in broken
     assert wrong["error"].startswith("AssertionError: not twice x") and "wall" not in wrong
     assert "wall" in unknown and not unknown["checked"]
-    assert ("rate_of_first" in unknown) == (kind is InTurns)
+    assert ("relative_rate" in unknown) == (kind is InTurns)
     # `measure` must write its results into copies of the case's rows, and leave these as they are.
     assert case.rows[0] == {"implementation": "right"}
     (unasked,) = kind("wrong").measure(runner.Run(repeats=1))
@@ -58,9 +58,9 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
 @pytest.mark.needs_devices(2)
 def test_rates_are_those_of_the_first_program_or_of_none():
     rows = InTurns("right", "also right").measure(runner.Run(repeats=3))
-    assert rows[0]["rate_of_first"] == 1.0 and rows[1]["rate_of_first"] > 0
+    assert rows[0]["relative_rate"] == 1.0 and rows[1]["relative_rate"] > 0
     rows = InTurns("broken", "right").measure(runner.Run(repeats=3))
-    assert "rate_of_first" not in rows[1] and "wall" in rows[1]
+    assert "relative_rate" not in rows[1] and "wall" in rows[1]
 
 
 def test_operands_that_do_not_fit_fail_every_row():
