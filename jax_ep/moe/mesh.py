@@ -248,11 +248,11 @@ def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -
     """Guesses which axes of the mesh the caller meant by `axes`, which the mesh does not have.
 
     `axes` is the value of the option `name`, such as "expert_axis". Returns the axes of the mesh
-    whose names are similar to those in `axes`, and the axis named like the option, "expert".
+    whose names are similar to those in `axes`, and axes that have a usual name for the option.
     """
-    kind = name.removesuffix("_axis")
+    usual = {"expert_axis": ("expert", "ep"), "tensor_axis": ("tensor", "tp")}[name]
     alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
-    found = [axis for each in alike for axis in each] + [a for a in mesh.axis_names if a == kind]
+    found = [axis for each in alike for axis in each] + [a for a in mesh.axis_names if a in usual]
     return tuple(dict.fromkeys(found))
 
 

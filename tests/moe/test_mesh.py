@@ -240,6 +240,9 @@ def test_experts_sharded_over_another_axis_than_expert_axis_warn(kind):
     misspelled("expert_axis", ["expert"], devices, config, jax.jit, of_jit)
     if kind == AUTO:
         misspelled("expert_axis", ["expert"], devices, config, set_mesh=False)
+    # The axis of the experts has a usual name, and the option was left at its default.
+    usual = mesh((2, 4), ("data", "ep"), kind)
+    misspelled("expert_axis", ["ep"], usual, CONFIG, jax.jit, of_jit)
     tensor = dataclasses.replace(CONFIG, tensor_axis="tenosr")
     devices = mesh((2, 4), ("tensor", "expert"), kind)
     misspelled("tensor_axis", ["expert", None, "tensor"], devices, tensor)
