@@ -334,10 +334,11 @@ def main(argv: list[str]) -> None:
             raise
         # For example, a matrix is not a whole number of the format's blocks.
         raise SystemExit(f"--quantized={_QUANTIZED.value}: {error}") from error
-    if _MATMUL_DTYPE.value and decoder.format_of_experts(model) != "float8_e4m3fn":
+    held = decoder.format_of_experts(model)
+    if _MATMUL_DTYPE.value not in (None, held):
         raise SystemExit(
             f"--matmul_dtype={_MATMUL_DTYPE.value} needs experts held as float8, but "
-            f"--quantized={_QUANTIZED.value} holds them as {decoder.format_of_experts(model)}"
+            f"--quantized={_QUANTIZED.value} holds them as {held}"
         )
     vocabulary = model.shared["model.embed_tokens.weight"].shape[0]
     if _STOP_TOKENS.value is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import processes
 from jax.sharding import Mesh
 
-from jax_ep.bench.decoder import FSDP_AXIS, TENSOR_AXIS, DecoderConfig
+from jax_ep.bench.decoder import TENSOR_AXIS, DecoderConfig, fsdp_axes
 from jax_ep.checkpoints import load_moe_params
 from jax_ep.checkpoints.safetensors import Directory
 
@@ -69,7 +69,7 @@ def load_params(folder: Path, like: Any, mesh: Mesh) -> Any:
     files = Directory(folder)
     fields: dict[str, Any] = {
         "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
-        "fsdp_axes": {"embed": FSDP_AXIS} if FSDP_AXIS in mesh.axis_names else {},
+        "fsdp_axes": fsdp_axes(mesh.axis_names),
     }
     # The MoE parameters of the layer that was loaded last.
     experts: dict[str, Any] = {}

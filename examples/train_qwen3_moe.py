@@ -169,12 +169,10 @@ def make_mesh(config: DecoderConfig) -> Mesh:
     for name, size in {"devices": others, "experts": config.num_experts}.items():
         if size % experts:
             raise SystemExit(f"--expert_parallel={experts} must divide the {size} {name}")
-    shape, names = [-1, experts], ["data", "expert"]
-    if fsdp > 1:
-        shape, names = [-1, fsdp, experts], ["data", FSDP_AXIS, "expert"]
-    if tensor > 1:
-        shape, names = [*shape, tensor], [*names, TENSOR_AXIS]
-    return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    axes = {"data": others // experts, FSDP_AXIS: fsdp, "expert": experts, TENSOR_AXIS: tensor}
+    names = [name for name, size in axes.items() if size > 1 or name in ("data", "expert")]
+    devices = devices.reshape([axes[name] for name in names])
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def make_model(config: DecoderConfig, platform: str) -> Decoder:

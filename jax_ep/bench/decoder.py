@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -228,6 +228,11 @@ class Attention(nn.Module):
         )(y)
 
 
+def fsdp_axes(axis_names: Iterable[str]) -> dict[str, str]:
+    """Returns the `fsdp_axes` of the MoE layers on a mesh with these axes, or {} without "fsdp"."""
+    return {"embed": FSDP_AXIS} if FSDP_AXIS in axis_names else {}
+
+
 def moe_module(
     config: DecoderConfig, dtypes: Mapping[str, Any], moe: Mapping[str, Any], **module: Any
 ) -> MoE:
@@ -242,7 +247,6 @@ def moe_module(
         moe: further attributes of `jax_ep.linen.MoE`, such as `matmul_dtype`.
         module: attributes that every Flax module has, such as `name`.
     """
-    has_fsdp = FSDP_AXIS in jax.sharding.get_abstract_mesh().axis_names
     return MoE(
         num_experts=config.num_experts,
         num_experts_per_token=config.num_experts_per_token,
@@ -251,7 +255,7 @@ def moe_module(
         score=config.score,
         normalize=config.normalize,
         tensor_axis=TENSOR_AXIS,
-        fsdp_axes={"embed": FSDP_AXIS} if has_fsdp else {},
+        fsdp_axes=fsdp_axes(jax.sharding.get_abstract_mesh().axis_names),
         **module,
         **dtypes,
         **moe,
@@ -330,7 +334,7 @@ class Decoder(nn.Module):
             The mean loss in nats per token, [] float32, or without targets the logits [B, S, V]
             float32; and the metrics of the MoE layers, each array with a leading axis of layers.
         """
-        config, dtypes = self.config, {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        config, dtypes = self.config, self._dtypes
         embed = nn.Embed(
             config.vocab,
             config.hidden,
@@ -359,6 +363,11 @@ class Decoder(nn.Module):
                 out = cross_entropy(x, head, targets, chunk=self.loss_chunk)
         return out, jax.tree.map(lambda *m: jnp.stack(m), *metrics)
 
+    @property
+    def _dtypes(self) -> dict[str, Any]:
+        """The dtypes of every module, as keyword arguments."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
     def quantize_experts(self, params: Any) -> list[QuantizedExperts] | None:
         """Quantizes the experts of every layer, once for several calls with these parameters.
 
@@ -367,8 +376,7 @@ class Decoder(nn.Module):
         """
         if self.moe.get("matmul_dtype") is None:
             return None
-        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        moe = moe_module(self.config, dtypes, self.moe, parent=None)
+        moe = moe_module(self.config, self._dtypes, self.moe, parent=None)
         quantize: Any = functools.partial(moe.apply, method="quantize_experts")
         layers = (params[f"layers_{i}"]["mlp"] for i in range(self.config.num_layers))
         return [quantize({"params": layer}) for layer in layers]

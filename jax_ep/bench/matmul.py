@@ -283,10 +283,10 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
     Also raises `Error` if the flags leave no backend to measure, or if --sweep is set but the
     backend "pallas", whose tile sizes it varies, is not measured.
     """
+    dtypes = [dtype if d == "none" else jnp.dtype(d) for d in _MATMUL_DTYPE.value]
+    sizes = [(case.hidden, case.mlp) for case in cases]
     for flag in (_IMPLEMENTATIONS, _BASELINES):
         for name in flag.value or []:
-            dtypes = [dtype if d == "none" else jnp.dtype(d) for d in _MATMUL_DTYPE.value]
-            sizes = [(case.hidden, case.mlp) for case in cases]
             reasons = [unavailable_reason(name, size, d) for d in dtypes for size in sizes]
             if all(reasons):
                 raise Error(f"--{flag.name}: {name} cannot run here: {reasons[0]}")
@@ -298,7 +298,7 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
         if name != "dense"
     ]
     if set(_MATMUL_DTYPE.value) != {"none"}:
-        reasons = [matmul_float8.unavailable_reason(case.hidden, case.mlp) for case in cases]
+        reasons = [matmul_float8.unavailable_reason(*size) for size in sizes]
         if all(reasons):
             raise Error(f"--matmul_dtype: {reasons[0]}")
     if not found:

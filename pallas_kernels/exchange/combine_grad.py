@@ -147,12 +147,15 @@ def combine_grad(
     return dy, dweights.reshape(*lead, num_tokens, top_k)
 
 
-class _Refs(NamedTuple):
-    """The operands and results of the kernel, in global memory."""
+class Refs(NamedTuple):
+    """The operands and results of a kernel for a combine's gradient, in global memory.
 
-    # [T, H], the cotangent of the combine's result, which peers read.
+    Peers of this file's kernel read `g` and `weights`, and write to `dweights`.
+    """
+
+    # [T, H], the cotangent of the combine's result.
     g: Any
-    # [T·K] float32, the routing weights, which peers read.
+    # [T·K] float32, the routing weights.
     weights: Any
     # [R, H], the expert outputs.
     y: Any
@@ -165,7 +168,7 @@ class _Refs(NamedTuple):
     counts: Any
     # [R, H], the gradient of y, a result.
     dy: Any
-    # [T·K] float32, the gradient of the routing weights, a result. Peers write to it.
+    # [T·K] float32, the gradient of the routing weights, a result.
     dweights: Any
 
 
@@ -262,7 +265,7 @@ class _CombineGrad:
         )
 
     def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
-        refs, warpgroup = _Refs(*arrays), lax.axis_index("warpgroup")
+        refs, warpgroup = Refs(*arrays), lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def scout() -> None:
@@ -280,7 +283,7 @@ class _CombineGrad:
             self.fabric.connect()
             self._weigh(warpgroup - 2, refs, scratch)
 
-    def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _scout(self, refs: Refs, scratch: _Scratch) -> None:
         """Runs the scout warpgroup: fills the ring with cotangents and lists of their rows of y."""
         fabric, window, ring = self.fabric, self.window, scratch.ring
         num_ranks = fabric.num_ranks
@@ -329,7 +332,7 @@ class _CombineGrad:
         owner: jax.Array,
         start: jax.Array,
         turn: jax.Array,
-        refs: _Refs,
+        refs: Refs,
         scratch: _Scratch,
     ) -> jax.Array:
         """Fills a stage of the ring with a token's cotangent and the list of the token's rows.
@@ -375,7 +378,7 @@ class _CombineGrad:
 
         return turn + (count > 0).astype(jnp.int32)
 
-    def _weigh(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+    def _weigh(self, worker: jax.Array, refs: Refs, scratch: _Scratch) -> None:
         """Runs a worker warpgroup: multiplies its share of the cotangents with their rows of y.
 
         `worker` is the index of the warpgroup among the workers of the block.
@@ -410,7 +413,7 @@ class _CombineGrad:
         stage: jax.Array,
         owner: jax.Array,
         first: jax.Array,
-        refs: _Refs,
+        refs: Refs,
         scratch: _Scratch,
     ) -> None:
         """Multiplies a cotangent with up to ROWS_OF_COTANGENT rows of y, and with their weights.
@@ -525,7 +528,7 @@ class _CombineGrad:
         fabric.delay_point(2)
         fabric.wait(_DONE, 1, "the gradient of combine")
 
-    def _fill(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _fill(self, refs: Refs, scratch: _Scratch) -> None:
         """Runs the filler warpgroup: zeroes the elements of dy and dweights that no worker writes.
 
         In dy they are the rows without a token, which `ExpertRows.fill` zeroes. In dweights they

@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange.combine_grad import Refs
 from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.low_latency import Gather, GatherScratch, Rows, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
@@ -100,28 +101,6 @@ def combine_grad(
     return dy, dweights.reshape(topk_idx.shape)
 
 
-class _Refs(NamedTuple):
-    """The operands and results of the kernel, in global memory."""
-
-    # [T, H], the cotangent of the combine's result.
-    g: Any
-    # [T·K] float32, the routing weights.
-    weights: Any
-    # [R, H], the expert outputs.
-    y: Any
-    # [T·K] int32, the experts that this rank's tokens choose.
-    topk_idx: Any
-    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
-    # of its tokens.
-    rows: Any
-    # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
-    counts: Any
-    # [R, H], the gradient of y, a result.
-    dy: Any
-    # [T·K] float32, the gradient of the routing weights, a result.
-    dweights: Any
-
-
 class _Scratch(NamedTuple):
     """The shared memory of the kernel.
 
@@ -183,7 +162,7 @@ class _CombineGrad:
         )
 
     def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
-        refs, fabric = _Refs(*arrays), self.fabric
+        refs, fabric = Refs(*arrays), self.fabric
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
@@ -201,7 +180,7 @@ class _CombineGrad:
             self.experts.find_groups(scratch.experts)
             self.experts.fill([refs.dy], scratch.experts)
 
-    def _weigh(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _weigh(self, refs: Refs, scratch: _Scratch) -> None:
         """Runs a weigher warpgroup: multiplies each token's cotangent with the token's rows of y.
 
         The warpgroup handles its own tiles of every row. It sends the cotangents of this rank's
@@ -298,7 +277,7 @@ class _CombineGrad:
         parts = scratch.sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
-    def _return(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _return(self, refs: Refs, scratch: _Scratch) -> None:
         """Adds up inner products, sends them to the tokens' ranks, and writes dweights.
 
         The values of dweights are the inner products that ranks send back for this rank's tokens.
@@ -317,7 +296,7 @@ class _CombineGrad:
         for i, (token, exists) in enumerate(self.rows.tokens()):
             pl.when(exists)(functools.partial(self._write_returned, i, token, refs, scratch))
 
-    def _write_returned(self, i: int, token: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+    def _write_returned(self, i: int, token: jax.Array, refs: Refs, scratch: _Scratch) -> None:
         """Receives the inner products of one of this rank's tokens, and writes its dweights.
 
         `i` is the token's index in the block and `token` its index in the rank. Every rank sends a
