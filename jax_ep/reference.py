@@ -683,14 +683,14 @@ def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
     """Computes the gradient of rhs [L, H, F] from lhs [R, H] and grad [R, F], rounded to float8.
 
-    The gradient sums over the rows of a group. Therefore lhs has one scale per 128 rows of a group
-    and one column, and grad one scale per 128 rows of a group and 128 columns.
+    The gradient sums over the rows of a group. Therefore both operands have one scale per 128 rows
+    of a group and 128 columns.
     """
     drhs = np.zeros((len(group_sizes), lhs.shape[1], grad.shape[1]), np.float64)
     start = 0
     for group, size in enumerate(group_sizes):
         rows = slice(start, start + int(size))
-        drhs[group] = float8(lhs[rows], (128, 1)).T @ float8(grad[rows], (128, 128))
+        drhs[group] = float8(lhs[rows], (128, 128)).T @ float8(grad[rows], (128, 128))
         start += int(size)
     return drhs
 

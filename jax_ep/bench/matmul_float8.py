@@ -38,8 +38,8 @@ class Float8Operands:
         rows: lhs [R, H], grad [R, F] and grad_1 [R, F] of `Operands`, quantized with a scale for
             each 128 numbers of a row.
         matrices: rhs and rhs_1 of `Operands`, each stored both as it is and transposed.
-        transposed: lhs and grad, transposed for "drhs". lhs has a scale for 128 rows of each
-            column, grad one for each block of 128 rows and 128 columns.
+        transposed: lhs and grad, transposed for "drhs", with a scale for each block of 128 rows and
+            128 columns.
         wide: rhs before it is quantized, [L, H, F], the operand of QUANTIZE.
         groups: [L, 2] int32, the first block of 128 rows of each group in `transposed`, and its
             number of blocks; the second result of `row_blocks`.
@@ -68,14 +68,14 @@ def quantized(operands: Operands) -> Float8Operands:
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
 
-    def transposed(rows: jax.Array, by_column: bool) -> TransposedRows:
-        return float8.transpose_rows(rows, blocks, by_column=by_column)[1]
+    def transposed(rows: jax.Array) -> TransposedRows:
+        return float8.transpose_rows(rows, blocks)[1]
 
     rows, matrices = float8.quantize_rows, float8.quantize_matrices
     found = Float8Operands(
         rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
         matrices=(matrices(o.rhs), matrices(o.rhs_1)),
-        transposed=(transposed(o.lhs, True), transposed(o.grad, False)),
+        transposed=(transposed(o.lhs), transposed(o.grad)),
         wide=o.rhs,
         groups=groups,
         group_sizes=o.group_sizes,

@@ -28,11 +28,10 @@ from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primit
 from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8
-from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
-# The format in which `transpose_rows` quantizes the `grads` of `drhs_of_each`: one scale per block
-# of 128 rows and 128 columns.
+# The format in which `transpose_rows` quantizes rows: one scale for each 128 rows by 128 columns.
 _BLOCKS_OF_ROWS = Float8.of(DTYPE, (BLOCK, BLOCK))
 
 
@@ -80,40 +79,41 @@ def transpose_rows(
     rows: jax.Array | QuantizedArray,
     blocks: jax.Array,
     *,
-    by_column: bool,
     keep_order: bool = False,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray | None, TransposedRows]:
-    """Quantizes rows [R, K] to float8, with scales over rows of one group, and transposes them.
+    """Quantizes rows [R, K] to float8, with a scale for each 128 rows, and transposes them.
 
     The result is an operand of `drhs_of_each`, which sums over the rows of a group. Each group's
-    rows are padded to blocks of 128 rows. P is the number of rows of all blocks.
+    rows are padded to blocks of 128 rows. P is the number of rows of all blocks. A scale is for 128
+    rows by 128 columns. For rows that are quantized already, it is the largest scale of these rows;
+    their values are multiplied by their scale divided by this one, and rounded again.
 
     Args:
-      rows: [R, K] floating or quantized, with K a multiple of 128.
+      rows: [R, K] floating, or quantized in the format `jax_ep.formats.FLOAT8_ROWS`, with K a
+        multiple of 128.
       blocks: [P / 128, 2] int32, the first result of `row_blocks`: for each block, its first row in
         `rows`, and how many rows it takes from there, at most 128.
-      by_column: whether a scale is for 128 rows of one column (True), as for the `lhs` of
-        `drhs_of_each`, or for 128 rows of 128 columns (False), as for its `grads`.
       keep_order: whether to also quantize the rows without transposing them, with one scale per 128
         numbers of a row.
       implementation: the implementation of the matmuls.
 
     Returns:
       The quantized rows [R, K], or None without `keep_order`; and the transposed rows, with values
-      [K, P].
+      [K, P]. Blocks without rows are undefined.
     """
-    operands = (rows.values, rows.scales) if isinstance(rows, QuantizedArray) else (rows,)
+    is_quantized = isinstance(rows, QuantizedArray)
     *kept, values, scales = bind(
-        quantize_rows_p,
-        *operands,
+        transpose_rows_p,
+        *((rows.values, rows.scales) if is_quantized else (rows,)),
         blocks,
-        by_column=by_column,
-        keep_order=keep_order,
+        keep_order=keep_order and not is_quantized,
         implementation=implementation,
     )
-    as_they_lie = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
-    return as_they_lie, TransposedRows(values, scales)
+    in_order = None
+    if keep_order:
+        in_order = rows if is_quantized else _array(FLOAT8_ROWS, kept, rows.dtype)
+    return in_order, TransposedRows(values, scales)
 
 
 def product(
@@ -186,8 +186,8 @@ def drhs_of_each(
     are padded to blocks of 128 rows; P is the number of rows of all blocks.
 
     Args:
-      lhs: the result of `transpose_rows` with by_column=True, with values [K, P].
-      grads: one or two results of `transpose_rows` with by_column=False, with values [N, P].
+      lhs: the result of `transpose_rows` for the rows, with values [K, P].
+      grads: one or two results of `transpose_rows`, with values [N, P].
       groups: [L, 2] int32, the second result of `row_blocks`: the first block of each group, and
         the number of its blocks.
       dtype: the dtype of the results.
@@ -244,25 +244,29 @@ def _compute_matrices(matrices, *, implementation, platform):
     return (*both, *(jnp.swapaxes(part, 1, 2) for part in both))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("by_column", "keep_order", "implementation", "platform")
-)
-def _compute_rows(*operands, by_column, keep_order, implementation, platform):
+@functools.partial(jax.jit, static_argnames=("keep_order", "implementation", "platform"))
+def _compute_transposed(*operands, keep_order, implementation, platform):
     *rows, blocks = operands
     width = rows[0].shape[1]
     backend = _select(implementation, platform, (width, width), rows[0].shape[0])
     if kernels := _kernels(backend):
-        return kernels.quantize_rows(rows, blocks, keep_order=keep_order, by_column=by_column)
-    wide = _rows(*rows) if len(rows) > 1 else rows[0].astype(jnp.float32)
-    kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
+        return kernels.transpose_rows(rows, blocks, keep_order)
     number = jnp.arange(BLOCK, dtype=jnp.int32)
-    exists = number < blocks[:, 1:]
-    padded = wide.at[jnp.where(exists, blocks[:, :1] + number, 0)].get(mode="clip")
-    padded = jnp.where(exists[..., None], padded, 0).reshape(-1, width)
-    if by_column:
-        values, scales = _encode(FLOAT8_ROWS, padded.T)
-        return (*kept, values, scales.T)
-    values, scales = _encode(_BLOCKS_OF_ROWS, padded)
+    exists = (number < blocks[:, 1:])[..., None]
+    row = jnp.where(exists[..., 0], blocks[:, :1] + number, 0)
+
+    def in_blocks(part: jax.Array) -> jax.Array:
+        return jnp.where(exists, part.at[row].get(mode="clip"), 0)
+
+    if len(rows) > 1:
+        tiles = in_blocks(rows[0]).reshape(-1, BLOCK, width // BLOCK, BLOCK)
+        values, scales = with_shared_scales(
+            jnp.moveaxis(tiles, 2, 1), in_blocks(rows[1]).swapaxes(1, 2)
+        )
+        return jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales
+    wide = rows[0].astype(jnp.float32)
+    kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
+    values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))
     return (*kept, values.T, scales)
 
 
@@ -333,8 +337,9 @@ def _compute_drhs(*operands, dtype, implementation, platform):
     backend = _select(implementation, platform, shape, lhs.values.shape[1])
     if kernels := _kernels(backend):
         return kernels.drhs_of_each(lhs, grads, groups, dtype)
-    rows = FLOAT8_ROWS.decode((lhs.values, lhs.scales.T), jnp.float32).T
-    of_grads = [_BLOCKS_OF_ROWS.decode((g.values.T, g.scales), jnp.float32) for g in grads]
+    rows, *of_grads = (
+        _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
+    )
     results = backend.drhs_of_each(rows, of_grads, groups[:, 1] * BLOCK)
     return [result.astype(dtype) for result in results]
 
@@ -356,12 +361,11 @@ def _types_of_matrices(matrices, **_):
     return [each for shape in shapes for each in _quantized_type(FLOAT8_MATRICES, shape)]
 
 
-def _types_of_rows(rows, *others, by_column, keep_order, **_):
+def _types_of_transposed(rows, *others, keep_order, **_):
     num_blocks, width = others[-1].shape[0], rows.shape[1]
     kept = _quantized_type(FLOAT8_ROWS, rows.shape) if keep_order else []
-    columns = width if by_column else width // BLOCK
     values = _type((width, num_blocks * BLOCK), DTYPE)
-    return [*kept, values, _type((num_blocks, columns), jnp.float32)]
+    return [*kept, values, _type((num_blocks, width // BLOCK), jnp.float32)]
 
 
 def _type_of_product(values, scales, matrices, *_, dtype, **__):
@@ -381,7 +385,9 @@ def _types_of_drhs(values, scales, *others, dtype, **_):
 quantize_matrices_p = make_primitive(
     "quantize_float8_matrices", _types_of_matrices, _compute_matrices
 )
-quantize_rows_p = make_primitive("quantize_float8_rows", _types_of_rows, _compute_rows)
+transpose_rows_p = make_primitive(
+    "transpose_float8_rows", _types_of_transposed, _compute_transposed
+)
 float8_product_p = make_primitive(
     "grouped_matmul_float8", _type_of_product, _compute_product, several=False
 )

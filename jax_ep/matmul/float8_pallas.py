@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_ep.matmul.backend import pad_rows
 from jax_ep.matmul.pallas import core_count, emitted
 from pallas_kernels.matmul import float8 as kernels
-from pallas_kernels.matmul import quantize
+from pallas_kernels.matmul import quantize, transpose
 from pallas_kernels.matmul.quantize import Scaled
 
 
@@ -23,11 +23,11 @@ def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
         return [part for each in quantize.quantize_matrices(matrices) for part in each]
 
 
-def quantize_rows(rows: Any, blocks: jax.Array, **options: Any) -> list[jax.Array]:
+def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.Array]:
     with jax.enable_x64(False):
-        kept, transposed = quantize.quantize_rows(
-            Scaled(*rows) if len(rows) > 1 else rows[0], blocks, **options
-        )
+        if len(rows) > 1:
+            return [*transpose.transpose_rows(Scaled(*rows), blocks)]
+        kept, transposed = quantize.quantize_rows(rows[0], blocks, keep_order=keep_order)
     return [*(kept or ()), *transposed]
 
 

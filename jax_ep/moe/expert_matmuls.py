@@ -262,11 +262,11 @@ class Float8Matmuls(Matmuls):
         def drhs(lhs, grads, dtype):
             return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation)
 
-        of_hidden = transpose(hidden, by_column=True)[1]
-        of_grad = transpose(grad_rows, by_column=False)[1]
+        of_hidden = transpose(hidden)[1]
+        of_grad = transpose(grad_rows)[1]
         (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype)
-        both = [transpose(each, by_column=False, keep_order=True) for each in dpre]
-        of_tokens = transpose(rows, by_column=True)[1]
+        both = [transpose(each, keep_order=True) for each in dpre]
+        of_tokens = transpose(rows)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype)
         pairs = [
             (kept, wi.matrices) for (kept, _), wi in zip(both, experts.quantized.wi, strict=True)

@@ -20,7 +20,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
-from jax_ep.formats import QuantizedArray
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import fsdp, losses, routing, tensor_axis, token_chunks
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
@@ -549,10 +549,19 @@ def _run_chunk(
     Returns the output [T, H], and the dropped rows of each of this rank's L experts or slots, [L]
     int32. `topk_idx` [T, K] has ids of slots if the layer has slots.
     """
-    # Rows that are sent as float8 stay quantized after dispatch if the matmuls multiply float8,
-    # too. Quantized rows have no gradient, so dispatch sends none back to `tokens`. Instead,
-    # `run_experts` gets `tokens`, and sends the gradient of the received rows back to them.
-    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
+    # Matmuls of float8 quantize each row by itself. So a row is quantized to the same numbers
+    # before it is sent as on arrival, and is sent as float8 even without a wire_dtype. Rows that
+    # are multiplied by their weights on arrival are quantized after that.
+    wire_dtype = config.wire_dtype
+    if config.matmul_dtype is not None and config.weights_on == "output":
+        for name in QuantizedExperts._fields:
+            if (matrices := getattr(experts, name)) is not None:
+                FLOAT8_MATRICES.check_shape(name, matrices.shape)
+        wire_dtype = config.matmul_dtype
+    # The received rows then stay quantized. Quantized rows have no gradient, so dispatch sends none
+    # back to `tokens`. Instead, `run_experts` gets `tokens`, and sends the gradient of the received
+    # rows back to them.
+    stays_quantized = config.matmul_dtype is not None and wire_dtype is not None
     with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
@@ -565,7 +574,7 @@ def _run_chunk(
             # give the same result.
             overflow="tail" if config.capacity_factor is None else config.overflow,
             host_capacity=_host_capacity(config, tokens.shape[0], where),
-            wire_dtype=config.wire_dtype,
+            wire_dtype=wire_dtype,
             output="quantized" if stays_quantized else "dequantized",
             zero_unused=False,
             implementation=config.implementation,

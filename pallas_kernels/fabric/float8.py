@@ -70,8 +70,11 @@ def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
 
     `inverse` is 1 / scale.
     """
-    nan = arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN))
-    return arith.select(is_finite, arith.mulf(value, inverse), nan)
+    return or_nan(arith.mulf(value, inverse), is_finite)
+
+
+def or_nan(value: Value, is_finite: Value) -> Value:
+    return arith.select(is_finite, value, arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN)))
 
 
 def packed(ptx_type: str, four: Sequence[Value]) -> Value:

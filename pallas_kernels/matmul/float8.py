@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +220,9 @@ class _Float8Kernel(Kernel):
     dtype: Any
     out_dtype: Any
 
+    # Whether each row of the left operand has scales of its own. If not, 128 rows share them.
+    rows_have_scales: ClassVar[bool] = True
+
     @property
     def matrices(self) -> int:
         """Returns the number of right operands, 1 or 2, of which a stage holds tiles."""
@@ -248,7 +251,9 @@ class _Float8Kernel(Kernel):
             staged=plgpu.SMEM(
                 (COMPUTERS, _ROWS, self.chunk), self.out_dtype, transforms=swizzled(self.out_dtype)
             ),
-            full=plgpu.Barrier(num_arrivals=3 + self.matrices, num_barriers=stages),
+            full=plgpu.Barrier(
+                num_arrivals=2 + self.rows_have_scales + self.matrices, num_barriers=stages
+            ),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
 
@@ -382,7 +387,7 @@ class _Float8Kernel(Kernel):
         scratch: Any,
         used: jax.Array,
         left: Any,
-        row_scales: Any,
+        left_scales: Any,
         rights: Sequence[Any],
         block_scales: Sequence[Any],
     ) -> jax.Array:
@@ -392,7 +397,8 @@ class _Float8Kernel(Kernel):
           scratch: references to the ring's arrays and barriers, by name.
           used: int32, the number of steps for which the loader has filled a stage before.
           left: reference in global memory to the tile of the left operand.
-          row_scales: reference to the scales of the rows of `left`.
+          left_scales: reference to the scales of the rows of `left`, or to its scale if the rows
+            share one.
           rights: reference to the tile of each right operand.
           block_scales: reference to the scale of each half of the output tile's columns.
 
@@ -407,13 +413,15 @@ class _Float8Kernel(Kernel):
 
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
-        plgpu.copy_gmem_to_smem(row_scales, scratch["row_scales"].at[stage], full)
+        if self.rows_have_scales:
+            plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
         width = _HALVES * BLOCK // len(rights)
         for i, right in enumerate(rights):
             at = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, at, full)
         for half, scale in enumerate(block_scales):
-            scratch["block_scales"][stage, half] = scale[...]
+            of_left = 1 if self.rows_have_scales else left_scales[...]
+            scratch["block_scales"][stage, half] = scale[...] * of_left
         plgpu.barrier_arrive(full)
         return used + 1
 
@@ -469,8 +477,7 @@ class _Float8Kernel(Kernel):
             def _():
                 plgpu.barrier_wait(scratch["full"].at[stage])
 
-            of_rows = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, _ROWS)])
-            of_block = scratch["block_scales"][stage, first_half + half]
+            factor = self.load_factor(scratch, stage, row, first_half + half)
             part = mosaic.float8_matmul(
                 scratch["left"],
                 scratch["right"],
@@ -490,15 +497,27 @@ class _Float8Kernel(Kernel):
             def _():
                 plgpu.barrier_arrive(scratch["empty"].at[stage])
 
-            factor = lax.broadcast_in_dim(of_rows * of_block, (_ROWS, BLOCK), (0,))
             return lax.cond(half == 0, add_to(0), add_to(1), part, factor, *totals)
 
         return lax.fori_loop(0, steps << last, step, (zero,) * _HALVES)
 
-    def load_scales(self, ref: Any) -> jax.Array:
+    def load_factor(self, scratch: Any, stage: Any, row: Any, half: Any) -> jax.Array:
+        """Loads the scales of a step's sums, [64, 128]: those of 64 rows times that of a half.
+
+        `stage` is the step's stage, `row` the first of the rows in the left operand's tile, and
+        `half` the index of the half. `scratch` has references to the ring's arrays.
+        """
+        shape = _ROWS, BLOCK
+        of_block = scratch["block_scales"][stage, half]
+        if not self.rows_have_scales:
+            factor = jnp.full(shape, of_block)
+            return factor if self.interpreted else plgpu.layout_cast(factor, plgpu.Layout.WGMMA)
+        rows = scratch["row_scales"].at[stage, pl.ds(row, _ROWS)]
         if self.interpreted:
-            return ref[...]
-        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            of_rows = rows[...]
+        else:
+            of_rows = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(of_rows * of_block, shape, (0,))
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
         """Releases the ring's stages with the operands of an output tile, without multiplying them.
@@ -656,6 +675,8 @@ class _Drhs(_Float8Kernel):
     num_groups: int
     num_grads: int
 
+    rows_have_scales: ClassVar[bool] = False
+
     @property
     def matrices(self) -> int:
         return self.num_grads
@@ -688,7 +709,7 @@ class _Drhs(_Float8Kernel):
                 scratch,
                 used,
                 values.at[rows, inner],
-                scales.at[block, rows],
+                scales.at[block, lax.div(top - group * self.height, jnp.int32(BLOCK))],
                 [grad.at[columns, inner] for grad in grads[::2]],
                 self.block_scales(
                     grads[1::2], left_edge, lambda scales, column: scales.at[block, column]
@@ -735,9 +756,9 @@ def drhs_of_each(
 
     Args:
       lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales
-        [P / 128, K], one for 128 rows of each column.
+        [P / 128, K / 128].
       grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
-        [P / 128, N / 128], one for 128 rows and 128 columns.
+        [P / 128, N / 128].
       groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
         result of `row_blocks.row_blocks`.
       dtype: the dtype of the results: bfloat16, float16 or float32.

@@ -3,7 +3,7 @@
 Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
 contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
 gradient of the matrices needs the rows and their gradients transposed, with scales that are shared
-by 128 rows.
+by 128 rows. `pallas_kernels.matmul.transpose` transposes rows that are already quantized.
 
 A thread block of 16 warps handles a tile of 128 rows by 128 columns. The diagram shows the patches
 of 4 x 4 elements that the threads of a warp handle in one step:
@@ -50,7 +50,7 @@ _SIDES = 4
 _WIDTH = BLOCK // _SIDES
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
-_PTX_TYPE = "e4m3"
+PTX_TYPE = "e4m3"
 
 
 class Scaled(NamedTuple):
@@ -69,49 +69,42 @@ class Scaled(NamedTuple):
 
 
 def quantize_rows(
-    rows: jax.Array | Scaled,
+    rows: jax.Array,
     blocks: jax.Array,
     *,
     keep_order: bool,
-    by_column: bool,
     interpret: Any = None,
 ) -> tuple[Scaled | None, TransposedRows]:
     """Quantizes rows to float8_e4m3fn, and transposes them.
 
     Args:
-      rows: [R, K] bfloat16, float16 or float32, or quantized rows; K is a multiple of 128.
+      rows: [R, K] bfloat16, float16 or float32; K is a multiple of 128.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`.
       keep_order: whether to return the quantized rows also without the transposition, with a scale
         for each 128 columns of a row.
-      by_column: whether the transposed rows have a scale for each 128 rows of one column. If False,
-        they have a scale for each 128 rows by 128 columns.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Quantized rows
-      past the last group hold anything.
+      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Both hold
+      anything past the last group.
     """
-    num_rows, width = (rows.values if isinstance(rows, Scaled) else rows).shape
+    num_rows, width = rows.shape
     num_blocks = blocks.shape[0]
     job = _Job(
         width=width,
         num_blocks=num_blocks,
         rows_of_matrix=num_blocks * BLOCK,
         by_row=keep_order,
-        by_column=by_column,
-        is_scaled=isinstance(rows, Scaled),
     )
     values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
-    columns = width if by_column else width // BLOCK
     out_type = [
         *([values, scales] if keep_order else []),
         jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((num_blocks, columns), jnp.float32),
+        jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
     ]
-    operands = rows if isinstance(rows, Scaled) else (rows,)
-    results = job.run(out_type, (*operands, blocks), interpret)
+    results = job.run(out_type, (rows, blocks), interpret)
     *kept, values, scales = results
     return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
 
@@ -136,7 +129,6 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
         num_blocks=num_blocks,
         rows_of_matrix=height,
         by_row=False,
-        by_column=False,
         whole=True,
     )
     first = jnp.arange(num_blocks, dtype=jnp.int32) * BLOCK
@@ -169,9 +161,6 @@ class _Job:
         each group padded to a multiple of 128.
       by_row: whether the kernel also stores the values without the transposition, with a scale for
         each 128 columns of a row.
-      by_column: whether the transposed values have a scale for each 128 rows of one column. If
-        False, they have a scale for each 128 rows by 128 columns.
-      is_scaled: whether the input is quantized; its scales are then the second operand.
       whole: set for matrices: every block has 128 rows, and the kernel also stores the values
         without the transposition, with the same scales as the transposed values.
     """
@@ -180,35 +169,34 @@ class _Job:
     num_blocks: int
     rows_of_matrix: int
     by_row: bool
-    by_column: bool
-    is_scaled: bool = False
     whole: bool = False
 
     def run(self, out_type: Any, operands: Any, interpret: Any) -> Any:
-        num_operands = len(operands)
-
-        def kernel(*refs: Any, largest: Any) -> None:
-            blocks, tile = refs[num_operands - 1], lax.axis_index("tile")
+        def kernel(source: Any, blocks: Any, *outs: Any, largest: Any) -> None:
+            tile = lax.axis_index("tile")
             block, column = quotient_and_rest(tile, jnp.int32(self.width // BLOCK))
-            numbers = [block, column, blocks[block, 0], blocks[block, 1]]
-            arrays = [*refs[: num_operands - 1], *refs[num_operands:]]
-            if interpret:
-                self.interpreted(arrays, *numbers)
-                return
-            arrays.append(largest)
+            first, count = blocks[block, 0], blocks[block, 1]
+            numbers = [block, column, first, count]
 
             def emit(*values: Any) -> None:
                 *memrefs, block, column, first, count = values
                 scalars = [mosaic.scalar(v) for v in (block, column, first, count)]
                 self.emit(memrefs, scalars)
 
-            layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
-            mosaic.inline(emit, [*arrays, *numbers], layouts)
+            # Nothing reads the transposed rows of a block without rows.
+            @pl.when(count > 0)
+            def _() -> None:
+                if interpret:
+                    self.interpreted([source, *outs], *numbers)
+                    return
+                arrays = [source, *outs, largest]
+                layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
+                mosaic.inline(emit, [*arrays, *numbers], layouts)
 
         return mosaic.kernel(
             kernel,
             out_type=out_type,
-            scratch_types=dict(largest=plgpu.SMEM(((_SIDES + _STRIPS) * BLOCK,), jnp.float32)),
+            scratch_types=dict(largest=plgpu.SMEM((_SIDES * BLOCK + _WARPS,), jnp.float32)),
             num_threads=_WARPS * WARP // LANES,
             thread_name="warpgroup",
             grid=(self.num_blocks * (self.width // BLOCK),),
@@ -222,42 +210,30 @@ class _Job:
         """Quantizes a tile by JAX operations in Pallas' interpreter, where `emit` cannot run.
 
         Args:
-          refs: references to the input, its scales if it is quantized, and the outputs.
+          refs: references to the input and the outputs.
           block: the index of the tile's block of 128 rows.
           column: the tile's columns begin at 128 * column.
           first: the block's first row in the input.
           count: the number of rows that the block has; the rest of its 128 rows is padding.
         """
-        source, *rest = refs
-        source_scales = rest.pop(0) if self.is_scaled else None
+        source, *outs = refs
         columns = pl.ds(column * BLOCK, BLOCK)
 
-        def row_of(i: Any) -> Any:
-            return first + jnp.where(i < count, i, 0)
-
         def load(i: Any, tile: Any) -> Any:
-            row = source[row_of(i), columns].astype(jnp.float32)
-            if source_scales is not None:
-                row *= source_scales[row_of(i), column]
+            row = source[first + jnp.where(i < count, i, 0), columns].astype(jnp.float32)
             return tile.at[i].set(jnp.where(i < count, row, 0))
 
         def store() -> None:
             tile = lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
-            outs = list(rest)
             if self.by_row:
-                self.store_kept(outs.pop(0), outs.pop(0), tile, first, count, column)
-            if self.by_column:
-                values, scales = FLOAT8_ROWS.encode(tile.T)
-                outs[-1][block, columns] = scales[:, 0]
-            else:
-                values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
-                outs[-1][block, column] = scales[0, 0]
-                if self.whole:
-                    outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
-                values = values.T
+                self.store_kept(outs[0], outs[1], tile, first, count, column)
+            values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
+            outs[-1][block, column] = scales[0, 0]
+            if self.whole:
+                outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
             matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
             at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
-            outs[-2][at] = values
+            outs[-2][at] = values.T
 
         pl.when(lax.axis_index("warpgroup") == 0)(store)
 
@@ -290,12 +266,10 @@ class _Job:
         """Emits the code by which a thread quantizes its elements of a tile.
 
         Args:
-          memrefs: the input, its scales if it is quantized, the outputs, and shared memory.
+          memrefs: the input, the outputs, and shared memory.
           scalars: the arguments `block`, `column`, `first` and `count` of `interpreted`.
         """
-        source, *rest = memrefs
-        source_scales = rest.pop(0) if self.is_scaled else None
-        *outs, shared = rest
+        source, *outs, shared = memrefs
         i32 = mosaic.i32
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
@@ -310,66 +284,49 @@ class _Job:
         tile = _Tile(self, row, place, left, block, column, first, count)
         # numbers[walk][row][column] are the thread's elements: in each step, which the code calls a
         # walk, a patch of 4 rows by 4 columns.
-        numbers = tile.load(source, source_scales)
+        numbers = tile.load(source)
 
-        # Each warp finds the largest magnitude of each of its rows, and of each of its columns or
-        # of all its elements, as the scales require. It writes these magnitudes to shared memory,
-        # since a scale belongs to elements of several warps.
-        sizes = [[[_size(x) for x in of_row] for of_row in walk] for walk in numbers]
+        # Each warp finds the largest magnitude of all its elements, and with `by_row` also of each
+        # of its rows. It writes these magnitudes to shared memory, since a scale belongs to
+        # elements of several warps.
+        rows = []
+        for i in range(_PATCH):
+            sizes = []
+            for walk in numbers:
+                walk[i], of_walk = zip(*map(_or_nan, walk[i]), strict=True)
+                sizes += of_walk
+            rows.append(_max(sizes))
+        total = mosaic.warp_max(_max(rows))
         if self.by_row:
-            rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
             for distance in (1, 2):
                 rows = _with_shuffled(rows, distance)
             with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
                 tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
-        of_columns = [
-            arith.addi(i32(_SIDES * BLOCK + walk * _STEP), place) for walk in range(_WALKS)
-        ]
-        if self.by_column:
-            columns = [
-                [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in sizes
-            ]
-            for distance in (4, 8, 16):
-                columns = [_with_shuffled(walk, distance) for walk in columns]
-            with mosaic.when(mosaic.below(lane, i32(_ACROSS))):
-                for at, four in zip(of_columns, columns, strict=True):
-                    tile.share(shared, arith.addi(at, arith.muli(strip, i32(BLOCK))), four)
-        else:
-            total = mosaic.warp_max(_max(x for walk in sizes for of_row in walk for x in of_row))
+        with mosaic.when(mosaic.equal(lane, i32(0))):
+            tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+        mosaic.block_barrier()
+
+        # One thread for each row, and one warp for the block, compute the scales. They share the
+        # reciprocals: those of rows at the place of the rows' magnitudes, the block's after them.
+        of_block = i32(_SIDES * BLOCK)
+        if self.by_row:
+            with mosaic.when(mosaic.below(mosaic.thread(), i32(BLOCK))):
+                tile.finish_row(shared, outs[1], mosaic.thread())
+        with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1))):
+            at = arith.addi(of_block, arith.remui(lane, i32(_WARPS)))
+            largest = mosaic.warp_max(_word_at(shared, at))
             with mosaic.when(mosaic.equal(lane, i32(0))):
-                tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+                scale, factor = _scale(largest)
+                tile.share(shared, of_block, [arith.bitcast(mosaic.integer_type(32), factor)])
+                at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
         mosaic.block_barrier()
 
         if self.by_row:
-            halves = [
-                tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
-                for side in range(_SIDES)
-            ]
-            of_rows = [_scale(_max(x)) for x in zip(*halves, strict=True)]
-            with mosaic.when(mosaic.equal(place, i32(0))):
-                tile.store_scales_of_rows(outs[1], [scale for scale, _ in of_rows])
-            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for _, f in of_rows]] * _WALKS)
-        if self.by_column:
-            of_strips = [
-                [
-                    tile.shared(shared, arith.addi(at, i32(strip * BLOCK)), _PATCH)
-                    for strip in range(_STRIPS)
-                ]
-                for at in of_columns
-            ]
-            both = [[_scale(_max(x)) for x in zip(*of_walk, strict=True)] for of_walk in of_strips]
-            factors = [[factor for _, factor in walk] for walk in both]
-            with mosaic.when(
-                arith.andi(mosaic.equal(strip, i32(0)), mosaic.below(lane, i32(_ACROSS)))
-            ):
-                tile.store_scales_of_columns(outs[-1], [[s for s, _ in walk] for walk in both])
-        else:
-            totals = tile.shared(shared, i32(_SIDES * BLOCK), _WARPS)
-            scale, factor = _scale(_max(totals))
-            factors = [[factor] * _PATCH] * _WALKS
-            with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
-                at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
+            of_rows = tile.shared_numbers(shared, row, _PATCH)
+            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in of_rows]] * _WALKS)
+        (factor,) = tile.shared_numbers(shared, of_block, 1)
+        factors = [[factor] * _PATCH] * _WALKS
         if self.whole:
             tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
         tile.store_transposed(outs[1] if self.whole else outs[-2], numbers, factors)
@@ -402,16 +359,15 @@ class _Tile:
     first: Value
     count: Value
 
-    def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
+    def load(self, source: Any) -> list[list[list[Value]]]:
         """Loads the thread's elements of the tile, and converts them to float32.
 
-        Elements in rows past the block's `count` are 0. If the input is quantized, `scales` is the
-        memref of its scales, by which the values are multiplied; else it is None.
+        Elements in rows past the block's `count` are 0.
 
         Returns:
           numbers[step][row][column]: for each step, the elements of the thread's 4 x 4 patch.
         """
-        i32, f32 = mosaic.i32, mosaic.float_type()
+        i32 = mosaic.i32
         element = mosaic.element_of(source)
         size = mosaic.bytes_of(element)
         zero = mosaic.f32(0.0)
@@ -424,15 +380,9 @@ class _Tile:
                 # block's first row is read.
                 row = arith.select(exists, row, i32(0))
             row = arith.addi(self.first, row)
-            start = self.pointer(source, row, self.job.width, self.column_of_thread, size)
-            scale = None
-            if scales is not None:
-                at = self.pointer(scales, row, self.job.width // BLOCK, self.column, 4)
-                scale = llvm.load(f32, at)
+            start = pointer_to(source, row, self.job.width, self.column_of_thread, size)
             for walk in range(_WALKS):
-                four = _load_four(_past(start, walk * _STEP * size), element, size)
-                if scale is not None:
-                    four = [arith.mulf(value, scale) for value in four]
+                four = _load_four(past(start, walk * _STEP * size), element, size)
                 if not self.job.whole:
                     four = [arith.select(exists, value, zero) for value in four]
                 numbers[walk].append(four)
@@ -442,16 +392,6 @@ class _Tile:
     def column_of_thread(self) -> Value:
         return arith.addi(self.left, self.place)
 
-    def pointer(self, ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
-        """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
-
-        `size` is the number of bytes of an element.
-        """
-        wide = mosaic.integer_type(64)
-        at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
-        at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
-        return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
-
     def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
         """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
         word = mosaic.integer_type(32)
@@ -459,26 +399,36 @@ class _Tile:
         of_all = mosaic.vector_type(len(numbers), word)
         llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
 
-    def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
-        """Loads `count` consecutive 32-bit numbers from `ref` in shared memory, from `at` on."""
-        word = mosaic.integer_type(32)
-        loaded = []
-        for first in range(0, count, _PATCH):
-            place = arith.addi(at, mosaic.i32(first))
-            pointer = mosaic.element_pointer(mosaic.pointer(ref), place, word)
-            four = llvm.load(mosaic.vector_type(_PATCH, word), pointer, alignment=4 * _PATCH)
-            loaded += [vector.extract(four, [], [j]) for j in range(_PATCH)]
-        return loaded
+    def shared_numbers(self, ref: Any, at: Value, count: int) -> list[Value]:
+        """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
+        f32 = mosaic.float_type()
+        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
+        loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
+        return [vector.extract(loaded, [], [j]) for j in range(count)]
+
+    def finish_row(self, shared: Any, scales: Any, row: Value) -> None:
+        """Computes the scale of row `row` of the tile from the magnitudes in `shared`.
+
+        Stores the scale to the array `scales`, if the row exists, and 1 / scale to shared[row].
+        """
+        i32 = mosaic.i32
+        sides = [arith.addi(row, i32(side * BLOCK)) for side in range(_SIDES)]
+        scale, factor = _scale(_max(_word_at(shared, at) for at in sides))
+        self.share(shared, row, [arith.bitcast(mosaic.integer_type(32), factor)])
+        with mosaic.when(mosaic.below(row, self.count)):
+            row = arith.addi(self.first, row)
+            start = pointer_to(scales, row, self.job.width // BLOCK, self.column, 4)
+            llvm.store(scale, start)
 
     def store_rows(self, out: Any, numbers: Any, factors: Any) -> None:
         row = arith.addi(self.first, self.row)
-        start = self.pointer(out, row, self.job.width, self.column_of_thread, 1)
+        start = pointer_to(out, row, self.job.width, self.column_of_thread, 1)
         for i in range(_PATCH):
             row = arith.addi(self.row, mosaic.i32(i))
             with mosaic.when(mosaic.below(row, self.count)):
                 for walk in range(_WALKS):
                     four = _packed(numbers[walk][i], factors[walk][i])
-                    at = _past(start, i * self.job.width + walk * _STEP)
+                    at = past(start, i * self.job.width + walk * _STEP)
                     llvm.store(four, at, alignment=_PATCH)
 
     def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
@@ -486,49 +436,34 @@ class _Tile:
         top = arith.muli(self.block, i32(BLOCK))
         matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
         first = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
-        start = self.pointer(out, first, height, arith.addi(row, self.row), 1)
+        start = pointer_to(out, first, height, arith.addi(row, self.row), 1)
         for walk in range(_WALKS):
             for j in range(_PATCH):
                 column = [numbers[walk][i][j] for i in range(_PATCH)]
                 four = _packed(column, [factors[walk][j]] * _PATCH)
-                llvm.store(four, _past(start, (walk * _STEP + j) * height), alignment=_PATCH)
-
-    def store_scales_of_rows(self, out: Any, scales: list[Value]) -> None:
-        i32 = mosaic.i32
-        for i, scale in enumerate(scales):
-            row = arith.addi(self.row, i32(i))
-            with mosaic.when(mosaic.below(row, self.count)):
-                at = arith.addi(
-                    arith.muli(arith.addi(self.first, row), i32(self.job.width // BLOCK)),
-                    self.column,
-                )
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(out), at, scale.type))
-
-    def store_scales_of_columns(self, out: Any, scales: list[list[Value]]) -> None:
-        f32 = mosaic.float_type()
-        for walk, four in enumerate(scales):
-            at = arith.addi(
-                arith.muli(self.block, mosaic.i32(self.job.width)),
-                arith.addi(self.left, arith.addi(self.place, mosaic.i32(walk * _STEP))),
-            )
-            pointer = mosaic.element_pointer(mosaic.pointer(out), at, f32)
-            of_four = mosaic.vector_type(_PATCH, f32)
-            llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
+                llvm.store(four, past(start, (walk * _STEP + j) * height), alignment=_PATCH)
 
 
-def _past(pointer: Value, num_bytes: int) -> Value:
+def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
+    """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
+
+    `size` is the number of bytes of an element.
+    """
+    wide = mosaic.integer_type(64)
+    at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
+    at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
+    return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
+
+
+def past(pointer: Value, num_bytes: int) -> Value:
     return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
 
 
 def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     """Loads four adjacent elements, and converts them to float32.
 
-    `element` is the MLIR type of an element, and `size` its number of bytes. Elements of 1 byte are
-    float8.
+    `element` is the MLIR type of an element, and `size` its number of bytes.
     """
-    if size == 1:
-        word = llvm.load(mosaic.integer_type(32), pointer, alignment=_PATCH)
-        return float8.widened(_PTX_TYPE, word)
     loaded = llvm.load(mosaic.vector_type(_PATCH, element), pointer, alignment=size * _PATCH)
     numbers = [vector.extract(loaded, [], [j]) for j in range(_PATCH)]
     if size == 4:
@@ -536,8 +471,15 @@ def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     return [arith.extf(mosaic.float_type(), number) for number in numbers]
 
 
-def _size(number: Value) -> Value:
-    return float8.magnitude(number)[1]
+def _word_at(ref: Any, at: Value) -> Value:
+    word = mosaic.integer_type(32)
+    return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
+
+
+def _or_nan(number: Value) -> tuple[Value, Value]:
+    """Returns the number, or NaN if it is not finite, and the bits of its magnitude."""
+    is_finite, size = float8.magnitude(number)
+    return float8.or_nan(number, is_finite), size
 
 
 def _max(sizes: Any) -> Value:
@@ -568,8 +510,5 @@ def _packed(numbers: Any, factors: Any) -> Value:
 
     Returns a 32-bit word.
     """
-    four = [
-        float8.scaled(number, float8.magnitude(number)[0], factor)
-        for number, factor in zip(numbers, factors, strict=True)
-    ]
-    return float8.packed(_PTX_TYPE, four)
+    four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
+    return float8.packed(PTX_TYPE, four)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import FLOAT8_ROWS
+
 BLOCK = 128
 
 
@@ -22,9 +24,8 @@ class TransposedRows(NamedTuple):
 
     Attributes:
       values: [K, P] float8, where P is `padded_rows(R, num_groups)`.
-      scales: [P / 128, K] float32, a scale for each 128 rows of one column; or [P / 128, K / 128]
-        float32, a scale for each 128 rows by 128 columns. Rows and columns are those before the
-        transposition.
+      scales: [P / 128, K / 128] float32, a scale for each 128 rows by 128 columns. Rows and columns
+        are those before the transposition.
     """
 
     values: Any
@@ -80,3 +81,21 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     # it must be a row that exists.
     first = jnp.where(count > 0, first, 0)
     return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)
+
+
+def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives each block of quantized rows one scale, the largest of the scales of its rows.
+
+    A value is multiplied by its row's scale divided by this one, and rounded again.
+
+    Args:
+      values: [..., 128, C] float8, the rows of the blocks.
+      scales: [..., 128] float32, the scale of each row; 0 for rows that a block lacks.
+
+    Returns:
+      (values [..., 128, C] float8, scales [...] float32).
+    """
+    largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
+    factors = scales * (1 / largest)[..., None]
+    numbers = values.astype(jnp.float32) * factors[..., None]
+    return jnp.where(factors[..., None] > 0, numbers, 0).astype(values.dtype), largest

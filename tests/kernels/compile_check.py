@@ -149,9 +149,10 @@ def by_rank(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any
     return jax_ep.combine(sent.tokens, sent.handle)
 
 
-def experts(x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any) -> Any:
+def experts(matmul_dtype: Any, x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any) -> Any:
     """Computes the experts' MLPs of one rank, and their gradients."""
-    mlp = functools.partial(jax_ep.expert_mlp, group_sizes=sizes, implementation="pallas")
+    options = dict(matmul_dtype=matmul_dtype, implementation="pallas")
+    mlp = functools.partial(jax_ep.expert_mlp, group_sizes=sizes, **options)
     out, pull = jax.vjp(mlp, x, wi_0, wi_1, wo)
     return mlp(x, wi_0, wi_1, wo), *pull(out)
 
@@ -197,7 +198,11 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
     ):
         matrices = [((held, *sides), jnp.bfloat16) for sides in [(hidden, ffn)] * 2]
         operands = [((rows, hidden), jnp.bfloat16), *matrices, ((held, ffn, hidden), jnp.bfloat16)]
-        yield f"experts of {name}", 1, experts, [*operands, ((held,), jnp.int32)]
+        operands.append(((held,), jnp.int32))
+        yield f"experts of {name}", 1, functools.partial(experts, None), operands
+        if held == 64 and rows > 1024:
+            float8 = functools.partial(experts, jnp.float8_e4m3fn)
+            yield f"float8 experts of {name}", 1, float8, operands
 
 
 def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:

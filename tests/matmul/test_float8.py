@@ -110,8 +110,8 @@ def test_gradient_of_matrices(implementation, kind):
         lhs = rows_of(of_rows)
         grads = [rows_of(of_grad, N, seed) for seed in (1, 2)]
         got = float8.drhs_of_each(
-            operands.transposed_rows(lhs, SIZES, by_column=True),
-            [operands.transposed_rows(grad, SIZES, by_column=False) for grad in grads],
+            operands.transposed_rows(lhs, SIZES),
+            [operands.transposed_rows(grad, SIZES) for grad in grads],
             groups,
             jnp.float32,
             implementation,
@@ -121,17 +121,22 @@ def test_gradient_of_matrices(implementation, kind):
 
 
 @here
-@pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("kind", ["skewed", "huge", "nan"])
-def test_rows_are_quantized_along_the_rows_of_groups(implementation, by_column, kind):
+def test_transposed_rows_share_scales(implementation, kind, is_quantized):
     x = rows_of(kind)
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    options = {"by_column": by_column, "implementation": implementation}
-    _, got = float8.transpose_rows(jnp.asarray(x), blocks, **options)
-    want = operands.transposed_rows(x, SIZES, by_column)
+    source, want = jnp.asarray(x), operands.transposed_rows(x, SIZES)
+    if is_quantized:
+        source = operands.rows(x)
+        want = operands.transposed_quantized_rows(source, SIZES)
+    _, got = float8.transpose_rows(source, blocks, implementation=implementation)
     assert isinstance(got, TransposedRows)
-    np.testing.assert_allclose(got.scales, want.scales, rtol=2**-21)
-    values, expected = (np.asarray(each.values).astype(np.float32) for each in (got, want))
+    (values, scales), (wanted, wanted_scales) = (
+        operands.live_blocks(each, SIZES) for each in (got, want)
+    )
+    np.testing.assert_allclose(scales, wanted_scales, rtol=2**-21)
+    values, expected = (each.astype(np.float32) for each in (values, wanted))
     np.testing.assert_allclose(values, expected, rtol=2**-3, atol=2**-9)
     # XLA on GPUs divides approximately, so a quotient halfway between two float8 numbers may be
     # rounded to either of them.
@@ -155,9 +160,7 @@ def test_matrices_in_both_orders_have_the_same_numbers(implementation):
 def test_rows_are_quantized_as_they_lie_too(implementation):
     source = jnp.asarray(rows_of("skewed"), jnp.bfloat16)
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    kept, _ = float8.transpose_rows(
-        source, blocks, by_column=False, keep_order=True, implementation=implementation
-    )
+    kept, _ = float8.transpose_rows(source, blocks, keep_order=True, implementation=implementation)
     want = float8.quantize_rows(source)
     assert np.asarray(kept.values)[:LIVE].tobytes() == np.asarray(want.values)[:LIVE].tobytes()
     np.testing.assert_array_equal(np.asarray(kept.scales)[:LIVE], np.asarray(want.scales)[:LIVE])

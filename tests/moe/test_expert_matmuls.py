@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -279,17 +280,43 @@ def test_a_layer_on_a_mesh_is_that_without(case, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_wire_costs_nothing_more():
-    """Sending rows in float8 must not change the output of a layer with float8 matmuls.
+def test_tokens_are_sent_as_float8():
+    """A layer with float8 matmuls must send float8 tokens, with or without a wire_dtype.
 
-    Without it, the experts quantize the received rows in the same way.
+    Output and gradients must be those of experts that quantize the rows that they receive.
     """
+
+    def by_hand(params, x):
+        def on_rank(params, x):
+            routing = jax_ep.top_k_routing(x @ params.gate, K, normalize=True)
+            received = jax_ep.dispatch(x, routing.topk_idx, num_experts=EXPERTS, axis_name="expert")
+            assert received.tokens.dtype == jnp.float32
+            wi_0, wi_1, wo = params.wi_0, params.wi_1, params.wo
+            return jax_ep.routed_experts(
+                received, wi_0, wi_1, wo, routing.topk_weights, matmul_dtype=FLOAT8
+            )
+
+        spec = P("expert")
+        specs = MoEParams.of(gate=P(), wi_0=spec, wi_1=spec, wo=spec)
+        return jax.shard_map(on_rank, in_specs=(specs, spec), out_specs=spec)(params, x)
+
+    def layer(wire_dtype):
+        config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
+        return lambda params, x: jax_ep.moe_layer(params, x, config)[0]
+
+    def results(function):
+        def of(params, x):
+            out = function(params, x)
+            return jnp.sum(jnp.sin(jnp.arange(out.size).reshape(out.shape)) * out), out
+
+        return jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(params_of(), x_of((64,)))
+
     with jax.set_mesh(expert_mesh(4)):
-        without, with_wire = (
-            jax.jit(functools.partial(loss, config=config))(params_of(), x_of())[1][0]
-            for config in (CONFIG, dataclasses.replace(CONFIG, wire_dtype=FLOAT8))
-        )
-    np.testing.assert_array_equal(without, with_wire)
+        want = results(by_hand)
+        for wire_dtype in (None, FLOAT8):
+            traced = str(jax.make_jaxpr(layer(wire_dtype))(params_of(), x_of((64,))))
+            assert re.search(r"f8_e4m3fn[^=]*= ep_dispatch\[", traced)
+            jax.tree.map(np.testing.assert_array_equal, results(layer(wire_dtype)), want)
 
 
 def test_rows_of_another_format_are_quantized_again():

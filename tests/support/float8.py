@@ -60,13 +60,12 @@ def transposed_matrices(x: np.ndarray) -> QuantizedArray:
     return matrices(np.ascontiguousarray(x.swapaxes(1, 2)))
 
 
-def transposed_rows(x: np.ndarray, sizes: Sequence[int], by_column: bool) -> TransposedRows:
+def transposed_rows(x: np.ndarray, sizes: Sequence[int]) -> TransposedRows:
     """Quantizes rows [R, K] transposed, in NumPy, as `float8.transpose_rows` does on the device.
 
     Args:
         x: the rows, group after group.
         sizes: the rows of each group; each group is padded to whole blocks of 128 rows.
-        by_column: whether each column of a block has its own scale, or 128 columns share one.
     """
     padded = np.zeros((padded_rows(len(x), len(sizes)), x.shape[1]), np.float32)
     place = start = 0
@@ -74,9 +73,40 @@ def transposed_rows(x: np.ndarray, sizes: Sequence[int], by_column: bool) -> Tra
         padded[place : place + size] = x[start : start + size]
         start += size
         place += -(-size // BLOCK) * BLOCK
-    width = 1 if by_column else BLOCK
-    values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, width)).encode(padded)
+    values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(padded)
     return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
+
+
+def transposed_quantized_rows(rows: QuantizedArray, sizes: Sequence[int]) -> TransposedRows:
+    """Does in NumPy what `float8.transpose_rows` does with quantized rows on the device.
+
+    `sizes` are the rows of each group, as in `transposed_rows`.
+    """
+    num_rows, width = rows.values.shape
+    height, columns = padded_rows(num_rows, len(sizes)), width // BLOCK
+    numbers = np.zeros((height, columns, BLOCK), np.float32)
+    own = np.zeros((height, columns), np.float32)
+    place = start = 0
+    for size in sizes:
+        of_group = slice(place, place + size), slice(start, start + size)
+        numbers[of_group[0]] = np.asarray(rows.values, np.float32)[of_group[1]].reshape(
+            size, columns, BLOCK
+        )
+        own[of_group[0]] = np.asarray(rows.scales)[of_group[1]]
+        start += size
+        place += -(-size // BLOCK) * BLOCK
+    scales = np.maximum(
+        own.reshape(-1, BLOCK, columns).max(axis=1), np.float32(FLOAT8_ROWS.least_scale)
+    )
+    factors = own * np.repeat(1 / scales, BLOCK, axis=0)
+    values = (numbers * factors[..., None]).reshape(height, width).astype(jnp.float8_e4m3fn)
+    return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
+
+
+def live_blocks(rows: TransposedRows, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Returns the values and scales of the blocks that have rows: those of all groups."""
+    count = sum(-(-size // BLOCK) for size in sizes)
+    return [np.asarray(rows.values)[:, : count * BLOCK], np.asarray(rows.scales)[:count]]
 
 
 def matrices(x: np.ndarray) -> QuantizedArray:

@@ -1,0 +1,211 @@
+"""Kernel that transposes quantized rows, for the gradient of a grouped matmul's matrices.
+
+The gradient of a group's matrix sums over the rows of the group. The tensor cores require that the
+rows of both float8 operands are innermost, and that the 128 rows of a sum share a scale. So this
+kernel transposes the rows, and gives each block of 128 rows by 128 columns one scale: the largest
+of the scales that its rows have there. Values of the other rows are multiplied by the ratio of
+their scale to it, and rounded to float8 once more.
+
+A thread block handles a tile of 128 rows by 128 columns. Each thread handles a patch of 8 x 8
+values:
+
+            4 patches                    A warp handles 64 rows by 32 columns. It loads 32 bytes of
+         +--+--+--+--+                   each row, which are a whole sector of memory. It stores 64
+    8    |  |  |  |  |                   bytes of each column: each thread 8 bytes.
+  patches+--+--+--+--+
+         |  |  |  |  |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.quantize import PTX_TYPE, Scaled, past, pointer_to
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
+
+# A thread handles a patch of 8 rows by 8 columns: two words of four values in each row.
+_PATCH = 8
+_WORD = 4
+# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
+_ACROSS = 4
+_DOWN = WARP // _ACROSS
+# The number of warps side by side, and in all.
+_SIDES = BLOCK // (_PATCH * _ACROSS)
+_WARPS = _SIDES * BLOCK // (_PATCH * _DOWN)
+
+
+def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) -> TransposedRows:
+    """Transposes quantized rows, with one scale for each 128 rows by 128 columns.
+
+    Args:
+      rows: [R, K] float8_e4m3fn with scales; K is a multiple of 128.
+      blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
+        `row_blocks`.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      The transposed rows, values [K, P] and scales [P / 128, K / 128]. The rows that a block lacks
+      of 128 are zero. Blocks without rows hold anything.
+    """
+    width, num_blocks = rows.values.shape[1], blocks.shape[0]
+    tiles = width // BLOCK
+
+    def kernel(values: Any, scales: Any, blocks: Any, out: Any, out_scales: Any) -> None:
+        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
+        first, count = blocks[block, 0], blocks[block, 1]
+        refs, numbers = [values, scales, out, out_scales], [block, column, first, count]
+
+        def emit(*given: Any) -> None:
+            *memrefs, block, column, first, count = given
+            scalars = (mosaic.scalar(each) for each in (block, column, first, count))
+            _Tile(width, num_blocks * BLOCK, *scalars).emit(*memrefs)
+
+        # Nothing reads the transposed rows of a block without rows.
+        @pl.when(count > 0)
+        def _() -> None:
+            if interpret:
+                _interpreted(*refs, *numbers)
+            else:
+                layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
+                mosaic.inline(emit, [*refs, *numbers], layouts)
+
+    results = mosaic.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((width, num_blocks * BLOCK), rows.values.dtype),
+            jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32),
+        ],
+        num_threads=_WARPS * WARP // LANES,
+        thread_name="warpgroup",
+        grid=(num_blocks * tiles,),
+        grid_names=("tile",),
+        auto_barriers=False,
+        interpret=interpret,
+        kernel_name="transpose_rows",
+    )(*rows, blocks)
+    return TransposedRows(*results)
+
+
+def _interpreted(
+    values: Any, scales: Any, out: Any, out_scales: Any, block: Any, column: Any, *rows: Any
+) -> None:
+    """Transposes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
+
+    The arguments are references to the input and the outputs, and the attributes of `_Tile`.
+    """
+    first, count = rows
+    columns = pl.ds(column * BLOCK, BLOCK)
+
+    def load(i: Any, tile: Any) -> Any:
+        row = first + jnp.where(i < count, i, 0)
+        return (
+            tile[0].at[i].set(values[row, columns]),
+            tile[1].at[i].set(jnp.where(i < count, scales[row, column], 0)),
+        )
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _() -> None:
+        nothing = jnp.zeros((BLOCK, BLOCK), values.dtype), jnp.zeros(BLOCK, jnp.float32)
+        tile, scale = with_shared_scales(*lax.fori_loop(0, BLOCK, load, nothing))
+        out[columns, pl.ds(block * BLOCK, BLOCK)] = tile.T
+        out_scales[block, column] = scale
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile of 128 rows by 128 columns, which a thread block transposes.
+
+    Attributes:
+      width: number of columns of the rows.
+      height: number of columns of the transposed rows, P.
+      block: the index of the tile's block of 128 rows.
+      column: the index of the tile in its row of tiles.
+      first: the block's first row in the input.
+      count: the number of rows that the block has, of 128.
+    """
+
+    width: int
+    height: int
+    block: Value
+    column: Value
+    first: Value
+    count: Value
+
+    def emit(self, values: Any, scales: Any, out: Any, out_scales: Any) -> None:
+        """Emits the code by which a thread transposes its patch; takes memrefs of all arrays."""
+        i32 = mosaic.i32
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
+        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
+        row = arith.muli(arith.addi(arith.muli(strip, i32(_DOWN)), down), i32(_PATCH))
+        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
+
+        # words[i] are the two words of row i of the thread's patch.
+        words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
+        own = [self.load_scale(scales, arith.addi(row, i32(i))) for i in range(_PATCH)]
+        # Each warp looks for the largest of all scales. Positive numbers are ordered as their bits.
+        of_lane = [
+            arith.bitcast(
+                mosaic.integer_type(32),
+                self.load_scale(scales, arith.addi(lane, i32(start))),
+            )
+            for start in range(0, BLOCK, WARP)
+        ]
+        bits = mosaic.warp_max(functools.reduce(arith.maxui, of_lane))
+        f32 = mosaic.float_type()
+        largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
+        inverse = float8.reciprocal(largest)
+        factors = [arith.mulf(scale, inverse) for scale in own]
+        with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
+            at = arith.addi(arith.muli(self.block, i32(self.width // BLOCK)), self.column)
+            llvm.store(largest, mosaic.element_pointer(mosaic.pointer(out_scales), at, f32))
+
+        row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+        start = pointer_to(out, left, self.height, row_of_out, 1)
+        of_two = mosaic.vector_type(2, mosaic.integer_type(32))
+        for word in range(_PATCH // _WORD):
+            numbers = [
+                [arith.mulf(number, factor) for number in float8.widened(PTX_TYPE, words[i][word])]
+                for i, factor in enumerate(factors)
+            ]
+            for j in range(_WORD):
+                of_column = [of_row[j] for of_row in numbers]
+                both = [
+                    float8.packed(PTX_TYPE, of_column[i : i + _WORD])
+                    for i in range(0, _PATCH, _WORD)
+                ]
+                at = past(start, (word * _WORD + j) * self.height)
+                llvm.store(vector.from_elements(of_two, both), at, alignment=_PATCH)
+
+    def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
+        """Loads 8 values of a row of the tile, from column `left` of the input on, as two words.
+
+        The values of rows that the block lacks are zero.
+        """
+        exists = mosaic.below(row, self.count)
+        # A row that the block lacks may not exist in the input. Its first row is read instead.
+        row = arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+        two = mosaic.vector_type(2, mosaic.integer_type(32))
+        loaded = llvm.load(two, pointer_to(values, row, self.width, left, 1), alignment=_PATCH)
+        words = (vector.extract(loaded, [], [i]) for i in range(2))
+        return [arith.select(exists, word, mosaic.i32(0)) for word in words]
+
+    def load_scale(self, scales: Any, row: Value) -> Value:
+        """Loads the scale of a row of the tile; it is 0 if the block lacks the row."""
+        exists = mosaic.below(row, self.count)
+        row = arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+        at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
+        return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))
