@@ -17,7 +17,7 @@ of the experts with them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -270,7 +270,22 @@ def _compute_transposed(*operands, keep_order, implementation, platform):
     return (*kept, values.T, scales)
 
 
+def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the matmuls of a function multiply float32 numbers as they are.
+
+    By default, GPUs would round them to TF32, and exceed the error that this module states.
+    """
+
+    @functools.wraps(compute)
+    def run(*operands: Any, **options: Any) -> Any:
+        with jax.default_matmul_precision("float32"):
+            return compute(*operands, **options)
+
+    return run
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform", "zero_unused"))
+@_exact
 def _compute_product(*operands, dtype, implementation, platform, zero_unused):
     *parts, group_sizes = operands
     pairs = [(parts[i : i + 2], parts[i + 2 : i + 4]) for i in range(0, len(parts), 4)]
@@ -307,6 +322,7 @@ def _sum_of_products(
 
 
 @functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
+@_exact
 def _compute_gated(*operands, gating, keep, implementation, platform):
     *parts, group_sizes = operands
     lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
@@ -330,6 +346,7 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
+@_exact
 def _compute_drhs(*operands, dtype, implementation, platform):
     *parts, groups = operands
     lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))

@@ -84,7 +84,7 @@ class Float8Tiles:
     """
 
     num_stages: int = 4
-    band: int = 4
+    band: int = 8
     block_n: int = _HALVES * BLOCK
 
     def __post_init__(self) -> None:
