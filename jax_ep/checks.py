@@ -1,4 +1,4 @@
-"""Functions that check arguments of public functions; messages name the argument and its value."""
+"""Checks arguments of public functions; the error messages name the argument and its value."""
 
 from __future__ import annotations
 
@@ -111,10 +111,7 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
 
 
 def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless x is floating, [num_tokens, H'] with H' > 0.
-
-    x is an array of the tokens of an earlier dispatch, such as the argument of `dispatch_like`.
-    """
+    """Raises TypeError or ValueError unless x is floating, [num_tokens, H'] with H' > 0."""
     check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != num_tokens or x.shape[1] == 0:
         raise ValueError(
@@ -212,7 +209,7 @@ def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise:
     """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`.
 
     Raises TypeError for a traced value, a string or a bool, and ValueError for a number that is not
-    allowed. `otherwise` is appended to the requirement in the message, such as ", or None".
+    allowed. In the message, `otherwise` follows the requirement, such as ", or None".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")

@@ -55,10 +55,7 @@ class Flags:
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
     def several(self, name: str, help: str) -> Holder:
-        """Defines a flag that may be given several times; its value is the list of all strings.
-
-        The value is None if the flag is not given.
-        """
+        """Defines a flag that may be given several times; its value is a list, or None."""
         return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
 
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
@@ -88,10 +85,7 @@ class Flags:
         return self._define(_Numbers(), name, default, help)
 
     def output(self, name: str, help: str) -> Holder:
-        """Defines a flag for the path of a file that the command writes; None if not given.
-
-        `check_outputs` checks that the file can be written.
-        """
+        """Defines a flag for the path of a file to write, which `check_outputs` checks."""
         holder = self.string(name, None, help)
         self._outputs.append(holder)
         return holder
@@ -113,10 +107,7 @@ class Flags:
         )
 
     def check_outputs(self) -> None:
-        """Raises `Error` if a file of an `output` flag cannot be written.
-
-        A command calls it before it starts long work.
-        """
+        """Raises `Error`, before a command's long work, if an `output` file cannot be written."""
         for holder in self._outputs:
             if holder.value is not None:
                 _check_output(holder.name, holder.value)
@@ -130,7 +121,6 @@ class Flags:
 
         Raises `Error` for an unknown flag, a value that is not allowed, or a positional argument.
         """
-        # Drops the values of an earlier call in the same process.
         for name in self.values:
             self.values[name].unparse()
         if extra := self.values([command, *argv])[1:]:
@@ -213,7 +203,7 @@ class _Choices(_List):
 
 
 def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | None = None) -> None:
-    """Raises `Error` unless `num_ranks` divides `num_experts`, and `top_k` is at most that number.
+    """Raises `Error` unless `num_ranks` divides `num_experts`, and `top_k` <= `num_experts`.
 
     `whose` is the name of the model whose number of experts this is; None if a flag sets it.
     """

@@ -18,8 +18,9 @@ class Implementation:
 
     Attributes:
       name: the string that selects it, such as "pallas" in implementation="pallas".
-      unavailable_reason: a function of a problem that returns why the implementation does not
-        support it, or None if it does. Error messages put the reason after "cannot run here: ".
+      unavailable_reason: a function of a problem (operands and devices) that returns why the
+        implementation does not support the problem, or None if it does. Error messages put the
+        reason after "cannot run here: ".
       is_default: a function of a problem that returns whether implementation=None may select it.
     """
 
@@ -80,10 +81,10 @@ class Implementations(Generic[_Kind]):
             )
 
     def select(self, name: str | None, problem: Any) -> _Kind:
-        """Returns the implementation called `name`.
+        """Returns the implementation called `name`, or for None the first that supports `problem`.
 
-        If `name` is None, returns the first one in the table that is a default for `problem` and
-        supports it. Raises ValueError, with the reason, if the named one does not support it.
+        For None, only implementations whose `is_default(problem)` is true are considered. Raises
+        ValueError, with the reason, if the named implementation does not support `problem`.
         """
         if name is not None:
             self.check(name, problem)

@@ -46,7 +46,7 @@ class CallSizes:
 
     @property
     def pairs(self) -> int:
-        """The number of (source rank, token) pairs."""
+        """N·T, the number of (source rank, token) pairs."""
         return self.num_ranks * self.num_tokens
 
     def rows(self, count: int) -> int:
@@ -61,11 +61,7 @@ class CallSizes:
         return self.sent_rows(count) if self.wire.quantized else 0
 
     def gathered(self, size: int) -> int:
-        """Returns the bytes of the result of an all-gather.
-
-        `size` is the bytes of all ranks' arrays together. A single rank gathers nothing and
-        allocates no result, so the bytes are then 0.
-        """
+        """Returns `size`, the bytes of an all-gather's result; 0 for one rank, which needs none."""
         return size if self.num_ranks > 1 else 0
 
     def routes(self) -> int:
@@ -84,7 +80,7 @@ class CallSizes:
 
     @property
     def row(self) -> plans.Row:
-        """The columns, dtype and wire format of a padded row, by which kernels are planned."""
+        """The columns, dtype and wire format of a padded row, from which kernel plans are made."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
@@ -98,10 +94,7 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the low-latency kernels, or None if they do not support these sizes.
-
-        The host is assumed to have one GPU for each rank.
-        """
+        """The plan of the low-latency kernels on N GPUs; None if they do not support the sizes."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:

@@ -82,9 +82,9 @@ def dispatch(
 
     Returns:
       The received rows, [R, H] or rank-major [N, T, H], as a `QuantizedArray` if
-      `config.quantized`; the `Routes` or `RankRoutes`; and a third result. In the expert-major
-      layout the third result is the `RowGroups` (the sizes of the experts' blocks); in the
-      rank-major layout it is the received weights, [N, T, K] float32, or None without weights.
+      `config.quantized`; the `Routes` or `RankRoutes`; and, in the expert-major layout, the
+      `RowGroups` (the sizes of the experts' blocks), or, in the rank-major layout, the received
+      weights, [N, T, K] float32, or None without weights.
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -159,9 +159,9 @@ def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
     """Returns zeros [R, H] through which the gradient of quantized received rows reaches x [T, H].
 
     Received rows that stay quantized have no gradient. A function of these rows, such as a float8
-    matmul, therefore takes the zeros as another operand. It ignores their values, and returns the
-    cotangent of the rows as the cotangent of the zeros. That cotangent is sent back to the ranks of
-    the tokens as if the zeros were dispatched rows of x.
+    matmul, therefore takes the zeros as another operand. The function ignores the values of the
+    zeros, and returns the cotangent of the rows as the cotangent of the zeros. That cotangent is
+    sent back to the ranks of the tokens as if the zeros were dispatched rows of x.
     """
     assert config.capacity is not None
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
@@ -214,8 +214,8 @@ def combine_grad(
 
     Returns dy [R, H], where each row is the token's g times the choice's weight, and dweights
     [T, K] float32, the inner product of the token's g and the choice's row of y. dy is linear in g
-    and the weights, and dweights in g and y, so the gradient of this function needs only `combine`
-    and `combine_grad`.
+    and the weights, and dweights in g and y, so the gradient of this function consists of calls of
+    `combine` and `combine_grad`.
     """
     return primitives.combine_grad(g, topk_weights, y, routes, config=config)
 

@@ -24,12 +24,11 @@ Received = tuple[jax.Array, ...]
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` argument for calls of `jax_ep.collectives` next to an exchange.
+    """Returns the `algorithm` of the collectives (`jax_ep.collectives`) that accompany an exchange.
 
-    `implementation` is the argument of the exchange. For "pallas" and None the result is None, with
-    which a collective may select Pallas kernels, too. For "xla" and "two_level" it is "xla": the
-    exchange then runs no Pallas kernels, or its ranks are on several hosts, between which Pallas
-    collectives cannot run.
+    `implementation` is the argument of the exchange. The result None lets a collective select
+    Pallas kernels, too. The result "xla" is for an exchange without Pallas kernels, and for
+    "two_level": its ranks are on several hosts, between which Pallas collectives cannot run.
     """
     return None if implementation in (None, "pallas") else "xla"
 
@@ -76,8 +75,7 @@ class Config:
     def ranks_of_hosts(self) -> list[list[int]] | None:
         """The groups of ranks that exchange rows, for the `axis_index_groups` of JAX's collectives.
 
-        They are the ranks of each host; or None, for a single group, if all ranks exchange rows
-        with each other.
+        They are the ranks of each host; or None if all ranks exchange rows with each other.
         """
         if self.ranks_per_host is None:
             return None
@@ -91,10 +89,9 @@ class Config:
 
     @property
     def of_cotangents(self) -> Self:
-        """The configuration of the exchange that computes the gradient of this one.
+        """The configuration of the exchange that computes the gradient of this exchange.
 
-        That exchange sends the cotangents of rows in the format `grad_wire`. Its own gradient, of
-        second order, sends rows unquantized.
+        It sends cotangents in the format `grad_wire`. Its own gradient sends rows unquantized.
         """
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
@@ -116,10 +113,7 @@ class Exchange(Protocol):
         ...
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to the receive-buffer rows that a dispatch assigned to its tokens.
-
-        Returns the received rows, [R, H].
-        """
+        """Sends x [T, H] to a dispatch's receive-buffer rows; returns the receive buffer [R, H]."""
         ...
 
     def combine(
@@ -158,10 +152,11 @@ class Exchange(Protocol):
 class ExchangeInParts(Exchange, Protocol):
     """An `Exchange` that can divide the tokens of one dispatch among several calls.
 
-    In each call, `routes.rows` describe only the tokens of the call, and `routes.counts` the whole
-    dispatch. The first call writes zeros to padding and, if `config.zero_unused`, to unused rows. A
-    later call takes the result of the previous call as `into`, writes the rows of its own tokens
-    there, and keeps all other rows. `config.wire` must not quantize rows.
+    In each call, `routes.rows` has the rows of that call's tokens only, and `routes.counts` the
+    counts of the whole dispatch. The first call writes zeros to padding and, if
+    `config.zero_unused`, to unused rows. A later call takes the result of the previous call as
+    `into`, writes the rows of its own tokens there, and keeps all other rows. `config.wire` must
+    not quantize rows.
     """
 
     def dispatch_like(
@@ -170,7 +165,7 @@ class ExchangeInParts(Exchange, Protocol):
         """Sends x [T, H], some of a dispatch's tokens, to their receive-buffer rows.
 
         Returns the receive buffer, [R, H]. `into` is the receive buffer that the previous call
-        returned, into which this call writes the rows of its tokens; None in the first call.
+        returned; this call writes the rows of its tokens there. `into` is None in the first call.
         """
         ...
 
@@ -186,7 +181,7 @@ class ExchangeInParts(Exchange, Protocol):
         """Computes the gradients of a weighted `combine` from the cotangents g of some tokens.
 
         Returns the gradient of y, [R, H], and the gradient of these tokens' weights, [T, K]
-        float32. `into` is the gradient of y that the previous call returned, into which this call
-        writes the rows of its tokens; None in the first call.
+        float32. `into` is the gradient of y that the previous call returned; this call writes the
+        rows of its tokens there. `into` is None in the first call.
         """
         ...

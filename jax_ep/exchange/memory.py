@@ -2,10 +2,9 @@
 
 The caller's inputs and outputs are not counted. All sizes follow from shapes, so that no machine
 with N ranks is needed to compute them. For kernels, `pallas_kernels.exchange.plan` states the
-allocated buffers; `jax_ep.exchange.xla` and `two_level` state their own. XLA reports the memory of
-a compiled program only (`compiled.memory_analysis()`), and compiling for N CPUs needs N devices.
-The tests therefore compare the counts of "xla" with XLA's analysis, and the counts of "pallas" with
-the buffers in the lowered kernels' calls.
+allocated buffers; `jax_ep.exchange.xla` and `two_level` state their own. Tests compare the counts
+of "xla" with XLA's analysis of the compiled program (`compiled.memory_analysis()`), and the counts
+of "pallas" with the buffers in the lowered kernels' calls.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# Maps each operation of LOCAL to the operation of an exchange that computes it on one rank alone,
-# and therefore needs the same buffers.
+# Maps each operation of LOCAL to the operation that computes it, run over a single rank.
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
@@ -67,8 +65,8 @@ def workspace_bytes(
     `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
     heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
     are counted for the dispatch that makes them, and live as long as its handle; all other buffers
-    are freed when the call returns. "pallas" selects its kernels by the room in this heap, and each
-    host is assumed to have as many GPUs as ranks.
+    are freed when the call returns. Each host is assumed to have one GPU for each of its ranks:
+    this number sets the room in the heap, by which "pallas" selects its kernels.
 
     For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
     and lets arrays share memory. It needs up to K more arrays [N, T, H] where it does not fuse the
@@ -142,10 +140,7 @@ def result_bytes(
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`; returns the sizes from which buffers are counted.
-
-    `given` has the arguments as attributes.
-    """
+    """Checks the arguments of `workspace_bytes`, attributes of `given`; returns the `CallSizes`."""
     operation, layout, capacity = given.operation, given.layout, given.capacity
     num_ranks, num_tokens, num_experts = given.num_ranks, given.num_tokens, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
@@ -181,8 +176,7 @@ def _checked(given: Any) -> CallSizes:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
     if operation in LOCAL:
-        # A local operation runs as the exchange of a single rank with N * T tokens, and is counted
-        # as such.
+        # A local operation runs as the exchange of a single rank with N * T tokens.
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
     if layout == "rank":

@@ -88,7 +88,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
+    """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
     return out[:, : y.shape[1]]
@@ -135,7 +135,7 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of a weighted combine; see `ExchangeInParts.combine_grad`.
 
-    If the wire is quantized, `dispatch_like` sends the cotangents g, and XLA multiplies the
+    If `config.wire` quantizes rows, `dispatch_like` sends the cotangents g, and XLA multiplies the
     received rows by the weights.
     """
     if config.wire.quantized:
@@ -194,10 +194,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns keyword arguments that the kernels of expert-major calls share.
-
-    They are the GPUs of the ranks, and the options for the experts' blocks in a receive buffer.
-    """
+    """Returns keyword arguments that the kernels of expert-major calls share."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -209,10 +206,9 @@ def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the `LowLatencyPlan` of the low-latency kernels for padded rows x [.., H].
+    """Returns the plan of the low-latency kernels for padded rows x [.., H] and sizes (N, T, K).
 
-    Returns None if these kernels do not support the rows. `sizes` are (N, T, K): the numbers of
-    ranks, of tokens per rank, and of choices per token.
+    Returns None if these kernels do not support the rows.
     """
     return plans.for_low_latency(
         _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()
@@ -220,10 +216,7 @@ def _low_latency_plan(
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
-    """Returns the `Plan` with which the dispatch kernel is compiled for padded rows x [T, H].
-
-    `sizes` are (N, T, K): the numbers of ranks, of tokens per rank, and of choices per token.
-    """
+    """Returns the `Plan` of the dispatch kernel for padded rows x [T, H] and sizes (N, T, K)."""
     return plans.for_dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
 
 

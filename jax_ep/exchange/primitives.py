@@ -67,8 +67,8 @@ def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchan
     if isinstance(last, (Routes, RankRoutes)):
         list_words = last.topk_idx.shape[1]
     else:
-        # The operands of a dispatch are x, the choices [T, K], and in the rank-major layout weights
-        # [T, K] or None. All but x are sent as words that describe a token's choices.
+        # A dispatch has the operands x, choices [T, K] and, if rank-major, weights [T, K] or None.
+        # Each choice and each weight of a token is a word of 4 bytes.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
     problem = _problem(config, rows, list_words, availability.Lowered(program))
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
@@ -83,8 +83,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def abstract_eval(*types, tree, config):
-        # All operands and results vary over the same mesh axes, so the first operand's type has
-        # the axes of each result.
+        # All operands and results vary over the same mesh axes, as the first operand's type says.
         shapes = jax.tree.leaves(results(*jax.tree.unflatten(tree, types), config))
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 
@@ -114,9 +113,8 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        # JAX lowers a primitive again if its parameters differ. The fields of config that do not
-        # change this exchange are therefore reset, so that calls that differ only in them share a
-        # lowering.
+        # Fields of config that do not change this exchange are reset, so that calls that differ
+        # only in them have equal parameters and share a lowering.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
             config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused

@@ -78,9 +78,9 @@ def check_output(output: str, wire: RowFormat) -> None:
 def bits(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
     """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
 
-    As unsigned integers, NaNs keep their payload. Unquantized rows become an array [..., H] of
-    uints as wide as x's dtype. Quantized rows become uint8 [..., bytes of a row]: the values of a
-    row, then its scales.
+    XLA moves unsigned integers unchanged, but may change the payload of floats that are NaN.
+    Unquantized rows become an array [..., H] of uints as wide as x's dtype. Quantized rows become
+    uint8 [..., bytes of a row]: the values of a row, then its scales.
     """
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

@@ -1,12 +1,12 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 There are M hosts with G ranks each. A *rail* is the M ranks, one per host, that have the same
-number within their hosts; rows cross between hosts only along a rail. An exchange takes M turns,
+number within their hosts. Rows cross between hosts only along a rail. An exchange takes M turns,
 one for each host; turn 0 is for the rank's own host. In turn i > 0, a rank receives the rows of the
 host that is i places after its own host (dispatch), or sends sums to that host (combine). Meanwhile
-the kernels inside the host move another turn's rows.
-With a `host_capacity` of C, a rank sends C rows to each other host instead of all T: the first C of
-its tokens that chose experts there.
+the kernels inside the host move the rows of another turn.
+With host_capacity=C, a rank sends only C rows to each other host: its first C tokens that chose
+experts of that host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
-    """The host whose tokens one call of the exchange inside this host moves.
+    """The host from which the tokens come, for one call of the exchange among this host's ranks.
 
-    In place of a `Source`, `None` means that the call moves the tokens of all hosts.
+    In place of a `Source`, `None` means that the tokens come from all hosts.
 
     Attributes:
       turn: the distance from this host to the source host, modulo M; 0 for this host itself.
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 class Rail:
     """The M ranks, one per host, that have this rank's number within their hosts.
 
-    Its methods send rows among these ranks, and select and arrange what was received.
+    Its methods send rows among these ranks, and select rows of one source host.
 
     Attributes:
       config: the configuration of the exchange among all ranks.
@@ -53,7 +53,7 @@ class Rail:
       ranks_per_host: G, the ranks of a host.
       host: [] int32: the number of this host.
       kernels: whether Pallas kernels move rows inside this host.
-      at_once: whether one call of the exchange inside this host takes the tokens of all hosts.
+      at_once: whether one call of the exchange inside this host moves the tokens of all hosts.
       sent_tokens: [M, C] int32: the tokens that this rank sends to each host, padded with T; None
         where each host gets all T tokens.
       received_tokens: [G, M, C] int32: the tokens that each rank of this host receives from each
@@ -71,11 +71,9 @@ class Rail:
 
     @classmethod
     def of(cls, num_hosts: int, config: Config) -> Rail:
-        """Makes this rank's rail, over the mesh axes of `config`.
+        """Makes the `Rail` of this rank, which sends all T tokens of the rank to every host.
 
-        The returned `Rail` sends a row for each of this rank's T tokens to every host, even if
-        `config` has a host_capacity. Its method `of_tokens` returns a copy that sends only as many
-        rows to a host as the host_capacity allows.
+        `of_tokens` returns a copy that sends at most `config.host_capacity` tokens to a host.
         """
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
         return cls(
@@ -83,12 +81,11 @@ class Rail:
         )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns a copy of this rail for an exchange of the T tokens with choices topk_idx [T, K].
+        """Returns a copy of this `Rail` for an exchange of T tokens with choices topk_idx [T, K].
 
-        `kernels` says whether Pallas kernels run inside a host. If they do and T is small, the copy
-        has `at_once`: one call of the kernels takes the tokens of all hosts, since each call costs
-        a fixed time. With a host_capacity below T, the copy has `sent_tokens` and
-        `received_tokens`.
+        `kernels` says whether Pallas kernels move rows inside a host. If so, and if T is small, the
+        copy has `at_once` set, since each call of a kernel costs a fixed time. If the host_capacity
+        is below T, the copy has `sent_tokens` and `received_tokens`.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
@@ -99,7 +96,7 @@ class Rail:
         if not self.drops(num_tokens):
             return self
         chosen, place = self._places(topk_idx)
-        # Tokens that did not choose a host get the index T, at which the scatter drops them.
+        # A token that chose no expert of a host has the index T there, and the scatter drops it.
         place = jnp.where(chosen, place, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         sent_tokens = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
@@ -113,10 +110,7 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange among a host's ranks.
-
-        Rows are quantized only to cross between hosts, so this exchange does not quantize them.
-        """
+        """The configuration of the exchange among a host's ranks, which never quantizes rows."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
@@ -130,14 +124,11 @@ class Rail:
         return self.config.host_capacity
 
     def drops(self, num_tokens: int) -> bool:
-        """Returns whether a host_capacity is set that is below T, which is `num_tokens`.
-
-        If so, a rank may have to drop tokens that chose experts of another host.
-        """
+        """Returns whether the host_capacity is below `num_tokens`: if so, tokens may be dropped."""
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
-        """Returns choices [T, K] with -1 for each choice that the host_capacity drops."""
+        """Returns topk_idx [T, K] with -1 in place of each choice that the host_capacity drops."""
         if not self.drops(topk_idx.shape[0]):
             return topk_idx
         _, place = self._places(topk_idx)
@@ -147,12 +138,11 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Finds and numbers, for each other host, the tokens that chose an expert of that host.
+        """Returns, for each token t and host m, whether t chose an expert of m, and t's place.
 
-        Returns two arrays [T, M], with an entry for each token and host. The first says whether the
-        token chose an expert of the host; for this rank's own host it is False. The second is the
-        number of earlier tokens that chose an expert of the host; if it is below the host_capacity,
-        a token that chose such an expert is sent to the host.
+        Both arrays are [T, M]. The first is False where m is this rank's own host. The place is the
+        number of earlier tokens that chose an expert of m. If t chose an expert of m, t is sent to
+        m only if its place is below the host_capacity.
         """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
@@ -184,7 +174,7 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends rows x [T, ...] to the rail's rank on each host; returns [M, T, ...] by sender.
+        """Sends rows x [T, ...] to the rail's rank on each host; returns [M, T, ...] by source.
 
         With a host_capacity of C below T, returns [M, C, ...], padded with the value `fill`.
         """
@@ -193,7 +183,7 @@ class Rail:
         return self._exchange(_picked(x, self.sent_tokens, fill))
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        """Sends entry h of x [M, ...] to the rail's rank on host h; returns [M, ...] by sender."""
+        """Sends x[h] of x [M, ...] to the rail's rank on host h; returns [M, ...] by source."""
         return lax.all_to_all(
             x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
         )
@@ -239,14 +229,12 @@ class Rail:
             return part
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
-    # --------------------------------------------------------------- one host after the other
-
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
         """Sends rows x [T, ...] to the rail's rank on each host; calls `add` for each source host.
 
-        `add` first gets this rank's own rows. While it handles the rows from one host, the rows
-        from the next host arrive. With `at_once`, `add` is called only once, with the rows from all
-        hosts.
+        The first call of `add` gets this rank's own rows. While a call handles the rows from one
+        host, the rows from the next host arrive. If `at_once` is set, `add` is called only once,
+        with the rows from all hosts.
 
         Args:
           x: [T, ...]: this rank's rows.
@@ -270,10 +258,9 @@ class Rail:
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Picks the rows of x [T, ...] that this rank sends to the host of number `host` modulo M.
+        """Returns the rows of x [T, ...] that this rank sends to the host numbered `host` modulo M.
 
-        Returns them as [C, ...], padded with zeros, if `sent_tokens` limits them to C (the
-        host_capacity); otherwise returns x.
+        They are [C, ...], padded with zeros, if a host_capacity of C limits them; otherwise x.
         """
         if self.sent_tokens is None:
             return x
@@ -283,7 +270,7 @@ class Rail:
         """Computes sums for each host's tokens, and sends them to the rail's rank on that host.
 
         While the sums for one host are sent, the sums for the next host are computed; the sums for
-        this host's own tokens are computed last. With `at_once`, one call computes all sums.
+        this host's own tokens come last. If `at_once` is set, one call computes all sums.
 
         Args:
           sums: called as `sums(source)`; returns the sums for the tokens that came from the host
@@ -300,9 +287,8 @@ class Rail:
         here = self.host
         returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
-            # The barriers make XLA run the turns in order. XLA removes an operand of a barrier if
-            # the result for it is not used. Each turn therefore computes with the `here` that the
-            # previous turn's barrier returned.
+            # The barriers make XLA run the turns in order. Each turn must use the host number
+            # `here` that the previous turn's barrier returned: XLA drops unused results.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
             if returned:
                 part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
@@ -348,8 +334,7 @@ class Rail:
 
         Returns:
           [G, tokens, ...]: for each of the G ranks of this rank's host, the entries of the tokens
-          whose rows the method `rows` returns on that rank, in the same order. Where such a row is
-          padding, the entry is -1.
+          whose rows `Rail.rows` selects on that rank, in the same order; -1 for padding rows.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:
@@ -362,11 +347,11 @@ class Rail:
         return picked if source.turn == 0 else self._received_of(picked, source.host)
 
     def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
-        """Selects the entries of those tokens that the ranks of `host` send to this host.
+        """Selects the entries of the tokens that the ranks of `host` send to this host.
 
         `picked` [G, T, ...] has an entry for each token of the G ranks of `host`. If a
-        host_capacity limits the sent tokens to C, returns [G, C, ...], where an entry is -1 if
-        fewer tokens were sent. Otherwise all T tokens are sent, and the result is `picked`.
+        host_capacity limits the sent tokens to C, returns [G, C, ...], padded with -1 where a rank
+        sends fewer. Otherwise all T tokens are sent, and the result is `picked`.
         """
         if self.received_tokens is None:
             return picked
@@ -377,9 +362,9 @@ class Rail:
         """Splits results into those for this rank's own tokens and those for other hosts' tokens.
 
         Args:
-          parts: the results that the exchange inside this host computed, one row for each token. In
-            turns: one array for each source host, this host first. With `at_once`: a single array
-            for the tokens of all hosts, in the order of `rows`.
+          parts: the results of the exchange inside this host, one row for each token. If `at_once`
+            is set: a single array for the tokens of all hosts, in the order of `Rail.rows`.
+            Otherwise: one array for each source host, this host first.
 
         Returns:
           The results for this rank's own tokens, [T, ...]; and the results for the tokens from each
@@ -401,8 +386,7 @@ class Rail:
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
     """Picks the rows of x [T, ...] at the indices `tokens` [..., C]; returns [..., C, ...].
 
-    `tokens` may be padded with the index T, at which x has no row. The result there is a row of the
-    value `fill`.
+    `tokens` may be padded with the index T, for which the result is a row of the value `fill`.
     """
     bits = quantization.bits(x)
     none: Any = np.asarray(fill).astype(bits.dtype)[()]

@@ -108,9 +108,9 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
       num_experts: E, the experts of all ranks.
 
     Returns:
-      Two arrays: the counts, [E] int32; and the `places`, [T, K] int32. The place of a choice is
-      the number of earlier choices, in (token, choice) order, of the same expert. Places of choices
-      outside [0, num_experts) are undefined.
+      The counts, [E] int32; and the `places`, [T, K] int32. The place of a choice is the number of
+      earlier choices of the same expert, in (token, choice) order; it is undefined for choices of
+      no expert.
     """
     flat = topk_idx.reshape(-1)
     num_chunks = -(-flat.size // _CHUNK)
@@ -130,12 +130,8 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Counts how often this rank's tokens choose each expert; returns [E] int32.
-
-    topk_idx is [T, K] int32; values outside [0, num_experts) choose no expert.
-    """
-    # The axis of experts comes first, [E, T·K], because XLA then fuses the comparison and the sum
-    # into one kernel.
+    """Counts how often topk_idx [T, K] of this rank has each expert; returns [E] int32."""
+    # With the experts' axis first, [E, T·K], XLA fuses the comparison and the sum into one kernel.
     chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
@@ -163,17 +159,16 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     fit in `capacity` rows; it is max(counts) if all rows fit. `counts` [L] are the rows sent to
     each local expert.
     """
-    # The sizes below are in units of expert_alignment rows: `blocks` are the sizes of the experts'
-    # blocks, and `room` is the size of the buffer. The quota is the largest m for which
-    # sum(min(blocks, m)) is at most `room`.
+    # Sizes are in units of expert_alignment rows: `blocks` of the experts, `room` of the buffer. In
+    # these units, q is the largest number with sum(min(blocks, q)) <= room.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
     # Entry i of `whole` says whether all blocks fit if each is cut to at most the size of block i.
     whole = used <= room
     least = jnp.max(jnp.where(whole, blocks, 0))
     rest = room - jnp.max(jnp.where(whole, used, 0))
-    # The quota is at least `least`, the size of the largest such block i. The larger blocks share
-    # equally the room that is left.
+    # Blocks i with whole[i] stay uncut; the largest of them has the size `least`. Each other block
+    # gets `least` and an equal share of the room that is left.
     larger = jnp.sum(~whole, dtype=jnp.int32)
     quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
     return jnp.where(larger == 0, jnp.max(counts), quota)

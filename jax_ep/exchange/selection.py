@@ -22,9 +22,9 @@ class Problem:
     """The properties of an exchange by which its implementation is selected.
 
     Attributes:
-      place: the program or the machine on which the exchange is to run.
+      place: the program, or the devices, that are to run the exchange.
       axis_name: the mesh axes along which ranks are numbered.
-      rows: the rows that the exchange sends; None: some rows that the kernels support.
+      rows: the rows that the exchange sends; None: rows that the kernels support are assumed.
     """
 
     place: availability.Place
@@ -37,7 +37,7 @@ class _Exchange(Implementation):
     """An implementation of the exchange; `unavailable_reason` takes a `Problem`.
 
     Attributes:
-      load: imports and returns the `Exchange` for a `Problem` that it supports.
+      load: a function that imports and returns the `Exchange` for a supported `Problem`.
     """
 
     load: Callable[[Problem], Exchange]

@@ -5,19 +5,18 @@ their hosts are a *rail*. Dispatch sends each rank's T rows to the other ranks o
 token crosses to a host once, however many of its experts are there. An exchange among the ranks of
 that host, by XLA or by the kernels, then forwards the token to the ranks of its experts. Combine
 does the reverse: the exchange inside a host sums the rows of each (token, host), and one row per
-(token, host) returns along the rail. DeepEP (github.com/deepseek-ai/DeepEP) forwards rows in this
-way.
+(token, host) returns along the rail. DeepEP (github.com/deepseek-ai/DeepEP) does the same.
 
-In a dispatch and in a combine, each rank receives (M - 1)·T rows from other hosts. With a
-host_capacity of C it receives (M - 1)·C rows: a dispatch then sends only tokens that chose experts
+In a dispatch and in a combine, each rank receives (M - 1)·T rows from other hosts. If the
+host_capacity is C, it receives (M - 1)·C rows: a dispatch then sends only tokens that chose experts
 of the destination host. Received rows and their counts equal those of an exchange in one level, bit
 for bit, except for the choices that host_capacity drops.
 
 **Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
-of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
-rounded once, to y's dtype or to the format of the wire, and returned. The sums of the hosts are
-added in float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as
-float32 inside a host that has several ranks.
+of each rank in the order of the choices, then the sums of the ranks in rank order. The ranks of a
+host therefore send each other float32 sums. The host's sum is rounded once, to y's dtype or to the
+format of the wire, and returned. The sums of the hosts are added in float32, in the order of the
+hosts, and rounded to y's dtype.
 
 **Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
 few hosts only, and the kernels inside a host overlap with the network. A dispatch forwards one
@@ -110,9 +109,8 @@ class TwoLevel:
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
-        # Ranks of one host send each other their sums as float32, so that nothing is rounded before
-        # the sum over these ranks is complete.
+        """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
+        # Ranks of one host send each other float32 sums, so that only their total is rounded.
         several = lax.axis_size(config.axis_name) > self.num_hosts
         sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
@@ -161,8 +159,7 @@ class TwoLevel:
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
-        # Each choice's expert is on one host, so at most one term of the sum is not zero, and the
-        # sum is exact.
+        # The sum is exact: only the term of the host with the choice's expert is not zero.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
     def rank_dispatch(
@@ -204,7 +201,7 @@ class TwoLevel:
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Sends sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
+        """Sends sums y [N, T, H] to tokens' ranks and adds them; see `Exchange.rank_combine`."""
         sum_dtype = _FLOAT32 if config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
@@ -237,9 +234,8 @@ class TwoLevel:
           dtype: the dtype in which the exchange inside a host moves rows; None: that of `rows`.
           list_words: the 4-byte words that describe a token's choices: K, or 2 K if weights are
             sent with the choices. None: K.
-          sums: whether the call is a combine, which only sums rows, unlike combine_grad. On hosts
-            with one rank each, XLA's exchange then computes the sums, since it is faster than the
-            kernels.
+          sums: whether the call is a combine. On hosts with one rank each, XLA then computes the
+            sums, since it is faster at this than the kernels.
         """
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
@@ -259,10 +255,10 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the choices of this rank's tokens and of the tokens that `rail.send` brings here.
+        """Returns the choices of the tokens of this rank and of those that `rail.send` sends to it.
 
-        The choices are renumbered for this host, whose experts get the ids 0 to E / M - 1. An id
-        outside this range stands for another host's expert or for no expert.
+        The experts of this host get the ids 0 to E / M - 1. An id outside this range stands for
+        another host's expert or for no expert.
 
         Returns:
           The choices of this rank's tokens, [T, K]; and the choices of the tokens from each host,
@@ -290,11 +286,10 @@ class TwoLevel:
         """
         rows = rail.by_rank(routes.rows, source)
         if choices is None:
-            # XLA's exchange reads only `Routes.rows`, so the other fields need not be this host's.
+            # XLA's exchange reads only `Routes.rows`; the other fields stay those of all hosts.
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels fill the padding of an expert's block with zeros. To find it, they need the
-        # number of rows in the block, from all hosts. The counts are therefore summed over the
-        # ranks, one on each host, that have the same number within their hosts.
+        # The kernels write zeros after an expert's last row, so they need the counts of all hosts'
+        # rows: sums over the ranks, one on each host, with the same number within their hosts.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -319,17 +314,14 @@ def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Ar
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype or the wire's quantized format, and packs them by `bits`."""
+    """Rounds sums [T, H] to y's dtype, or quantizes them for `config.wire`; returns the bits."""
     return quantization.bits(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
 def _place(
     whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
 ) -> jax.Array:
-    """Writes `part` [...] to entry `index` of `whole` [count, ...], and returns the result.
-
-    If `whole` is None, the other entries are zero.
-    """
+    """Returns `whole` [count, ...] (None: zeros) with `part` [...] written to entry `index`."""
     if whole is None:
         whole = jnp.full_like(part, 0, shape=(count, *part.shape))
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
@@ -338,19 +330,17 @@ def _place(
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
     """Packs rows x [T, H] as unsigned words to send between hosts.
 
-    XLA may convert floats to another dtype while it moves them, which changes the payload of a NaN;
-    it leaves unsigned words as they are.
+    XLA may change the payload of a NaN while it moves floats; it leaves unsigned words as they are.
 
     Returns:
-      The words: for unquantized rows, uints [T, H] as wide as x's dtype; for quantized rows, 32-bit
-      words. And the dtype to which the exchange inside a host casts the bits of a word: x's dtype,
-      or float32 for quantized rows.
+      (words, dtype). For unquantized rows, `words` are uints [T, H] as wide as x's dtype; for
+      quantized rows, uint32. Inside a host, the words are moved as bits of the float type `dtype`:
+      x's dtype, or float32 for quantized rows.
     """
     bits = quantization.bits(x, wire)
     if not wire.quantized:
         return bits, x.dtype
-    # Rows are padded to a multiple of ROW_BYTES here, since the kernels would otherwise make padded
-    # copies of the rows.
+    # Rows are padded here, since the kernels would otherwise make padded copies of them.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
@@ -368,15 +358,14 @@ def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces choices [T, K] outside [0, num_experts) by -1, as `_narrow` needs them."""
+    """Replaces each id in topk_idx [T, K] that is no expert, outside [0, num_experts), by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
     """Converts integers in [-1, most] to uint16, to halve the bytes that are sent.
 
-    -1 becomes 65535, so the conversion needs a `most` below 65535. Where `most` is larger, returns
-    `numbers` unchanged.
+    -1 becomes 65535. If `most` is 65535 or more, returns `numbers` unchanged.
     """
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
@@ -395,8 +384,7 @@ def workspace(
     """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
 
     Args:
-      operation: the operation of `jax_ep.exchange.memory.OPERATIONS`; not one that is local to a
-        rank.
+      operation: one of `jax_ep.exchange.memory.OPERATIONS` that communicates between ranks.
       kernels: whether the Pallas kernels run inside a host.
       sizes: the sizes of the exchange among all ranks.
       num_hosts: M, the number of hosts.
@@ -406,8 +394,7 @@ def workspace(
     """
     num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
-    # On hosts with one rank each, XLA computes sums even where the kernels can run: see
-    # `TwoLevel._of_call`.
+    # On hosts with one rank each, XLA computes the sums, as in `TwoLevel._of_call`.
     kernels = kernels and not (sums and ranks_per_host == 1)
     at_once = kernels and num_tokens <= FEW_TOKENS
     tokens_of_call = num_tokens
@@ -438,7 +425,7 @@ def workspace(
             held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
         return held | inside(operation, kernels, of_host)
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
-    # the kernels forward another host's rows. One call for all hosts holds the rows of all hosts.
+    # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.
     # Without kernels, XLA may hold the rows of all remote hosts.
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
     sent_bytes = _sent_bytes(sizes)
@@ -449,8 +436,7 @@ def workspace(
     held["quantized rows"] = sizes.quantized_rows(num_tokens)
     received = {"received rows": sizes.quantized_rows(sizes.capacity)}
     if operation == "combine_grad" and not sizes.by_rank:
-        # Received rows are decoded before the exchange inside a host, so it moves them in their own
-        # dtype.
+        # The exchange inside a host moves these rows in their own dtype, after dequantization.
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
     elif sizes.wire.quantized:
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
@@ -459,8 +445,8 @@ def workspace(
     name = operation if operation == "combine_grad" else "dispatch_like"
     parts = inside(name, kernels, of_host)
     if "gathered tokens" in parts:
-        # XLA gathers the tokens of one source host after the other. At most it holds the gathered
-        # tokens of this host (T of each rank) and of one other host (rows_to_host of each rank).
+        # XLA gathers the tokens of one source host after the other. It holds at most those of this
+        # host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
         held |= _routing_workspace(sizes, num_hosts)
@@ -470,10 +456,7 @@ def workspace(
 
 
 def _sent_bytes(sizes: CallSizes) -> int:
-    """Returns the bytes of a row as `_words` packs it to cross between hosts.
-
-    Quantized rows are padded to a multiple of ROW_BYTES (128 bytes).
-    """
+    """Returns the bytes of a row that `_words` packed: if quantized, a multiple of ROW_BYTES."""
     sent = sizes.sent_rows(1)
     return align_up(sent, ROW_BYTES) if sizes.wire.quantized else sent
 
@@ -483,8 +466,8 @@ def _sums_workspace(
 ) -> dict[str, int]:
     """Returns the buffers of the sums that a combine sends between hosts: name -> bytes per rank.
 
-    They hold this rank's sums for the tokens of other hosts, the sums that other hosts return for
-    this rank's tokens, and this host's own sums for these tokens.
+    The buffers hold this rank's sums for other hosts' tokens, the sums that other hosts return for
+    this rank's tokens, and the sums that this host computes for this rank's tokens.
 
     Args:
       sizes: the sizes of the exchange among all ranks.

@@ -35,8 +35,7 @@ def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
     """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
-    # One all-gather brings all that a rank needs to compute its routes: the message of each rank
-    # has the rank's choices and their counts.
+    # One all-gather brings all from which routes are computed: every rank's choices and counts.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
@@ -92,11 +91,11 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums rows y [R, H] by token and sends the sums to their ranks; see `Exchange.combine`."""
+    """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
     if weights is not None:
-        # Choices without a row on this rank get the weight 0, since NaN times a zero row is NaN.
+        # A choice without a row here adds zeros: its weight is set to 0, since NaN * 0 is NaN.
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
@@ -162,8 +161,7 @@ def rows_to_choices(
     returns the received entries, [N, ...], by source rank.
     """
     by_rank = swap(_fill(values, routes.rows))
-    # Each choice has a row on at most one rank, so at most one term of the sum is not zero, and the
-    # sum is exact.
+    # The sum is exact: a choice has a row on at most one rank, and the terms of the others are 0.
     return jnp.sum(by_rank, axis=0)
 
 
@@ -175,8 +173,7 @@ def rank_dispatch(
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    # `local` alone does not exclude the ids outside [0, E): for these, the subtraction may overflow
-    # to the id of a local expert.
+    # Ids outside [0, E) are excluded separately, since `local` may overflow to a local expert's id.
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)
     here &= (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(quantization.bits(x, config.wire), config)
@@ -195,24 +192,16 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends g, the cotangent of the received weights, to the tokens' ranks.
-
-    g is [N, T, K], by source rank of the tokens; returns [T, K] for this rank's tokens.
-    """
+    """Sends g [N, T, K], the cotangent of the received weights, to the tokens' ranks: [T, K]."""
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
-    # Each choice's expert is on one rank, so at most one term of the sum is not zero, and the sum
-    # is exact.
+    # The sum is exact: only the term of the rank with the choice's expert is not zero.
     return jnp.sum(returned, axis=0)
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
-    """Sends sums [N, T, H] to the tokens' ranks and adds the received sums in rank order.
-
-    Returns [T, H] float32.
-    """
+    """Sends sums [N, T, H] to the tokens' ranks, and adds them in rank order: [T, H] float32."""
     if not config.wire.quantized:
-        # Unquantized sums are sent as floats, not as uints, because XLA for CPUs then fuses more
-        # operations into one.
+        # XLA for CPUs fuses more operations if sums are sent as floats, not as uints.
         sums = _swap_ranks(sums, config)
     else:
         sent = _swap_ranks(quantization.bits(sums, config.wire), config)
@@ -245,10 +234,7 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 
 def _is_alone(config: Config) -> bool:
-    """Returns whether each rank exchanges rows with itself only.
-
-    If so, callers skip the collective, because XLA would run it even for groups of one rank.
-    """
+    """Returns whether each rank exchanges rows with itself only, and needs no collective."""
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
 
@@ -265,9 +251,9 @@ def _union(some: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the flat index s·T·K + t·K + k of the choice that fills each row, [R] int32.
+    """Returns the flat index s·T·K + t·K + k of each row's choice, [R] int32; -1 without one.
 
-    `rows` [N, T, K] are the rows of all choices; the result is -1 for rows without a choice.
+    `rows` [N, T, K] are the rows of all choices.
     """
     places = _places(rows, capacity)
     nothing = jnp.full_like(places, -1, shape=(capacity,))
@@ -290,7 +276,7 @@ def _places(rows: jax.Array, capacity: int) -> jax.Array:
 def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
     """Returns the arrays that the XLA program of one call holds as buffers: name -> bytes per rank.
 
-    `operation` is one of `jax_ep.exchange.memory.OPERATIONS`, but not one that is local to a rank.
+    `operation` is one of `jax_ep.exchange.memory.OPERATIONS` that communicates between ranks.
     """
     if operation in ("combine", "dispatch_grad"):
         return _combine_workspace(sizes, weighted=operation == "combine")

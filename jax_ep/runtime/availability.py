@@ -1,11 +1,10 @@
 """Decides whether a program or a machine can run the Pallas kernels, and says why not.
 
-The target is described by a `Place`: a program that is being traced (`TRACED`), a program that is
-being lowered (`Lowered`), or a list of devices (`Machine`). Functions here return None, or a reason
-that completes "the kernels cannot run: ...". A reason names an unsupported platform before it names
-an unsupported version of JAX, since another version would not help on that platform. The kernels'
-operands are not considered here: the table of each operation checks them (`Implementations` in
-`jax_ep.implementations`).
+A `Place` is a program that is being traced (`TRACED`), a program that is being lowered (`Lowered`),
+or a list of devices (`Machine`). Functions here return None, or a reason that completes "the
+kernels cannot run: ...". They check the platform before the version of JAX, since another version
+would not help on an unsupported platform. The kernels' operands are not considered here: the table
+of each operation checks them (`Implementations` in `jax_ep.implementations`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why the kernels do not support a dtype, or None if they do.
-
-    `name` names the array in the reason, such as "x".
-    """
+    """Returns why the kernels do not support the dtype of an array `name`, or None if they do."""
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -62,10 +58,7 @@ def mosaic_unavailable_reason() -> str | None:
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Returns why the kernels cannot run on these devices, or None if they can.
-
-    `devices` of None means `jax.devices()`.
-    """
+    """Returns why the kernels cannot run on `devices` (None: all devices), or None if they can."""
     devices = jax.devices() if devices is None else devices
     platforms = sorted({device.platform for device in devices})
     if platforms != ["gpu"]:
@@ -134,8 +127,7 @@ def program_unavailable_reason(
     if reason := jax_unavailable_reason():
         return reason
     if len(program.platforms) > 1:
-        # A program for several platforms branches over the platform, and XLA forbids collectives
-        # in branches.
+        # A program for several platforms branches over them; XLA forbids collectives there.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
@@ -179,8 +171,7 @@ def program_unavailable_reason(
                 if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
     if ranks_per_host is not None:
-        # All hosts must lower to the same exchange. If the GPUs of one host do not share memory,
-        # the kernels are therefore refused on all hosts.
+        # All hosts must lower to the same exchange, so kernels need shared memory on each host.
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -190,30 +181,30 @@ def program_unavailable_reason(
 
 
 class Place(Protocol):
-    """The program or machine on which kernels are to run, as far as it is known."""
+    """A program, or a list of devices, that is to run kernels; the methods say whether it can."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        """Returns why kernels cannot run in this place; None if they can or if it is not known yet.
+        """Returns why kernels cannot run here; None if they can, or if that is not known yet.
 
         The arguments are those of `program_unavailable_reason`.
         """
         ...
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        """Returns how many hosts the ranks along some mesh axes span, if they can exchange rows.
+        """Returns how many hosts the ranks along some mesh axes span, or why there are not several.
 
         Returns:
-          The number of hosts, 2 or more. Or a reason (str) why the ranks cannot exchange rows
-          between hosts, such as that all are on one host. Or None if the hosts are not known yet,
-          because the program is still being traced.
+          The number of hosts, 2 or more; or a reason (str) why the ranks cannot exchange rows
+          between hosts, such as that all are on one host; or None while the program is being
+          traced, when the hosts are not known yet.
         """
         ...
 
 
 class _Traced:
-    """The `Place` of a program that is being traced, in which the user named the kernels."""
+    """The `Place` of a program that is being traced; used if the user named the kernels."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
@@ -250,7 +241,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The `Place` that consists of a list of devices: device i runs rank i."""
+    """The `Place` that is a list of devices: device i runs rank i."""
 
     devices: Sequence[jax.Device]
 

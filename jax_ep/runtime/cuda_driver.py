@@ -28,10 +28,7 @@ def _libcuda() -> ctypes.CDLL | None:
 
 
 def cuda_version() -> str | None:
-    """Returns the newest CUDA version that the driver supports, as "13.0".
-
-    Returns None where there is no driver or no GPU.
-    """
+    """Returns the newest CUDA version that the driver supports, as "13.0"; None without a GPU."""
     library, version = _libcuda(), ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None
@@ -163,7 +160,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
     Args:
       ordinal: the GPU's ordinal.
-      num_bytes: the least size.
+      num_bytes: the least size in bytes.
       exportable: whether `export_fd` will be able to export the memory to other processes.
 
     Returns:
@@ -189,10 +186,7 @@ def release(handle: int) -> None:
 
 
 def export_fd(handle: int) -> int:
-    """Returns a file descriptor from which another process can import memory.
-
-    `handle` names the memory. The caller closes the descriptor.
-    """
+    """Exports the memory of `handle` as a file descriptor, which the caller closes."""
     fd = ctypes.c_int(-1)
     _call(
         "cuMemExportToShareableHandle",
@@ -228,10 +222,7 @@ def retain(address: int) -> int:
 
 
 def is_exportable(handle: int) -> bool:
-    """Returns whether memory was created so that `export_fd` can export it to other processes.
-
-    `handle` names the memory.
-    """
+    """Returns whether `export_fd` can export the memory of `handle` to other processes."""
     properties = _Properties()
     _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
     return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
@@ -264,10 +255,7 @@ def unmap(address: int, num_bytes: int) -> None:
 
 
 def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
-    """Lets GPUs of this process, by ordinal, read and write the memory mapped at an address.
-
-    The access of other GPUs to this memory does not change.
-    """
+    """Lets GPUs of this process, by ordinal, read and write the memory mapped at an address."""
     descriptions = (_Access * len(ordinals))(
         *(_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals)
     )
@@ -295,14 +283,8 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
     return start.value, num_bytes.value
 
 
-# -------------------------------------------------------------------------------------- contents
-
-
 def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
-    """Fills memory with a repeated 32-bit word, and waits until that is done.
-
-    The GPU `ordinal` must be able to address the memory.
-    """
+    """Fills memory that GPU `ordinal` can address with a 32-bit word; waits until it is done."""
     with _stream(ordinal) as stream:
         count = _size(num_bytes // 4)
         _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), count, stream)
@@ -324,10 +306,7 @@ def read(ordinal: int, address: int, num_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
-    """Makes a GPU's primary context current in this thread, as driver functions need.
-
-    XLA uses the same context.
-    """
+    """Makes a GPU's primary context, which XLA uses, too, current in this thread."""
     device, context = _device(ordinal), ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)
@@ -342,7 +321,7 @@ def _context(ordinal: int) -> Iterator[None]:
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
     """Opens a CUDA stream on a GPU, whose work does not wait for the work of other streams.
 
-    On exit, waits until the work of the stream is done, and closes the stream.
+    On exit, waits until all work of the stream is done, and closes the stream.
     """
     stream = ctypes.c_void_p()
     with _context(ordinal):

@@ -19,15 +19,15 @@ from pallas_kernels.fabric.symmetric import Gpus
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
-    A kernel needs the result to address the symmetric memory of its peers.
+    A `Gpus` tells a kernel where the symmetric memory of its peers is.
 
     Args:
       axis_name: the mesh axes of the ranks.
-      like: an operand of the kernel. The result holds another operand, this device's index in the
-        mesh, which is cast to vary over the same mesh axes as `like`.
-      ranks_per_host: None if all ranks along the axes communicate with each other; otherwise the
-        number of ranks of a host, if ranks communicate only with the ranks of their host. These
-        ranks are consecutive and form a block of the mesh.
+      like: an operand of the kernel. The result's `place`, the index of this device in the mesh, is
+        cast to vary over the same mesh axes.
+      ranks_per_host: None if all ranks along the axes communicate with each other. If ranks
+        communicate only inside hosts, the number of ranks of a host; these ranks are consecutive
+        and form a block of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
@@ -35,7 +35,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    # `runtime.availability` has refused kernels if the ranks of a host do not form a block.
+    # None is for ranks that form no block of the mesh; `runtime.availability` refuses these.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
@@ -59,15 +59,14 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     if devices is None:
         return domain.base, tuple(range(num_places))
     numbers = domain.numbers
-    # GPUs of other hosts have no heap in this domain. Kernels of this host never address them, so
-    # any number will do.
+    # GPUs of other hosts get an arbitrary number, since kernels of this host never address them.
     return domain.base, tuple(
         numbers.get(device.id, device.local_hardware_id or 0) for device in devices.flat
     )
 
 
 def channels_of(fabric: Gpus) -> Channels:
-    """Returns the channels over which a fabric's ranks use the low-latency protocol."""
+    """Returns the `Channels` of the low-latency protocol between the ranks of `fabric`."""
     memory = TileMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
@@ -83,8 +82,8 @@ def num_gpus(fabric: Gpus) -> int:
 def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
     """Returns the GPUs of this host that share symmetric memory, or a string that says why none do.
 
-    Returns None if the program is lowered for another machine, which is assumed if this machine has
-    no GPUs, or fewer devices than the `num_places` devices of the program's mesh.
+    Returns None if the program is lowered for another machine. This is assumed if GPUs are not
+    JAX's default backend, or if JAX has fewer than `num_places` devices, the size of the mesh.
     """
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None

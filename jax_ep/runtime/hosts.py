@@ -60,8 +60,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
     """Returns for each device a value that is equal for the devices of one host only.
 
     The value is None where JAX does not say on which host the device is. `devices` are `jax.Device`
-    objects. If these are not known and JAX_EP_DEVICES_PER_HOST is set, `devices` are instead the
-    indices of the devices in the mesh.
+    objects or, if JAX_EP_DEVICES_PER_HOST is set, may be the indices of devices in the mesh.
     """
     per_host = settings.devices_per_host()
     if per_host is not None:

@@ -1,10 +1,9 @@
 """Wraps every private or unstable part of JAX that jax_ep uses.
 
 The package can be imported where JAX lacks one of these names; each function's docstring says what
-it does in that case. Public names that every supported JAX has are used directly, elsewhere. Where
-JAX lacks a name that primitives need, `define_primitive` returns a stand-in that computes inline,
-`primitives_unavailable_reason` tells which name is missing, and kernels, which need primitives, are
-refused with this reason.
+it does in that case. Where JAX lacks a name that primitives need, `define_primitive` returns a
+stand-in that computes inline, `primitives_unavailable_reason` tells which name is missing, and
+kernels, which need primitives, are refused with this reason.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _find(path: str) -> Any:
         return None
 
 
-# Primitives need these names of JAX. Where JAX lacks one of them, primitives compute inline.
+# Primitives need these names. Where JAX lacks one, `define_primitive` returns a stand-in.
 _REQUIRED = {
     path: _find(path)
     for path in (
@@ -71,10 +70,7 @@ _OPTIONAL = {
 
 
 def optional_names_missing() -> list[str]:
-    """Returns the names in `_OPTIONAL` that this JAX lacks, each as "name: consequence".
-
-    This loads Mosaic, since some of the names are kernels of JAX.
-    """
+    """Returns the names in `_OPTIONAL` that JAX lacks, as "name: consequence"; loads Mosaic."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
@@ -85,8 +81,7 @@ def devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except AssertionError as error:
-        # On a machine without a GPU, JAX_PLATFORMS=cuda makes JAX raise an AssertionError that has
-        # no text.
+        # JAX raises it, without a text, for JAX_PLATFORMS=cuda on a machine without a GPU.
         raise RuntimeError(
             f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform of this machine"
         ) from error
@@ -96,10 +91,7 @@ def devices() -> list[jax.Device]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which an array, or an array's type, varies (vma).
-
-    Returns no axes where JAX lacks varying-axes types.
-    """
+    """Returns the mesh axes over which an array or type varies (vma); none if JAX lacks vma."""
     kind = x if hasattr(x, "mat") else jax.typeof(x)
     return getattr(getattr(kind, "mat", None), "varying", frozenset())
 
@@ -172,7 +164,7 @@ _concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")
 
 
 class Program:
-    """A program in which a primitive is being lowered; it tells platforms, mesh and devices."""
+    """The program in which a primitive is being lowered: its platforms, mesh and devices."""
 
     def __init__(self, context: Any) -> None:
         # The context is a jax.interpreters.mlir.LoweringRuleContext.
@@ -197,10 +189,7 @@ class Program:
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether each array of this program is on one device, so that XLA partitions no array.
-
-        It is false where JAX does not say.
-        """
+        """Whether XLA partitions no array of this program; False where JAX does not say."""
         mesh, manual = self.mesh, getattr(self._axis_context, "manual_axes", None)
         if mesh is not None and manual is not None:
             return all(size == 1 or name in manual for name, size in mesh.shape.items())
@@ -216,9 +205,9 @@ class Program:
     def mesh_devices(self) -> np.ndarray | None:
         """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        For an abstract mesh, these are the devices of the mesh that `jax.set_mesh` set, if the two
-        meshes have equal axes and this JAX gives access to the latter. Without a mesh, these are
-        all devices of the program.
+        For an abstract mesh, these are the devices of the mesh that `jax.set_mesh` set, if that
+        mesh has the same axes and this JAX gives access to it. Without a mesh, these are all
+        devices of the program.
         """
         mesh = self.mesh
         if mesh is None:
@@ -259,7 +248,7 @@ def current_program() -> Program | None:
 
 
 class Primitive(Protocol):
-    """A JAX primitive, or its stand-in that computes inline; `bind` applies it to operands."""
+    """A JAX primitive, or a stand-in for it that computes inline; `bind` applies it to operands."""
 
     def bind(self, *operands: Any, **params: Any) -> Any: ...
 
@@ -267,10 +256,7 @@ class Primitive(Protocol):
 
 
 class _Inline:
-    """Stands in for a primitive in a JAX that lacks a name needed to define primitives.
-
-    `bind` calls the function `compute` on the operands instead of recording a primitive.
-    """
+    """Stands in for a primitive where JAX cannot define one; `bind` calls `compute` directly."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -291,7 +277,7 @@ def define_primitive(
     platforms: Sequence[str | None] = (None,),
     unused: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
+    """Makes a primitive; where JAX lacks what primitives need, a stand-in that computes inline.
 
     Outside of any trace, as under `jax.disable_jit`, `bind` compiles and runs the primitive alone.
     The params of the primitive must be hashable.
@@ -301,7 +287,7 @@ def define_primitive(
       abstract_eval: maps (operand types, params) to the type or types of the results.
       lower: maps (program, IR values of the operands, params) to the results' IR values, where
         program is a `Program`.
-      inline: maps (operands, params) to the results; it is traced in place of the primitive.
+      inline: maps (operands, params) to the results; the function that the stand-in calls.
       batch: the rule for `jax.vmap`; maps (operands, batch axes, params) to the results and their
         batch axes. None: an operand with a batch axis is refused.
       transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
@@ -311,9 +297,9 @@ def define_primitive(
         platform. A program for several platforms branches over these lowerings, and XLA allows no
         collective in a branch.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result
-        whether it is used, and params, to three values: reduced params, the indices of the kept
-        results, and the indices of the kept operands (None: all). Without a rule, or in a JAX that
-        has no such rules, all results are computed if one is used.
+        whether it is used, and params, to (reduced params, indices of the kept results, indices of
+        the kept operands or None for all). Without a rule, or in a JAX that has no such rules, all
+        results are computed if one is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -352,10 +338,9 @@ def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
     """Returns a jitted function that binds the primitive.
 
-    Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN a second time, op by op.
-    The only op of this function is the primitive, which would be jitted here again, without end.
-    The function is therefore marked as JAX marks functions of its own primitives, and JAX then
-    raises the error for NaN without a second run.
+    Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN again, op by op. Here
+    the only op is the primitive, which would be jitted again, without end. The function is
+    therefore marked as JAX marks functions of its own primitives, which JAX does not run again.
     """
 
     def function(*operands: Any) -> Any:
@@ -369,7 +354,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
 def _type_of_linear(operand: Any) -> Any:
     """Returns the type of an operand that JAX passed to a transpose rule.
 
-    The operand is an array or, where it has no value, JAX's placeholder with the array's type.
+    The operand is an array or, if it has no value there, JAX's placeholder with the array's type.
     """
     kind = getattr(operand, "aval", None)
     return jax.typeof(operand) if kind is None else kind
@@ -410,8 +395,7 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # XLA writes the result of partition_id to memory directly. For `lax.axis_index`, it would
-    # launch a kernel of its own.
+    # XLA stores the result of partition_id without a kernel, unlike that of `lax.axis_index`.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -424,7 +408,7 @@ _place_p = define_primitive(
     "ep_place",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_place,
-    # Only kernels use this primitive, and kernels are refused where JAX lacks primitives.
+    # Never called: kernels alone use this primitive, and are refused where it is a stand-in.
     inline=_lacks("what primitives need"),
     multiple_results=False,
 )
@@ -433,14 +417,13 @@ _place_p = define_primitive(
 def place() -> jax.Array:
     """Returns this device's index in its mesh, in row-major order, as [1] int32.
 
-    Only kernels use it. Lowering it raises ImportError where JAX lacks the dialect `stablehlo`.
+    Lowering raises ImportError where JAX lacks the dialect `stablehlo`.
     """
     return _place_p.bind()
 
 
-# JAX caches lowered programs, and may run a cached program on other devices than it was lowered
-# for. It does not do so if the program contains a primitive of this set. None where JAX lacks the
-# set.
+# The set of the primitives that make JAX lower a program again for other devices, instead of
+# running a cached program there. None where JAX lacks the set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
 _devices_p: Primitive = define_primitive(
@@ -457,7 +440,7 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Returns why JAX may run a lowered program on other devices, or None if it does not.
+    """Returns why JAX may run a program on other devices than it was lowered for; else None.
 
     Programs with kernels must not run on other devices, since they hold addresses of GPU memory.
     """
@@ -507,9 +490,6 @@ def gpus() -> list[jax.Device]:
         return []
 
 
-# ------------------------------------------------------------------------------------- other state
-
-
 def register_for_export(
     kind: type,
     to_names: Callable[[Any], Any] = lambda fields: fields,
@@ -520,7 +500,7 @@ def register_for_export(
     Args:
       kind: the class.
       to_names: converts a dataclass's static fields to strings, numbers, None, and tuples of them;
-        the default returns fields that already are such values.
+        the default is for fields that are such values.
       of_names: converts the result of `to_names` back to the static fields.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -554,18 +534,12 @@ def _tuples(value: Any) -> Any:
 
 
 def smaller(size: Any, other: Any) -> Any:
-    """Returns the smaller of two sizes, which may be symbolic dimensions of `jax.export`.
-
-    If JAX cannot compare two symbolic dimensions, its error is raised.
-    """
+    """Returns the smaller of two sizes, which may be symbolic dimensions of `jax.export`."""
     return jax.core.min_dim(size, other)
 
 
 def mesh_of_with_statement() -> Mesh | None:
-    """Returns the mesh of an enclosing `with mesh:` statement, which JAX deprecates.
-
-    Returns None outside of such a statement, and in a JAX that no longer stores this mesh.
-    """
+    """Returns the mesh of an enclosing `with mesh:` statement; None if JAX does not know one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         resources = _find("jax.interpreters.pxla.thread_resources")
@@ -583,7 +557,6 @@ def distributed_client() -> Any:
     """Returns the client of the key-value service of `jax.distributed`.
 
     Returns None before `jax.distributed.initialize`, and if this JAX stores the client elsewhere.
-    In both cases several processes cannot share memory, and the error for this names both causes.
     """
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
 
@@ -594,10 +567,7 @@ def is_rocm(device: jax.Device) -> bool:
 
 
 def looks_for_nans() -> bool:
-    """Returns whether JAX checks all results for NaN or infinities.
-
-    It does so if `jax_debug_nans` or `jax_debug_infs` is set.
-    """
+    """Returns whether `jax_debug_nans` or `jax_debug_infs` makes JAX check all results."""
     config = jax.config
     return bool(config.jax_debug_nans or config.jax_debug_infs)  # type: ignore[attr-defined]
 
@@ -616,8 +586,7 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# The kernels of JAX that use the NVLink switch. They are listed by path, because importing them
-# loads Mosaic.
+# JAX's kernels that use the NVLink switch, by path, because importing them loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
@@ -625,18 +594,12 @@ _MULTIMEM = (
 
 
 def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
-    """Returns JAX's two kernels that use the NVLink switch: reduce_scatter and all_gather.
-
-    An entry is None if JAX lacks the kernel; `multimem_unavailable_reason` then says so.
-    """
+    """Returns JAX's reduce_scatter and all_gather for the NVLink switch; None for a missing one."""
     return [_find(path) for path in _MULTIMEM]
 
 
 def multimem_unavailable_reason() -> str | None:
-    """Returns which of JAX's two kernels for the NVLink switch are missing, or None if none is.
-
-    This loads Mosaic.
-    """
+    """Returns which of JAX's kernels for the NVLink switch are missing, or None; loads Mosaic."""
     found = zip(_MULTIMEM, multimem_kernels(), strict=True)
     missing = [path for path, kernel in found if kernel is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None

@@ -12,11 +12,11 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Returns why GPUs have no NVLink multicast memory, or None if the CUDA driver reports it.
+    """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do.
 
     The driver's answer describes the hardware only. Where an administrator, a container or the
-    fabric manager forbids multicast, the driver may still report it, and kernels that use it fail
-    when they run. This function does not allocate multicast memory, so it does not detect this.
+    fabric manager forbids multicast, the result may be None, too, and kernels that use multicast
+    memory then fail when they run.
 
     Args:
       devices: the GPUs to ask about; None: all of `jax.devices()`.

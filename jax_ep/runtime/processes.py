@@ -2,7 +2,7 @@
 
 Processes find each other through the key-value service of `jax.distributed`, and then communicate
 over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is one
-such exchange: it is used once, ends within twice its timeout, and leaves no thread and no file.
+such exchange. It is used once, ends within twice its timeout, and leaves no thread and no file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = "jax_ep/symmetric_memory/{process}"
 _OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
 _SOCKET = "socket"
-# The most characters in the path of a UNIX socket here; Linux allows a few more.
+# The most characters in the path of a UNIX socket; Linux allows a few more.
 _MAX_PATH = 100
 _MAX_DESCRIPTORS = 64
 _MAX_MESSAGE = 1 << 20
@@ -55,15 +55,12 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Publishes to all hosts why the GPUs of `process`, which is this one, share no memory.
-
-    A `reason` of None says that they share it.
-    """
+    """Publishes to all hosts the `reason` why this process's GPUs share no memory, or None."""
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
 def reported(store: Store, process: int, timeout_s: float) -> str | None:
-    """Returns the reason that `process` published by `report`; None if its GPUs share memory.
+    """Returns what `process` published by `report`: why its GPUs share no memory; None if they do.
 
     Waits until that process has called `report`. Raises RuntimeError if that takes longer than
     `timeout_s` seconds.
@@ -121,7 +118,7 @@ class Meeting:
     Args:
       store: the key-value service by which the processes find each other.
       process: the number of this process.
-      timeout_s: seconds from now within which `exchange` must end; `agree` may take as long again.
+      timeout_s: seconds from now within which `exchange` must end; `agree` may take as many more.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -146,7 +143,8 @@ class Meeting:
         """Publishes this process's card, a dict that describes the process to the other processes.
 
         Waits until each of `processes` has published its card. Returns the cards of these processes
-        and of this process, by process number. The path of a process's socket is added to its card.
+        and of this process, by process number. Each returned card has the path of its process's
+        socket, too.
         """
         card = card | {"socket": self._listen()}
         try:
@@ -177,14 +175,14 @@ class Meeting:
 
         Args:
           cards: the cards of the processes that take part, by process number, this process
-            included: those dicts of `introduce`'s result that belong to processes of this host.
+            included: those from the result of `introduce` whose processes are on this host.
           message: the dict to send to each other process. A key "failure" with a reason says that
             this process cannot go on; then this method raises `Refused` in all processes.
           descriptors: file descriptors to send, which the caller closes.
 
         Returns:
-          For each other process, by number, the dict and the descriptors that it sent. This process
-          is not included. The caller closes the descriptors.
+          For each other process, by number, the dict and the descriptors that it sent. The caller
+          closes the descriptors.
 
         Raises:
           Refused: a process sent a failure, ended, or took too long.
@@ -211,8 +209,8 @@ class Meeting:
         `Refused` if a dict has a key "failure", or if a process ended or took too long.
         """
         messages = {self._process: message}
-        # Another process may have begun just before this process's deadline, and its own deadline
-        # is then up to `timeout_s` later. This process therefore waits for another `timeout_s`.
+        # Another process may have begun just before this process's deadline. Its own deadline is
+        # then up to `timeout_s` later, so this process waits for another `timeout_s`.
         self._deadline = max(self._deadline, time.monotonic() + self._timeout_s)
         try:
             self._tell(message)
@@ -244,7 +242,7 @@ class Meeting:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _ended(self, process: int) -> Refused:
-        """Makes the error for a process that has ended, and removes the socket it may have left."""
+        """Makes the error for a process that has ended; removes the socket that it left, if any."""
         _remove(self._paths[process])
         return Refused(f"process {process} ended, or had given up, while memory was being shared")
 
@@ -257,7 +255,7 @@ class Meeting:
     def _connect(self, others: Sequence[int]) -> None:
         """Connects to the socket of each other process.
 
-        Adds to `_gone` each process that cannot be reached, such as one that ended, with the error.
+        Stores in `_gone` the error of each process that cannot be reached, such as one that ended.
         """
         for process in others:
             connection = self._cleanup.enter_context(
@@ -305,13 +303,12 @@ class Meeting:
                 if not ready:
                     raise self._late(missing[0])
                 for key in ready:
-                    # Peers send nothing over the connections in `_to`. If one is readable, the peer
-                    # has closed it.
+                    # These connections bring no data, so a readable one has been closed.
                     selector.unregister(key.fileobj)
                     self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
-        """Accepts one connection. Keeps it if it is from this user and a process in `missing`."""
+        """Accepts a connection; keeps it if it is from this user and a process in `missing`."""
         connection, _ = self._listener.accept()
         self._cleanup.enter_context(connection)
         connection.settimeout(self._left())
@@ -327,8 +324,7 @@ class Meeting:
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
         for connection in self._to.values():
-            # Sending fails if a process has ended. That error is ignored here, because `_receive`
-            # raises one that names the process.
+            # Fails silently if the other process has ended: `_receive` raises a clearer error.
             with contextlib.suppress(OSError):
                 connection.settimeout(self._left())
                 socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
@@ -337,7 +333,7 @@ class Meeting:
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
         """Receives the next message of a process, and the file descriptors sent with it.
 
-        Adds callbacks to `received` that close the descriptors, for the case of a later error.
+        When `received` exits, it closes the descriptors.
         """
         connection = self._from[process]
         connection.settimeout(self._left())

@@ -1,7 +1,4 @@
-"""Reads the environment variables that set timeouts, thread blocks and the devices per host.
-
-They are read when a program is lowered.
-"""
+"""Reads the environment variables for timeouts, thread blocks and devices per host, at lowering."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 `pallas_kernels.fabric.memory_map` states the addresses of the heaps and the contents of their
 headers. This module allocates the heaps through the CUDA driver, once, when a program that needs
-them is first lowered, and keeps them until the process ends. If a host has several processes, they
-also map each other's memory pools, from which XLA allocates arrays. The *domain* of a process is
-the GPUs of its host that share memory.
+them is first lowered, and keeps them until the process ends. If a host has several processes, each
+process also maps the memory pools of the others, from which XLA allocates arrays. The *domain* of a
+process is the GPUs of its host that share memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_STORE = (
     "several processes share memory only after jax.distributed.initialize(), in a JAX that has "
     f"jax._src.distributed.global_state.client; this is {jax.__version__}"
 )
-# Matches XLA_FLAGS that let kernels of a program overlap; by default XLA runs one at a time.
+# Matches XLA_FLAGS that let kernels overlap. By default, XLA runs one kernel at a time.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 
 _lock = threading.Lock()
@@ -94,8 +94,8 @@ def domain() -> Domain | str:
 
     The first call sets up symmetric memory; later calls return the same result. If the host has
     several processes, the first call waits until each of them calls this function, for at most
-    JAX_EP_TIMEOUT_SECONDS. A process calls it when it lowers a program that needs symmetric memory.
-    All processes get the same answer.
+    JAX_EP_TIMEOUT_SECONDS, and all get the same answer. A process calls this function when it
+    lowers a program that needs symmetric memory.
     """
     with _lock:
         return _domain()
@@ -125,8 +125,7 @@ def unavailable_reason_of(process: int) -> str | None:
     """Returns why the GPUs of a process on another host do not share memory, or None if they do.
 
     Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
-    JAX_EP_TIMEOUT_SECONDS. A guess would not do: if that process found another answer, the two
-    processes would run programs that communicate differently.
+    JAX_EP_TIMEOUT_SECONDS. Both processes must know the answer, to lower to the same exchange.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
@@ -157,7 +156,7 @@ def describe() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A process that takes part in setting up symmetric memory, and what the set-up needs of it.
+    """A process that takes part in setting up symmetric memory.
 
     Attributes:
       process: its `jax.process_index()`.
@@ -165,7 +164,7 @@ class Participant:
       others: the other processes that may be on this host.
       store: the key-value service by which processes find each other; None: there is none.
       timeout_s: seconds within which the whole set-up must end.
-      array_address: returns the address of an array that XLA has allocated on a given device.
+      array_address: a function that makes an array on a device and returns the array's address.
       jax_version: its version of JAX; all processes must have the same.
       jax_ep_version: its version of this library; all processes must have the same.
     """
@@ -185,10 +184,8 @@ def _domain() -> Domain | str:
     """Sets up symmetric memory on this host, once; later calls return the same result.
 
     Publishes to the processes of all hosts that the set-up succeeded, or why the GPUs of this
-    process do not share memory.
-
-    Returns the `Domain`, which describes the GPUs of this host that share memory; or, if none do, a
-    string that says why.
+    process do not share memory. Returns the `Domain` of the GPUs of this host that share memory,
+    or a string that says why none do.
     """
     found = _set_up_here()
     if (store := processes.store()) is not None:
@@ -240,8 +237,7 @@ def set_up(me: Participant) -> Domain | str:
     """Sets up symmetric memory together with the other processes of this host.
 
     Returns the `Domain`, which describes the GPUs that share memory, or a string that says why none
-    do. The result is the same in all processes. If there is no `Domain`, no memory stays
-    mapped.
+    do; it is equal in all processes. If there is no `Domain`, no memory stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -261,8 +257,7 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            # If the set-up fails, `undo` unmaps all memory. After a success its callbacks are
-            # removed, so that the memory stays mapped.
+            # Removes the callbacks that unmap all memory; they run if the set-up fails.
             undo.pop_all()
             return found
     except (Refused, cuda_driver.Error) as reason:
@@ -270,7 +265,7 @@ def set_up(me: Participant) -> Domain | str:
 
 
 def _card(me: Participant) -> Message:
-    """Returns this process's card: what others must know of it before they share memory with it.
+    """Returns this process's card, a dict that the other processes need to share memory with it.
 
     The card has the versions of the software, the ids of the host and of the user, and a list of
     the process's GPUs. If the driver cannot name a GPU, a key "failure" holds the reason.
@@ -331,11 +326,11 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
 
 
 class _Sharing:
-    """Sets up symmetric memory on behalf of one process, step by step.
+    """Sets up symmetric memory on behalf of one process, by `offer`, `accept` and then `domain`.
 
     Attributes:
-      places: for each GPU of the host, by number: its process, and the GPU's entry in the card of
-        this process (see `_card`).
+      places: for each GPU of the host, by number: its process, and a dict of its device id,
+        ordinal, PCI address and UUID, from the card of that process (see `_card`).
       local: maps the number of each GPU of this process to the driver's ordinal.
     """
 
@@ -344,8 +339,7 @@ class _Sharing:
     ) -> None:
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
-        # If there are several processes, their GPUs are numbered by PCI address. The GPUs of a
-        # single process are numbered in the driver's order.
+        # GPUs of several processes are numbered by PCI address; of one, in the driver's order.
         if not self._alone:
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
         self.local = {
@@ -382,7 +376,7 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps the heaps and pools that other processes offer; returns the outcome as a message.
+        """Maps the heaps and memory pools of the other processes; returns the outcome as a message.
 
         `messages` are the other processes' results of `offer`, by process. If a step fails, the
         returned message has a key "failure" with the reason. Otherwise its key "no_access" lists
@@ -414,7 +408,7 @@ class _Sharing:
         messages: Mapping[int, tuple[Message, list[int]]],
         outcomes: Mapping[int, Message],
     ) -> Domain:
-        """Makes the `Domain` from the messages of all processes, so it is equal in all of them.
+        """Makes the `Domain` from the messages of all processes, so that all make an equal one.
 
         Args:
           message: this process's result of `offer`.
@@ -459,7 +453,7 @@ class _Sharing:
           descriptors: the list of file descriptors.
 
         Returns:
-          The bytes of the heap, as mapped.
+          The mapped bytes of the heap, a multiple of the driver's granularity.
         """
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
@@ -476,11 +470,11 @@ class _Sharing:
         """Returns the start address and the bytes of XLA's memory pool on GPU g of this process.
 
         Gives all GPUs of this process access to the pool. If there are other processes, appends to
-        `descriptors` a file descriptor through which they can map it.
+        `descriptors` a file descriptor through which they can map the pool.
 
         Only a pool that the driver's virtual-memory API allocated can be shared between processes.
-        For any other pool, this raises `Refused` if there are several processes. A single process
-        gets (0, 0), since XLA lets its GPUs address each other's memory anyway.
+        For another pool, raises `Refused` if there are several processes. If there is one process,
+        returns (0, 0), since XLA lets its GPUs address each other's memory anyway.
         """
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
@@ -555,7 +549,7 @@ class _Sharing:
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
         """Maps memory of GPU g at an address, and gives this process's GPUs access to it.
 
-        `handle` is the driver's handle of the memory. `_allow` records the GPUs without access.
+        `handle` is the driver's handle of the memory. GPUs that get no access are in `_no_access`.
         """
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
@@ -564,8 +558,8 @@ class _Sharing:
     def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
         """Gives the GPUs `numbers` of this process access to mapped memory of GPU g.
 
-        If the driver refuses a GPU, records the pair (that GPU, g), with the driver's reason, in
-        `_no_access`. If it refuses GPU g itself, raises the driver's error.
+        If the driver denies GPU i access, stores the driver's reason as `_no_access[i, g]`. If i is
+        g, raises the driver's error instead.
         """
         for one in numbers:
             try:
@@ -583,7 +577,7 @@ class _Sharing:
 def _array_address(device: jax.Device) -> int:
     """Returns the address of a new array on a device, which lies in XLA's memory pool there.
 
-    Raises `Refused` where JAX does not give addresses. The array is made in another thread: this
+    Raises `Refused` where JAX does not give addresses. Another thread makes the array, since this
     thread may be tracing, and an array made while tracing has no address.
     """
 

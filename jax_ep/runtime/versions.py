@@ -13,10 +13,7 @@ CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, packages, the CUDA plugin and the driver, by name.
-
-    A version is None if the software is not installed.
-    """
+    """Returns the versions of Python, packages, CUDA plugin and driver by name; None if missing."""
     found: dict[str, str | None] = {
         "jax_ep": __version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",

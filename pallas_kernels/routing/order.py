@@ -1,14 +1,12 @@
 """Sums of scores by which top-k routing compares experts and groups of experts.
 
 Experts are the columns of the scores. A *sum* is a score plus a bias, or the sum of the two best
-scores of a group of experts. It is represented by two float32 numbers, (high, low): `high` is the
-exact sum rounded to float32, and `low` is the error of that rounding. If two sums are equal, the
-logits are compared.
+scores of a group of experts. It is a pair of float32 numbers (high, low): `high` is the exact sum
+rounded to float32, and `low` is the error of that rounding. Where sums are equal, logits decide.
 
-The XLA implementation and the GPU kernel must choose the same experts, so both call the functions
-here. A function computes by its argument `ops`: its operations take and return JAX arrays in XLA,
-and registers in the kernel. `Ops.call` applies an elementwise function, which in the kernel is
-emitted by `pallas_kernels.fabric.elementwise`.
+XLA's implementation and the GPU kernel must choose the same experts, so both call the functions
+here. The argument `ops` of these functions has the arithmetic operations: on JAX arrays in XLA, on
+registers in the kernel. In the kernel, `pallas_kernels.fabric.elementwise` emits the code.
 """
 
 from __future__ import annotations
@@ -23,22 +21,18 @@ import numpy as np
 
 from pallas_kernels.routing.plan import Groups
 
-# The functions in `OF_TWO` clip logits to at most this magnitude, so that sums and differences of
-# two logits are finite in float32.
+# `OF_TWO` clips logits to this magnitude, so that sums of two logits are finite in float32.
 _LARGEST = np.float32(1e37)
 _LOG_2 = np.float32(math.log(2))
 
 
 class Ops(Protocol):
-    """The operations on float32 values by which sums are computed.
-
-    One implementation computes with JAX arrays in XLA, and another with registers in a kernel.
-    """
+    """Arithmetic on float32 values, which are JAX arrays in XLA and registers in a kernel."""
 
     def zero(self) -> Any: ...
 
     def call(self, function: Callable[..., jax.Array], *operands: Any) -> Any:
-        """Applies `function`, one of the functions in `ARITY`, to the operands elementwise."""
+        """Applies `function`, one of the keys of `ARITY`, to the operands elementwise."""
 
     def where_finite(self, of: Any, value: Any) -> Any:
         """Returns, elementwise, `value` where `of` is finite, and 0 elsewhere."""
@@ -52,18 +46,15 @@ def plus(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def rounded_off(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns the error of an addition: exactly a + b - total (Knuth's TwoSum).
-
-    `total` is a + b rounded to float32.
-    """
+    """Returns a + b - total exactly, where total is a + b rounded to float32 (Knuth's TwoSum)."""
     of_b = total - a
     return (a - (total - of_b)) + (b - of_b)
 
 
 def left_of(total: jax.Array, rest: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns the error of an addition: exactly total + rest - high (Dekker's Fast2Sum).
+    """Returns total + rest - high exactly (Dekker's Fast2Sum).
 
-    `high` is total + rest rounded to float32, and |rest| must be less than |total|.
+    `high` is total + rest rounded to float32; |rest| must be less than |total|.
     """
     return rest - (high - total)
 
@@ -82,12 +73,11 @@ def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
 
 
 def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns an upper bound of the error of a + b in place of the exact sum of two sums.
+    """Returns a bound of the error of a + b, taken for the sum of two numbers, each high + low.
 
-    Each of the two sums consists of two float32 numbers, high + low. Their highs are a and b, and
-    their lows are unknown. The magnitude of a low is at most 2^-24 times that of its high, and the
-    rounding error of a + b is at most 2^-24 times the result.
-    The constant 2^-120 covers numbers below 2^-126, which are flushed to 0.
+    a and b are the two highs. The lows are unknown, each at most 2^-24 times its high. Rounding
+    a + b adds an error of at most 2^-24 times the result. The constant 2^-120 covers numbers below
+    2^-126, which are flushed to 0.
     """
     return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
 
@@ -110,10 +100,10 @@ ARITY: dict[Callable[..., jax.Array], int] = {
 
 
 def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Adds two sums a and b, each (high, low).
+    """Adds two numbers a and b, each a pair of float32 values (high, low).
 
-    Returns (total, rest, high), float32 numbers: the result of the addition is total + rest, and
-    high is total + rest rounded to float32.
+    Returns the float32 values (total, rest, high): the sum is total + rest, and high is the sum
+    rounded to float32.
     """
     total = ops.call(plus, a[0], b[0])
     rest = ops.call(plus, a[1], b[1])
@@ -123,17 +113,16 @@ def _rounded(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def add(ops: Ops, a: Any, b: Any) -> tuple[Any, Any]:
-    """Adds two sums a and b, each (high, low); returns the result as (high, low)."""
+    """Adds two numbers a and b, each a pair (high, low); returns their sum as such a pair."""
     total, rest, high = _rounded(ops, a, b)
     return high, ops.where_finite(high, ops.call(left_of, total, rest, high))
 
 
 def has_sums(scores: str, bias: Any, groups: Groups | None) -> bool:
-    """Returns whether columns (experts) need sums (high, low), to compare columns or groups.
+    """Returns whether a sum (high, low) is computed for each column (expert): score plus bias.
 
-    They do if there is a bias, which is added to the scores. They also do if groups are compared by
-    the sum of their two best scores, unless the scores are the logits: the two best logits of a
-    group are found without sums, and are added afterwards.
+    Without a bias, the sum is the score. It is then needed only if groups are compared by the sum
+    of their two best scores, and if the scores are not the logits.
 
     Args:
       scores: the score function, a key of `OF_TWO`.
@@ -157,7 +146,7 @@ def score_and_bias(
       rounded: whether to compute only the sum rounded to float32.
 
     Returns:
-      The sum as (high, low), or (high,) if `rounded`.
+      The sum as a pair (high, low), where high is the sum rounded to float32; (high,) if `rounded`.
     """
     total: tuple[Any, ...] = (logit if scores == "logit" else score, ops.zero())
     if scores == "sigmoid":
@@ -174,11 +163,10 @@ def score_and_bias(
 
 
 def bounds_of_two(ops: Ops, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns bounds of the exact sum of two sums (high, low), given only their highs a and b.
+    """Returns bounds of the exact sum of two numbers, each high + low, given only their highs a, b.
 
-    Returns (total, lower, upper): `total` is a + b rounded to float32. The exact sum of both highs
-    and both lows is at least `lower` and at most `upper`, although the lows are unknown. If `total`
-    is infinite or NaN, so are `lower` and `upper`.
+    Returns (total, lower, upper): a + b rounded to float32, and the bounds, which hold for all
+    possible lows. If `total` is infinite or NaN, so are the bounds.
     """
     total = ops.call(plus, a, b)
     error = ops.where_finite(total, ops.call(error_of_two, a, b))
@@ -214,11 +202,9 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# Maps the name of each score function to a function of two logits, which grows with the sum of the
-# scores of these logits. The function breaks ties between groups that are compared by the sum of
-# their two best scores. Such a sum is computed as two float32 numbers, high + low. Even where the
-# sums of two groups have equal `high` and equal `low`, the function of each group's two best logits
-# can still tell which group has the larger sum.
+# Maps the name of each score function s to a function of two logits a and b that grows with
+# s(a) + s(b). It breaks ties between groups that are compared by the sum of their two best scores:
+# where the computed sums of two groups are equal, it is applied to the two best logits of each.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

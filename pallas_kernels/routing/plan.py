@@ -1,7 +1,4 @@
-"""Defines the options of the routing kernel `top_k`, and the limits of what it supports.
-
-Imports neither Pallas nor Mosaic.
-"""
+"""Defines the options and the limits of the routing kernel `top_k`, without importing Pallas."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 
 from pallas_kernels.fabric.hardware import WARP
 
-# The largest number of columns (experts). A row of so many fits in the registers of a warp.
+# The largest number of columns (experts) for which a row fits in the registers of a warp.
 MOST_COLUMNS = 1024
 # The largest number of columns that a row may choose, since each lane of a warp stores one of them.
 MOST_CHOICES = WARP
@@ -41,19 +38,15 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """How the weights of a row's k chosen columns (experts) are computed from their scores.
-
-    The kernel takes a number for each chosen column, from which it computes the weight. Which
-    number this is depends on `normalize` and `sigmoid`.
+    """How the weights of a row's k chosen columns (experts) are computed, from one number for each.
 
     Attributes:
       normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. If
-        False, the numbers are the scores. If True, they are the logarithms of the scores, so that
-        weights are right even where scores would underflow. If `epsilon` is 0, the same constant
-        may be added to all numbers of a row, since it does not change the weights.
+        False, the numbers are the scores. If True, they are the logarithms of the scores, which do
+        not underflow. If `epsilon` is 0, a constant may be added to all numbers of a row.
       epsilon: a constant that is added to the sum of the chosen scores, 0 or more.
       scale: a factor by which each weight is multiplied in the end.
-      sigmoid: whether the numbers are logits whose sigmoids are the scores, instead of logarithms
+      sigmoid: whether the numbers are logits, whose sigmoids are the scores, instead of logarithms
         of the scores. Only used with `normalize`.
     """
 
@@ -64,7 +57,7 @@ class Weighing:
 
     @property
     def log_epsilon(self) -> float:
-        """The logarithm of `epsilon` as a finite float32: the lowest one if `epsilon` is 0."""
+        """The logarithm of `epsilon`; if `epsilon` is 0, the lowest finite float32."""
         return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 

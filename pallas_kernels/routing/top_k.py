@@ -1,26 +1,24 @@
 """Top-k routing kernel: chooses the k best columns (experts) of every row (token) without sorting.
 
-One warp handles one row. A lane of the warp holds neighbouring columns of the row in registers. A
-column is a tuple of unsigned 32-bit words. The first words are integer keys of the float32 numbers
-by which columns are compared. A key grows with its number in the total order of IEEE 754, which
-`lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The last word falls as the column's index
-grows, so that among equal columns the first has the largest tuple. Each of k steps finds the
-largest tuple of the row, by one warp reduction for each word, and sets it to 0 in its lane.
+One warp handles one row. Each lane of the warp holds neighbouring columns of the row in registers,
+each as a tuple of unsigned 32-bit words. The last word is the complement of the column's index.
+The other words are integer *keys* of the float32 numbers by which columns are compared. Keys are
+ordered like their numbers in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf
+< -0 < 0 < inf < NaN. The best column thus has the largest tuple; of equal ones, the first. Each of
+k steps finds the largest tuple of the row, by one warp reduction per word, and then sets it to 0.
 
 Columns without a bias are compared by their logits. With a bias, columns are compared by (high,
 low, logit), where the sum of score and bias is high + low (see `order`). The warp first chooses by
 `high` alone. The warp chooses again, by all three numbers, only if two chosen columns, or the last
 chosen column and another one, have equal highs.
 
-In group-limited routing, each row chooses columns only from its best groups of columns. The lanes
-that hold a group's columns first compute the group's keys. The warp chooses the best groups in the
-same way as columns, and columns of other groups count as -inf. If groups are compared by the sum of
-their two best scores, this sum is first computed from the two highs alone. The exact sums are
-compared only if the rounding errors could change the chosen groups.
+In group-limited routing, each row chooses columns only from its best groups of columns. The warp
+chooses the best groups in the same way as columns, and columns of other groups count as -inf. If
+groups are compared by the sum of their two best scores, this sum is first computed from the two
+highs alone. The exact sums are compared only if rounding errors could change the chosen groups.
 
-On request, the warp also computes the row's softmax. The lanes that hold the chosen columns compute
-the weights. The arithmetic gives the bits of XLA's kernels, except that sums run in the order of
-the lanes, which does not depend on the number of rows.
+On request, the warp also computes the row's softmax. The results have the bits of XLA's kernels,
+except that sums run in the order of the lanes, which does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -100,12 +98,11 @@ def top_k(
       weighing: how weights are computed.
       scores: the name of the score function of the logits, a key of `order.OF_TWO`. The bias is
         added to scores, and groups are compared by sums of scores.
-      rounded: [T, E] float32, the scores, or None if they are not needed. They are needed if there
-        is a bias, or if groups are compared by the sum of two scores; but not if `scores` is
-        "logit" or "sigmoid", which the kernel computes itself.
+      rounded: [T, E] float32, the scores; None if they are not needed. They are needed if there is
+        a bias, or if groups are compared by the sum of two scores; but not if `scores` is "logit"
+        or "sigmoid", which the kernel computes itself.
       bias: [1, E] or [T, E] float32 added to the scores in the choice, or None.
-      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None if no column
-        is excluded so.
+      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None: no column.
       gathered: [T, E] float32, the numbers from which weights are computed; see `Weighing`. If
         None, the numbers are the softmax if `softmax` is set and `weighing` does not normalize,
         else the logits.
@@ -159,9 +156,9 @@ def top_k(
     )
 
 
-# The 32-bit words by which a column or a group is compared with others. The first words are keys,
-# and the last one is the complement of the index, so that of equal ones the first is the largest.
-# Tuples of words are compared lexicographically. A tuple of zeros stands for no column.
+# The 32-bit words by which columns, or groups, are compared, lexicographically. The first words are
+# keys of float32 numbers. The last word is the complement of the index: if all keys are equal, the
+# lower index has the larger tuple. A tuple of zeros stands for no column.
 _Words = tuple[Any, ...]
 
 
@@ -174,8 +171,7 @@ class _TopK:
     scores: str
     groups: Groups | None
     makes_softmax: bool
-    # The names of those operands of `top_k` that are not None, in the order in which they are
-    # passed.
+    # The names of `top_k`'s operands that are not None, in the order in which they are passed.
     given: tuple[str, ...]
     # Whether the bias is [1, E], the same for all rows.
     has_one_bias: bool
@@ -211,7 +207,7 @@ class _TopK:
         Args:
           lanes: the operations on the lanes of the warp, a `_Lanes`.
           row: the index of the row.
-          refs: references to the operands in `given`, and then to the outputs.
+          refs: references to the kernel's operands, in the order of `given`, and to its outputs.
         """
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
@@ -230,8 +226,8 @@ class _TopK:
     def weigh(self, lanes: Any, chosen: Any) -> Any:
         """Returns the weights of the row's chosen columns: in lane i that of the i-th best column.
 
-        Lane i of `chosen` holds the number from which the weight is computed; see `Weighing`. Both
-        are float32 bits. Lanes from k on hold anything.
+        Lane i of `chosen` holds the number from which that weight is computed; see `Weighing`. All
+        words are float32 bits. In lanes from k on, words are unspecified.
         """
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
@@ -279,7 +275,7 @@ class _TopK:
         """Returns the k best columns of a row and their logits, as two words in each lane.
 
         Lane i < k holds the index of the i-th best column, and the float32 bits of its logit. The
-        other lanes hold the index of any column, so that every lane may use its index.
+        other lanes hold some valid index, so that every lane can load from its index.
         """
 
         def by_all_keys() -> list[Any]:
@@ -306,10 +302,9 @@ class _TopK:
           lanes: the operations on the lanes of the warp.
           row: the index of the row.
           operands: references to the kernel's operands, by name.
-          exact: whether columns and groups are compared by all of their keys. If False, groups, and
-            columns if there is a bias, are compared by their first key alone: that of their sum
-            rounded to float32. The choice is then a guess, which may differ from the exact choice
-            where two sums are nearly equal.
+          exact: whether groups, and columns with a bias, are compared by exact sums (of two scores,
+            or of score and bias). If False, they are compared by sums rounded to float32. The
+            choice is then a guess, which may be wrong where two sums are nearly equal.
 
         Returns:
           (words, is_sure). In lane i < k, `words` are the words of the i-th best column. `is_sure`
@@ -355,12 +350,11 @@ class _TopK:
     def keys(
         self, lanes: Any, row: Any, operands: Mapping[str, Any], exact: bool
     ) -> list[list[Any]]:
-        """Computes the keys by which columns and groups are compared, for a lane's columns.
+        """Computes the keys by which columns and groups are compared, for the columns of a lane.
 
-        A key is a word that grows with a float32 number of the column: with its logit, or with a
-        part of its sum. A sum is the column's score plus its bias, if there is one. It is computed
-        as two float32 numbers, high + low, where high is the sum rounded to float32. Columns have
-        sums only if `order.has_sums` says so.
+        A key is a word that grows with a float32 number. A column's numbers are its logit and, if
+        `order.has_sums` says so, `high` and `low`. high + low is the column's score, plus its bias
+        if there is one; `high` is this sum rounded to float32.
 
         Args:
           lanes: the operations on the lanes of the warp.
@@ -370,12 +364,10 @@ class _TopK:
             guesses its choice, which cost less.
 
         Returns:
-          A list of lists of keys, each with a key for every column that the lane holds. If columns
-          have no sums, the only list has the keys of their logits. If they have sums and `exact` is
-          True, the three lists have the keys of high, of low and of the logit. If `exact` is False,
-          the lists have the keys of high and, if there is no bias, of the logit. Groups are
-          compared by the first list and, where its keys tie, by the next one. So are columns if
-          there is a bias; without a bias, they are compared by the last list, the logits, alone.
+          A list for each number, with a key for every column that the lane holds. The numbers are
+          (logit,) if columns have no sums; (high, low, logit) if `exact`; else (high,) with a bias
+          and (high, logit) without one. Groups, and columns with a bias, are compared by the first
+          number and, where it ties, by the next one; columns without a bias by the logit alone.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -405,13 +397,13 @@ class _TopK:
 
         Args:
           lanes: the operations on the lanes of the warp.
-          columns: for each column that a lane holds, the tuple of its keys.
-          exact: whether `columns` have all keys, so that the choice is exact. If False, they have
-            only the first key, and the choice is a guess.
+          columns: for each column that a lane holds, the keys (words) by which it is compared.
+          exact: whether `columns` have all their keys, so that the choice is exact. If False, they
+            have only the first key, and the choice is a guess.
 
         Returns:
           (kept, doubt). `kept` is, in each lane, whether the lane's columns belong to a chosen
-          group. `doubt` is a word that is 0 if the choice is certain to be the choice by all keys.
+          group. `doubt` is a word that is 0 if the choice is certain to equal the exact choice.
         """
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
@@ -454,12 +446,12 @@ class _TopK:
         return kept, doubt
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
-        """Returns the three keys by which a group is compared with other groups.
+        """Returns the keys of the three numbers (high, low, tie) by which groups are compared.
 
-        They are the keys of high, low and a tie-breaker: high + low is the sum of the scores of the
-        group's two best columns, and the tie-breaker is the function `order.OF_TWO` of the logits
-        of these columns. The argument `keys` has, for each of the two columns, a tuple of keys:
-        those of the two parts (high, low) of the column's own sum, if it has one, and of its logit.
+        A key is a word that grows with its number. high + low is the sum of the scores of the
+        group's two best columns, and tie is the function `order.OF_TWO` of their logits. `keys` has
+        a tuple for each of the two columns: the keys of (high, low) of its own sum, if any, and of
+        its logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
@@ -485,7 +477,7 @@ def _is_larger(lanes: Any, a: _Words, b: _Words) -> Any:
 
 
 def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
-    """Returns, in each lane, the largest of the tuples of words of the columns that it holds."""
+    """Returns, in each lane, the largest of the word tuples of the columns that the lane holds."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]
@@ -495,7 +487,7 @@ def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
 
 
 def _warp_best(lanes: Any, own: _Words) -> _Words:
-    """Returns, in every lane, the largest of the tuples of words that the lanes hold in `own`."""
+    """Returns, in every lane, the largest of all lanes' tuples `own`."""
     best, is_best = [lanes.warp_max(own[0])], None
     for word in own[1:]:
         is_last = lanes.equal(own[len(best) - 1], best[-1])
@@ -505,9 +497,9 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns `words`, or zeros if they belong to a column or group that has just been chosen.
+    """Returns `words`, or zeros if `taken` are the words of the same column or group.
 
-    `taken` are the words of the chosen one. A tuple of zeros is not chosen again.
+    Zeros are the smallest tuple, so a column or group that was taken is not chosen again.
     """
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
@@ -529,10 +521,10 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns the float32 sum of `word` over `number` neighbouring lanes.
+    """Returns, in every lane, the float32 sum of `word` over the lane's set of `number` lanes.
 
-    The warp is divided into sets of `number` lanes, a power of two. Every lane gets the sum over
-    its set. `word` and the sum are float32 bits.
+    The sets divide the warp into neighbouring lanes; `number` is a power of two. `word` and the sum
+    are float32 bits.
     """
     distance = number // 2
     while distance:
@@ -542,10 +534,10 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """The operations of which `_TopK` consists, emitted as the code of one lane of a warp.
+    """The operations of the kernel `_TopK`, emitted as the code of one lane of a warp.
 
-    They compute with words, unsigned 32-bit integers; a word may hold the bits of a float32. A lane
-    holds `width` neighbouring columns of a row of `columns` columns.
+    Operands and results are words, unsigned 32-bit integers, which may be the bits of a float32. A
+    lane holds `width` neighbouring columns of a row of `columns` columns.
     """
 
     def __init__(self, columns: int, width: int) -> None:
@@ -556,11 +548,11 @@ class _Lanes:
         return self.word(0)
 
     def load(self, ref: Value, row: Value, *, again: bool = False) -> list[Value]:
-        """Loads those columns of row `row` of `ref` that this lane holds: `width` words.
+        """Loads the `width` columns of row `row` of `ref` [T, E] that this lane holds, as words.
 
-        Columns past the row's last column repeat the last column. Set `again` if the values have
-        been loaded before: the loads are then volatile, so that the compiler does not keep the
-        values of the earlier load in registers meanwhile.
+        Columns past the row's last column repeat the last column. Set `again` if the row has been
+        loaded before: the loads are then volatile, so that the compiler loads the values again
+        instead of keeping them in registers.
         """
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
@@ -589,8 +581,8 @@ class _Lanes:
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
         """Returns the tuple of words of each column that this lane holds.
 
-        The words of a column are its keys, and then the complement of its index. `keys` are lists
-        with a key for each column. All words of columns past the row's last column are 0.
+        The words of a column are its keys, and then the complement of its index. Each list in
+        `keys` has a key for each column. All words of columns past the row's last column are 0.
         """
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
@@ -609,10 +601,7 @@ class _Lanes:
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns `words`, with 0 instead of those that are past the row's last column.
-
-        `words` has a word for each column that this lane holds.
-        """
+        """Returns `words`, one for each column that this lane holds, but 0 past the last column."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -623,10 +612,7 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 numbers to words that hold the numbers' bits.
-
-        Returns the bits of the result.
-        """
+        """Applies a function of float32 numbers to their bits `words`; returns bits, too."""
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
 
@@ -645,15 +631,15 @@ class _Lanes:
         return self.select(is_nan, value, self.zero())
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        # The bits of numbers above 0 are 1 to _INFINITY. Words are unsigned, so 0 - 1 is the
-        # largest word and fails the comparison.
+        # Numbers above 0 have the bits 1 to _INFINITY. Words are unsigned, so that 0 - 1 is the
+        # largest word, and fails the comparison.
         is_positive = self.greater(self.word(_INFINITY), self.minus_one(of))
         return self.select(is_positive, value, other)
 
     def unless(
         self, condition: Value, function: Callable[[], list[Value]], values: list[Value]
     ) -> list[Value]:
-        """Returns `values` if `condition` is true, else the results of the code of `function`.
+        """Emits a branch: returns `values` if `condition` is true, else the results of `function`.
 
         The condition must be the same in all lanes of a warp.
         """
@@ -674,10 +660,7 @@ class _Lanes:
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores a row to row `row` of `ref` [T, E].
-
-        `words` has a word for each column of the row that this lane holds.
-        """
+        """Stores `words`, one for each column that this lane holds, to row `row` of ref [T, E]."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -699,7 +682,7 @@ class _Lanes:
         return mosaic.warp_max(word)
 
     def exchange(self, word: Value, distance: int) -> Value:
-        """Returns `word` of another lane: of the lane whose index is this lane's XOR `distance`."""
+        """Returns the `word` of the lane whose index is this lane's index XOR `distance`."""
         return mosaic.shuffle(word, distance)
 
     def word(self, value: int) -> Value:
@@ -734,7 +717,7 @@ class _Lanes:
 class _InterpretedLanes(_Lanes):
     """The operations of `_Lanes` for Pallas' interpreter, on all lanes of a warp at once.
 
-    What is a word in `_Lanes` is here an array [WARP] uint32, with an element for each lane.
+    A word is an array [WARP] uint32 here.
     """
 
     def __init__(self, columns: int, width: int) -> None:
