@@ -180,8 +180,8 @@ def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     destination rank (second axis) in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    # [source rank, destination rank]: the index of the first row that the source sends to the
-    # destination, in the source's operand (send_offsets) and the destination's output.
+    # The index of the first row that a source rank sends to a destination rank, in the source's
+    # operand (send_offsets) and in the destination's output (recv_offsets): [source, destination].
     send_offsets = np.cumsum(counts, axis=1) - counts
     recv_offsets = np.cumsum(counts, axis=0) - counts
     send_rows = max(int(counts.sum(axis=1).max()), 1)

@@ -407,8 +407,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            # Leaves out times with a plan from --plans, whose implementation is not in MEASURED,
-            # because its name contains the plan ("one_shot 64x4x1").
+            # Leaves out times with a plan from --plans: their implementation contains the plan, as
+            # in "one_shot 64x4x1", so it is not in MEASURED.
             and record["implementation"] in MEASURED[op]
             and record.get("wall")
         ]

@@ -53,8 +53,8 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
-    # Each block of 128 x 128 weights has one float32 scale. Two successive matmuls round their two
-    # operands each, which changes a number by up to 2^-4 of itself.
+    # Each block of 128 x 128 weights has one float32 scale. The tolerance allows for two successive
+    # matmuls with two operands each, of which rounding changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
@@ -289,7 +289,7 @@ def make_stack(
     """Makes the random parameters of `layers` MoE layers on all ranks.
 
     Every array has a leading axis of N ranks. If `scanned`, the layers are stacked along a second
-    axis; else the result has lists with an entry for each layer. The values are the same.
+    axis; else the result has lists with an entry per layer. Both have the same values.
     """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:

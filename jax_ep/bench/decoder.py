@@ -178,7 +178,7 @@ def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def attention_implementation(platform: str, dtype: Any) -> Literal["cudnn", "xla"]:
-    """Returns an argument of `dot_product_attention`: "cudnn" for 16 bits on GPUs, else "xla"."""
+    """Returns how to compute attention: by "cudnn" for 16-bit dtypes on GPUs, else by "xla"."""
     return "cudnn" if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 else "xla"
 
 

@@ -247,7 +247,7 @@ class ExchangeBench(runner.Bench):
     def compare(self, rows: list[Row]) -> None:
         """Adds to each row its speed-up in wall time over the baseline "ragged_all_to_all".
 
-        The field is "speedup_over_ragged". Operation and numbers of tokens and ranks are the same.
+        The field is "speedup_over_ragged". It compares equal operations, tokens and ranks.
         """
 
         def work(row: Row) -> tuple[Any, ...]:

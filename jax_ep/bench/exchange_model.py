@@ -117,7 +117,8 @@ class Bound(NamedTuple):
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
     """Estimates on how many hosts and on how many ranks the K experts of a token are.
 
-    Returns means over a sample of tokens that are routed at random, within `work.hosts_per_token`.
+    Returns means over a sample of tokens, each routed at random to experts of at most
+    `work.hosts_per_token` hosts.
     """
     scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
@@ -273,7 +274,7 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Returns a text that says what limits a published bandwidth, and how close to it it comes."""
+    """Returns a text: what limits a published bandwidth, and how far below the bound it is."""
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (

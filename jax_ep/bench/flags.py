@@ -28,8 +28,8 @@ def wire_format(name: str) -> RowFormat:
 class Iterations(NamedTuple):
     """The defaults of --iterations, the number of calls in a timed loop.
 
-    On GPUs a compiled loop takes about 450 microseconds to start. A loop of short calls must be
-    long, so that the start is a small part of the loop's time.
+    On GPUs a compiled loop takes about 450 microseconds to start. A loop of short calls must have
+    many calls, so that the start is a small part of the loop's time.
 
     Attributes:
       on_cpus: the default on CPUs.

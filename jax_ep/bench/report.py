@@ -174,7 +174,7 @@ def lines(
         for axis, (name, found) in zip(axes, panels.items(), strict=True):
             for label, points in found.items():
                 x, y = zip(*sorted(points), strict=True)
-                # Each line has smaller markers than the one before, so that equal lines are seen.
+                # Later lines have smaller markers, so that of two equal lines both are visible.
                 size = max(3, 10 - 2 * list(styles).index(label))
                 points_style = {"marker": "o", "markersize": size} if logarithmic else {}
                 axis.plot(x, y, label=label, **styles[label], **points_style)

@@ -77,7 +77,7 @@ class Case:
         self.name, self.rows = name, list(rows)
 
     def prepare(self) -> Any:
-        """Makes what all programs share, such as operands: `shared` of `build` and `check`."""
+        """Makes what all programs share, such as operands: the `shared` of `build` and `check`."""
 
     def build(self, row: Row, shared: Any) -> Loop:
         """Compiles the program of a row, and returns the loop that calls it."""

@@ -39,7 +39,7 @@ SPACER_MICROSECONDS = 250
 
 
 class WallTime(NamedTuple):
-    """Median, minimum and maximum over repeats of a loop of its microseconds per iteration."""
+    """Microseconds per iteration of a loop: median, minimum and maximum over repeats."""
 
     median: float
     low: float
@@ -75,7 +75,7 @@ class DeviceTime(NamedTuple):
     of_loop: float = 0.0
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Subtracts `of_loop`, in microseconds, from all times but those in `by_kernel`."""
+        """Returns these times minus `of_loop` microseconds, but `by_kernel` unchanged."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }

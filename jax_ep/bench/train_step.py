@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 def make_layout(
     model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh, seq_len: int
 ) -> Layout:
-    """Computes the shardings of a training step's arrays on a mesh, for sequences of `seq_len`."""
+    """Computes the shardings of a training step's arrays, for sequences of `seq_len` tokens."""
     tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
     variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
     specs = nn.get_partition_spec(variables)
