@@ -271,7 +271,8 @@ def _check_call(
 ) -> None:
     """Traces a call of the layer, so that an unsupported configuration raises before loading.
 
-    `dtypes` maps all parameters' names to dtypes, `formats` quantized parameters' to formats.
+    `dtypes` maps the name of each parameter to its dtype, and `formats` the name of each quantized
+    parameter to its format.
     """
     params: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()

@@ -249,7 +249,7 @@ class Block:
 
         `params` maps names to NumPy arrays, or to `QuantizedArray` objects of NumPy arrays. A
         `QuantizedArray` in the stored format is written with its own values and scales. Any other
-        one is dequantized, and encoded as the tensor is.
+        `QuantizedArray` is dequantized, and then encoded like the tensor.
         """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
@@ -445,7 +445,7 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Returns the error message for a layer without an MoE block, with tensors to rename."""
+    """Returns the error message for a layer without an MoE block; it names tensors to rename."""
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -509,7 +509,7 @@ def _block(
         prefix: the prefix of the block's tensor names, such as "model.layers.3.".
         keys: looks up values of config.json.
         like: for a block that is to be added, the prefix of an existing block. Where weights may be
-            stored in alternative tensors (`OneOf`), the new block has the same ones.
+            stored in alternative tensors (`OneOf`), the new block has those of this block.
     """
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -585,7 +585,7 @@ class _Keys:
     Attributes:
         config: the contents of config.json.
         row: the architecture, which has default values.
-        layer: the number of the layer, which selects an entry of values that are lists.
+        layer: the number of the layer, which selects an entry of values that are lists by layer.
         file: the path of config.json, for error messages.
         root: the beginning of the model's published tensor names, before "layers.".
     """
@@ -597,10 +597,10 @@ class _Keys:
     root: str
 
     def value(self, key: str) -> Any:
-        """Returns the value of a key in config.json, for "a|b" of the first key that exists.
+        """Returns the value of a key in config.json; "a|b" is the first of the two keys there.
 
-        Without such a key, or if it is null, returns the architecture's default value. From a list,
-        which has an entry for each layer, returns the entry of `layer`. Raises ValueError if there
+        If the key is absent or null, returns the architecture's default value. If the value is a
+        list, with an entry for each layer, returns the entry of `layer`. Raises ValueError if there
         is no value.
         """
         names = key.split("|")
@@ -611,10 +611,9 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the value of a key, for "a*b" the product of the values of two keys.
+        """Returns the value of a key; "a*b" is the product of two keys' values; "a|b": see `value`.
 
-        A key may be written "a|b": see `value`. Raises ValueError unless all values are integers
-        that are not negative.
+        Raises ValueError unless all values are integers that are not negative.
         """
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
@@ -744,14 +743,14 @@ def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array with the axes `axes` to the order of `letters`, which may have others."""
+    """Transposes an array from the axes `axes` to their order in `letters`, a superset of them."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
     """Reads the slice `index` of a stored tensor into the array `into`, decoded and cast.
 
-    The axes of `into` are in the order of the tensor's.
+    The axes of `into` have the order of the tensor's axes.
     """
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
@@ -810,14 +809,14 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
 
 
 def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
-    """Allocates an uninitialized quantized array of `shape` and `dtype`, aligned like `_empty`."""
+    """Allocates an uninitialized quantized array of `shape` and `dtype`; see `_empty`."""
     values: Any = _empty(format.values_shape(shape), format.dtype)
     scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
     return QuantizedArray(values, scales, format, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocates an uninitialized array, aligned to 64 bytes so that XLA's CPU devices use it."""
+    """Allocates an uninitialized array, aligned to 64 bytes for XLA to use it without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     first = -memory.ctypes.data % 64

@@ -72,8 +72,8 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # Where `size` is 0, any divisor will do: the logit is 0, and either is the largest one left
-        # or belongs to the expert that was already chosen, which is not left.
+        # `size` is 0 only for a logit of 0 that is the largest remaining one, or that belongs to
+        # the expert that was already chosen. For these, any divisor gives the right result.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
         # At least one logit in the softmax is finite: the largest one, since it is near itself.
