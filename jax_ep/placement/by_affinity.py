@@ -145,8 +145,8 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
     `experts` [layers, n] are the ids of n experts of each layer. The vector of expert e has n
     entries for each of the first m = min(5, layers) layers: how often the tokens that chose e in
-    the first layer chose each of the n experts of that layer, scaled to Euclidean norm 1. The entry
-    of e itself is zero.
+    the first layer chose each of the n experts of that layer. The entry of e itself is zero. The n
+    entries of each layer are scaled to Euclidean norm 1.
 
     Returns:
         The vectors, [n, m * n].

@@ -35,8 +35,8 @@ from jax_ep.placement.table import Array, Placement
 # many bytes, but at least one. This bounds the memory that is needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# The most bytes of such a row, unless the last axis of the weights is longer. Rows are as long as
-# this limit allows, because short rows are dispatched slowly.
+# The most bytes of a row into which `redistribute` cuts weights, unless their last axis is longer.
+# Rows are as long as this limit allows, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
 # Maps the bytes of a weight to the dtype as which `dispatch` sends its bits. Before and after, the
@@ -190,7 +190,7 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    # The index of the slots' axis in leaves with experts' weights: 1 after an axis of layers.
+    # The index of the slots' axis in leaves of experts: 1 after an axis of layers, else 0.
     axis = len(shape) - 1
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
@@ -227,7 +227,7 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            # If `device_put` copied the leaf to change its sharding, only the copy was donated.
+            # If `device_put` copied the leaf to change its sharding, the leaf was not donated.
             leaf.delete()
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
@@ -290,7 +290,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    # A power of two, so that few sizes occur: for each, a program is compiled.
+    # A power of two, so that few sizes occur, for each of which a program is compiled.
     width = 1 << (most - 1).bit_length()
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
