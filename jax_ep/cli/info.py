@@ -104,7 +104,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns which functions and modules that the kernels need this JAX lacks, or None."""
+    """Returns which functions and modules this JAX lacks that the kernels need, or None."""
     reasons = [
         availability.jax_unavailable_reason(),
         availability.mosaic_unavailable_reason(),

@@ -84,7 +84,7 @@ def collect() -> dict[str, Any]:
             results = memory.result_bytes(**way, **rows, **model, **hosts)
             here.append(way | {"buffers": buffers, "results": results})
         except ValueError as error:
-            # The flags are valid, so this implementation lacks the operation with these sizes.
+            # The flags are valid, so this way to run the operation does not support these sizes.
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
     others = [
