@@ -135,7 +135,7 @@ def no_room_reason(
 def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns the warpgroups of a low-latency call, and the tiles that each sends to each peer.
+    """Returns how many warpgroups a low-latency call has, and how many tiles each sends to a peer.
 
     A tile is the part of an array that a warpgroup moves at a time. The arguments are those of
     `no_room_reason`.
@@ -244,7 +244,7 @@ class PallasCollectives:
 
         Args:
           kernel: a kernel in which the thread blocks of a rank process `num_elements` elements.
-          low_latency_kernel: a kernel in which they process S elements.
+          low_latency_kernel: a kernel in which the thread blocks of a rank process S elements.
           x: [..., S]: the padded operand.
           num_elements: the number of elements to spread over the thread blocks of `kernel`.
 

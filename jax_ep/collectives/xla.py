@@ -46,7 +46,7 @@ class XlaCollectives:
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Calls `function` on x with the mesh's Explicit axes made Auto; shards the result like x.
 
-    JAX cannot lower psum_scatter, also the transpose of all_gather, for an array that is sharded
+    JAX cannot lower psum_scatter (also the transpose of all_gather) for an array that is sharded
     over Explicit axes.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
