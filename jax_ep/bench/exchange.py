@@ -297,8 +297,8 @@ def _microseconds(row: Row) -> float:
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
 
-# Draws the experts of many tokens, which takes a second. Results are cached, because many programs
-# have the same routing.
+# Draws each token's experts. Results are cached, because many programs have the same routing, and
+# drawing it for many tokens takes a second.
 _routing = functools.lru_cache(maxsize=4)(uniform_routing)
 
 

@@ -792,7 +792,7 @@ def _copy_quantized(
 
 
 def _entry(array: Parameter, i: int) -> Any:
-    """Returns a view of `array[i]`, of values and scales for a `QuantizedArray`."""
+    """Returns a view of `array[i]`; of a `QuantizedArray`, of its values and scales."""
     return jax.tree.map(lambda part: part[i], array)
 
 

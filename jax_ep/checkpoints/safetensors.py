@@ -360,7 +360,8 @@ def _metadata(
 
     "total_size" becomes the number of bytes of all tensors. If a file is missing, as after a
     partial download, the old "total_size" changes by the bytes of the new tensors minus those of
-    the tensors that they replace. An existing "total_parameters" always changes in this way.
+    the tensors that they replace. An existing "total_parameters" always changes by the difference
+    of their numbers of elements.
 
     Args:
         directory: the directory before the change.
