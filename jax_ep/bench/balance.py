@@ -114,9 +114,8 @@ class Placed(NamedTuple):
 class BalanceCase(runner.Case):
     """Measures a layer with one routing and one placement, for each overflow rule and capacity.
 
-    All cases share the dict `expected`. It maps a description of a routing to the output [N, T, H]
-    of the first layer that was checked with this routing. So all placements are checked to give the
-    same output.
+    All cases share the dict `expected`, which maps a description of a routing to the output
+    [N, T, H] of the first placement that was checked. All other placements must give this output.
     """
 
     spaced = False
@@ -265,8 +264,7 @@ def draw_choices(
     """Draws K distinct experts for each token, at random without replacement (Gumbel top-k).
 
     Expert e is drawn with a probability proportional to 1 / (1 + ranks[e]) ** exponent, where
-    `ranks` [E] holds the place of each expert in the order of popularity; the most popular expert
-    has 0.
+    `ranks` [E] holds the popularity rank of each expert, 0 for the most popular one.
 
     Returns:
         [num_tokens, K] int32 expert ids, in the order in which they are drawn.
@@ -322,10 +320,7 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Counts the rows that each rank receives under a placement; returns the largest count.
-
-    `state` has the operands of the layer, as in `Placed.state`.
-    """
+    """Returns the number of rows that the most loaded rank receives; `state`: see `Placed`."""
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
@@ -352,9 +347,9 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
 def compare(rows: list[Row], steps: int) -> None:
     """Adds the fields "share_us" and "over_uniform" to each row of results.
 
-    "share_us" is what redistributing the experts costs each step: the time of one redistribution
-    divided by `steps`, the number of steps between two of them. "over_uniform" is the sum of the
-    row's wall time and "share_us", divided by the wall time of the same layer with uniform routing.
+    "share_us" is the time of one redistribution of the experts divided by `steps`, the number of
+    training steps between two redistributions. "over_uniform" is the sum of the row's wall time and
+    "share_us", divided by the wall time of the same layer with uniform routing.
     """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")

@@ -44,10 +44,7 @@ class Baseline:
     tolerance: float = 0.0
 
     def check(self, operands: Any, results: Any) -> None:
-        """Raises AssertionError unless all results are within `tolerance` of `expected`.
-
-        `operands` and `results` have a leading axis of ranks.
-        """
+        """Raises AssertionError unless all ranks' results are within `tolerance` of `expected`."""
         error = np.abs(results.astype(np.float32) - self.expected(operands).astype(np.float32))
         within = np.all(error <= self.tolerance)
         assert within, f"off by up to {error.max()}, tolerance {self.tolerance}"
@@ -70,19 +67,15 @@ class Case:
         return len(self.routing) // self.num_ranks
 
     def pairs(self) -> Array:
-        """Counts the (token, choice) pairs that each rank sends to each rank: [N, N].
-
-        The first axis is the source rank, the second the destination.
-        """
+        """Counts the (token, choice) pairs by source rank and destination rank: [N, N]."""
         by_source = self.routing.reshape(self.num_ranks, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).sum(axis=1) for rank in ranks], axis=1)
 
     def tokens(self) -> Array:
-        """Counts the tokens that each rank sends to each rank: [N, N].
+        """Counts the tokens by source rank and destination rank: [N, N].
 
-        The first axis is the source rank, the second the destination. A token counts once for each
-        rank that has at least one of the experts that it chose.
+        A token counts once for each rank that has at least one of the experts that it chose.
         """
         by_source = self.routing.reshape(self.num_ranks, self.num_tokens, -1)
         ranks = range(self.num_ranks)
@@ -97,10 +90,7 @@ class Case:
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws an array of the given shape and dtype uniformly from [-1, 1).
-
-    `seed` is an integer array of one element, which may be traced.
-    """
+    """Draws an array uniformly from [-1, 1). `seed` is an integer array of one element."""
     return jax.random.uniform(jax.random.key(seed.reshape(())), shape, dtype, -1, 1)
 
 
@@ -190,8 +180,8 @@ def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     destination rank (second axis) in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    # Where the rows that a source rank sends to a destination rank begin: send_offsets in the
-    # source's operand, recv_offsets in the destination's output. Both are [source, destination].
+    # The index of the first row that a source rank sends to a destination rank, in the source's
+    # operand (send_offsets) and in the destination's output (recv_offsets): [source, destination].
     send_offsets = np.cumsum(counts, axis=1) - counts
     recv_offsets = np.cumsum(counts, axis=0) - counts
     send_rows = max(int(counts.sum(axis=1).max()), 1)

@@ -47,8 +47,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce_rms_norm": collectives.all_reduce_rms_norm,
 }
 OPERATIONS = tuple(FUNCTIONS)
-# Maps each operation to the algorithms that are measured by default. "fused" is left out because it
-# only selects one of two other algorithms, and "multimem" because it needs multicast memory.
+# Maps each operation to the algorithms that are measured by default: all but "fused", which only
+# selects one of two others, and "multimem", which needs multicast memory.
 MEASURED = {
     op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
     for op, algorithms in ALGORITHMS.items()
@@ -163,10 +163,9 @@ class CollectivesCase(runner.Case):
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
     def problem(self, rows: int) -> Problem:
-        """Describes the collective on a whole array of `rows` rows.
+        """Describes the collective on a whole array of `rows` rows: operands, ranks and machine.
 
-        The result has the operation, the operands' shapes and dtypes, the ranks and the machine.
-        From it, algorithm=None selects an algorithm, and algorithms say whether they can run.
+        By this `Problem`, an algorithm is selected, and each algorithm says whether it can run.
         """
         x = self.x(rows)
         others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
@@ -217,8 +216,8 @@ class CollectivesCase(runner.Case):
         eps = float(jnp.finfo(self.dtype).eps)
         exact = self.op in ("all_gather", "all_to_all")
         # XLA may round to the operands' dtype after each of the N - 1 additions of a sum over
-        # ranks, so its tolerance grows with N. (A sum of N standard normal numbers has a magnitude
-        # of about sqrt(N).) The kernels of all_reduce and reduce_scatter round only once.
+        # ranks, so its tolerance grows with N. The kernels of all_reduce and reduce_scatter round
+        # only once.
         tolerance = 0.0 if exact else 8 * eps * self.num_ranks
         if row["algorithm"] != "xla" and self.op in ("all_reduce", "reduce_scatter"):
             tolerance = eps
@@ -272,10 +271,7 @@ class CollectivesBench(runner.Bench):
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:
-        """Writes the fastest algorithms to the file of --write_table, if the flag is given.
-
-        The file is a lookup table like the one from which algorithm=None selects an algorithm.
-        """
+        """Writes the fastest algorithms to the lookup table --write_table, if the flag is given."""
         if _WRITE_TABLE.value:
             write_table(_WRITE_TABLE.value, rows, jax.devices())
 
@@ -411,8 +407,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            # Times with a plan from --plans are left out: the name of the implementation then
-            # contains the plan ("one_shot 64x4x1"), so it is not in MEASURED.
+            # Leaves out times with a plan from --plans: their implementation contains the plan, as
+            # in "one_shot 64x4x1", so it is not in MEASURED.
             and record["implementation"] in MEASURED[op]
             and record.get("wall")
         ]
@@ -457,7 +453,7 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
     """
     if not text:
         return contextlib.nullcontext()
-    # This import loads Mosaic, which machines without GPUs may lack.
+    # Imported here, because it loads Mosaic, which machines without GPUs may lack.
     from jax_ep.collectives.pallas import forced_plan
     from pallas_kernels.collectives.tiles import TilePlan
 
@@ -465,7 +461,7 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _check_implementations(ranks: Sequence[int]) -> None:
-    """Raises `Error` if --implementations, --plans or --write_table asks for the impossible.
+    """Raises `Error` if --implementations, --plans or --write_table cannot be followed here.
 
     Examples are an algorithm that cannot run on this machine, and plans if no kernel is measured.
     """

@@ -59,9 +59,8 @@ _MATMUL_DTYPE = FLAGS.choices(
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
-# Regular expressions for the text of a lowered program. _HASH matches the hash of each Mosaic GPU
-# kernel, and _NAME the kernel's name, which is part of the name of the host function that launches
-# the kernel.
+# Regular expressions for the text of a lowered program. _HASH matches the hash of a Mosaic GPU
+# kernel, and _NAME the kernel's name in the name of the host function that launches it.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
 _SECONDS = ("trace_s", "lower_s", "compile_s")
@@ -84,10 +83,7 @@ def run() -> int:
 
 
 class CompileCase(runner.Case):
-    """Measures the compilation of an MoE layer and its parts, for one shape and number of tokens.
-
-    The programs are compiled one after the other.
-    """
+    """Compiles an MoE layer and its parts one by one, for one shape and number of tokens."""
 
     def __init__(self, work: Row, shape: Shape):
         super().__init__("{shape}, {tokens} tokens, {ranks} ranks".format(**work), [work])
@@ -225,10 +221,10 @@ def programs(
 
 
 def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Wraps a function so that it also returns the gradients of its first `count` arguments.
+    """Makes a function that returns the result of `function` and gradients as a pair.
 
-    Returns a function that returns the pair (result, gradients). For simplicity, the result itself
-    serves as the cotangent for the backward pass.
+    The gradients are those of the first `count` arguments. The cotangent is the result itself,
+    because any cotangent will do.
     """
 
     def both(*args):
@@ -281,7 +277,7 @@ def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
     """
     if mesh.devices.flat[0].platform == "cpu":
         return contextlib.nullcontext()
-    # This import loads Mosaic, which machines without GPUs may lack.
+    # Imported here, because it loads Mosaic, which machines without GPUs may lack.
     from pallas_kernels.fabric import mosaic
 
     return mosaic.compiled_anew()

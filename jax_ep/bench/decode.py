@@ -53,13 +53,12 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
-    # Each block of 128 x 128 weights has one float32 scale. The tolerance is for two matmuls in a
-    # row, each of which rounds its two operands, which changes a number by up to 2^-4 of itself.
+    # Each block of 128 x 128 weights has one float32 scale. The tolerance allows for two successive
+    # matmuls with two operands each, of which rounding changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
-# The shapes that are measured on CPUs. H and F are 128, because float8 experts need multiples of
-# 128.
+# The shapes that are measured on CPUs. For float8 experts, H and F must be multiples of 128.
 SMALL_SHAPES = {
     name: shape._replace(hidden=128, mlp_dim=128, num_experts=16, top_k=min(shape.top_k, 4))
     for name, shape in SHAPES.items()
@@ -149,12 +148,11 @@ class DecodeCase(runner.Case):
         return Loop(None, step, state, mesh, _TIMING.iterations_of(tokens))
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes of weights that a step must read, and the lower bound of its time.
+        """Returns fields with the bytes that a step must read, and the lower bound of its time.
 
-        The fields are "bytes", the bytes that the rank with the most chosen experts must read;
-        "floor_us", the time in microseconds to read them at the bandwidth of a plain copy;
-        "experts_hit", the number of experts of a layer that the batch chose, mean over layers; and
-        "iterations", the length of the loop.
+        "bytes" are the bytes of weights that the rank with the most chosen experts must read.
+        "floor_us" are the microseconds to read them at the bandwidth of a plain copy. "experts_hit"
+        is the number of experts of a layer that the batch chose, mean over layers.
         """
         hits = experts_hit(loop.state, loop.mesh, self.config, row["batch"])
         matrix = self.shape.hidden * self.shape.mlp_dim
@@ -167,9 +165,8 @@ class DecodeCase(runner.Case):
         return found | {"iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        # Rounding to float8 in one layer may change which experts tokens choose in the next layers,
-        # and so the outputs. A stack of several layers is therefore compared only with stacks of
-        # the same format.
+        # Rounding to float8 in one layer may change which experts tokens choose in the next layers.
+        # So stacks of several layers are compared only if they have the same format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         name, outputs = self.bench.name(row), loop.outputs()
@@ -206,9 +203,9 @@ class DecodeBench(runner.Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        # The results with which programs of the same work are compared. The work is a tuple (shape,
-        # layers, ranks, batch), and also the format if there are several layers. It maps to the
-        # name, the output [N, T, H] and the tolerance of the first program that was checked.
+        # Maps each work to the name, output [N, T, H] and tolerance of its first program, with
+        # which its other programs are compared. A work is a tuple (shape, layers, ranks, batch),
+        # with the format as a fifth entry if there are several layers.
         self.expected: dict[Any, tuple[str, Any, float]] = {}
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
@@ -292,8 +289,7 @@ def make_stack(
     """Makes the random parameters of `layers` MoE layers on all ranks.
 
     Every array has a leading axis of N ranks. If `scanned`, the layers are stacked along a second
-    axis; else the result has lists with an entry for each layer. The values of the parameters are
-    the same in both cases.
+    axis; else the result has lists with an entry per layer. Both have the same values.
     """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
@@ -336,7 +332,7 @@ def step_of_layers(
     """Runs one decoding step on a rank: all MoE layers, one after the other.
 
     `state` is the rank's part of the `Stack`, and its tokens x [T, H]. Only the first `batch` of
-    the N * T tokens of all ranks are routed to experts; the rest only fills the arrays.
+    the N * T tokens of all ranks are routed to experts. The others are padding.
 
     Returns:
       The last layer's residual stream x [T, H], and the number of times that the batch chose each
@@ -367,10 +363,9 @@ def step_of_layers(
 def experts_hit(
     state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
 ) -> np.ndarray:
-    """Runs a decoding step and counts, by layer and rank, the experts that the batch chose.
+    """Runs a decoding step; returns how many experts of each layer and rank the batch chose.
 
-    `state` is the `Stack` and the tokens of all ranks. Returns [layers, N]: the number of experts
-    that at least one token chose.
+    `state` is the `Stack` and the tokens of all ranks. Returns [layers, N] integers.
     """
 
     def on_rank(state: Any) -> jax.Array:

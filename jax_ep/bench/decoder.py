@@ -1,8 +1,7 @@
 """Defines a decoder-only Mixture-of-Experts language model in Flax Linen, with published sizes.
 
-`python -m jax_ep bench train` measures this model and `examples/train_qwen3_moe.py` trains it. The
-model is in the package, because examples are not installed and the bench must measure the model
-that users train. `jax_ep.bench.train_step` defines the training step.
+`python -m jax_ep bench train` measures this model and `examples/train_qwen3_moe.py` trains it, both
+with the training step of `jax_ep.bench.train_step`.
 
 The architecture is Qwen3-MoE's: RMSNorm before attention and before experts, grouped-query
 attention with normalized queries and keys, a rotary embedding, and `jax_ep.linen.MoE` in every
@@ -44,15 +43,14 @@ _policies = jax.checkpoint_policies
 # Maps names to rematerialization policies. A policy says which intermediate arrays of a layer,
 # besides its input, are kept for the backward pass, which recomputes all other ones.
 REMAT: dict[str, Any] = {
-    # Without rematerialization, JAX keeps every array that the backward pass uses.
+    # No rematerialization: JAX keeps every array that the backward pass uses.
     "none": None,
     "full": _policies.nothing_saveable,
-    # Kept are the results of attention's projections, and the router's logits.
+    # Keeps the results of attention's projections, and the router's logits.
     "projections": _policies.dots_with_no_batch_dims_saveable,
-    # The received tokens are kept, so the backward pass does not repeat the dispatch.
+    # Keeps the received tokens, so the backward pass does not repeat the dispatch.
     "dispatched": _policies.save_only_these_names("dispatched_tokens"),
-    # The backward pass repeats neither the dispatch nor the experts' first matmuls (wi_0, wi_1),
-    # only the last one (wo).
+    # Also keeps the results of the experts' matmuls with wi_0 and wi_1.
     "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
 }
 
@@ -99,8 +97,7 @@ class DecoderConfig:
         """Returns the number of parameters that are used to compute one token.
 
         These are, in every layer, the matrices of K routed experts and of the shared experts, and
-        the parameters of attention, router and norms. V * H is added once for the embedding and the
-        output matrix together.
+        the parameters of attention, router and norms. Embedding and output matrix count V * H once.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
@@ -181,10 +178,7 @@ def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def attention_implementation(platform: str, dtype: Any) -> Literal["cudnn", "xla"]:
-    """Returns the `implementation` argument for `jax.nn.dot_product_attention`.
-
-    It is "cudnn" for a 16-bit dtype on GPUs, and else "xla".
-    """
+    """Returns how to compute attention: by "cudnn" for 16-bit dtypes on GPUs, else by "xla"."""
     return "cudnn" if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 else "xla"
 
 
@@ -229,7 +223,7 @@ class Attention(nn.Module):
 
 
 def fsdp_axes(axis_names: Iterable[str]) -> dict[str, str]:
-    """Returns the `fsdp_axes` of the MoE layers on a mesh with these axes, or {} without "fsdp"."""
+    """Returns `MoE.fsdp_axes` for a mesh with these axes: H over "fsdp", if the mesh has it."""
     return {"embed": FSDP_AXIS} if FSDP_AXIS in axis_names else {}
 
 
@@ -265,7 +259,7 @@ def moe_module(
 class Layer(nn.Module):
     """A decoder layer: attention, and then an MoE layer.
 
-    Each of the two computes on normalized x, and its result is added to x.
+    Both take the normalized x, and their result is added to x (pre-norm residual layers).
     """
 
     config: DecoderConfig
@@ -365,14 +359,14 @@ class Decoder(nn.Module):
 
     @property
     def _dtypes(self) -> dict[str, Any]:
-        """The dtypes of every module, as keyword arguments."""
+        """The keyword arguments `dtype` and `param_dtype` of every module of the model."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     def quantize_experts(self, params: Any) -> list[QuantizedExperts] | None:
-        """Quantizes the experts of every layer, once for several calls with these parameters.
+        """Quantizes the experts of every layer, once for several calls of the model.
 
-        Returns a list with an entry for each layer, to be passed to the calls, or None if the
-        layers do not multiply float8. Gradients still go to the parameters that are not quantized.
+        Returns the argument `quantized_experts` of these calls, a list with an entry per layer, or
+        None if the layers do not multiply float8. Gradients still go to `params`.
         """
         if self.moe.get("matmul_dtype") is None:
             return None
@@ -386,7 +380,7 @@ def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the rows of the embedding table [V, H] that belong to the tokens [B, S].
 
     If "fsdp" splits the table along H, the table is gathered first. Otherwise XLA would gather the
-    rows of the tokens of all devices.
+    looked-up rows, those of all devices' tokens.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     if FSDP_AXIS in names:
@@ -400,9 +394,6 @@ _kernel_init = nn.initializers.lecun_normal()
 
 def _partitioned(init: Any, *axes: str | None) -> Any:
     return nn.with_logical_partitioning(init, axes)
-
-
-# ---- the loss --------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -484,8 +475,8 @@ def _on_ranks(
         on_rank,
         in_specs=(rows, of_head, rows),
         out_specs=_Sums(whole, whole, *grads),
-        # Without the check, JAX may not differentiate through the shard_map. It never does so here,
-        # because the custom VJP computes the gradients.
+        # JAX needs the check to differentiate through a shard_map. It never differentiates this
+        # one, because the custom VJP computes the gradients.
         check_vma=False,
     )(x, head, targets)
 

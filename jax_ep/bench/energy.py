@@ -1,7 +1,7 @@
 """Measures the energy and the clock of GPUs while a program runs, by NVIDIA's management library.
 
-The power limit of a GPU decides how fast long matmuls are, so a time alone says little: the same
-program takes longer at a lower clock.
+A GPU that reaches its power limit lowers its clock, and the same program then takes longer. So the
+time of a program with long matmuls says little without the clock.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import jax
 from jax_ep.bench.timing import Loop
 from jax_ep.runtime import cuda_driver
 
-# The driver updates its count of energy only some times a second.
+# How long a measurement takes at least: the driver updates its energy counter only a few times a
+# second.
 LEAST_SECONDS = 2.0
 _SM_CLOCK = 1
 
 
 @functools.cache
 def _nvml() -> Any:
-    """Returns NVIDIA's management library, ready for calls, or None if it is not here."""
+    """Returns NVIDIA's management library, initialized, or None if this machine lacks it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -42,7 +43,7 @@ def unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
 
 
 def measure(loop: Loop) -> dict[str, float]:
-    """Runs a loop for at least `LEAST_SECONDS`; returns what its GPUs used.
+    """Runs a loop for at least `LEAST_SECONDS`; returns the energy, power and clock of its GPUs.
 
     Returns:
       "millijoules" of one iteration, summed over GPUs; "watts" of a GPU, the mean over GPUs and
@@ -89,7 +90,7 @@ def _energy(handles: Sequence[ctypes.c_void_p]) -> int:
 
 
 def _read(name: str, *args: Any, of: Any) -> int:
-    """Returns the number, of a C type, that a function writes to its last argument."""
+    """Calls the NVML function `name`, which writes a number of the C type `of`; returns it."""
     value = of()
     _call(name, *args, ctypes.byref(value))
     return value.value

@@ -66,8 +66,7 @@ def run() -> int:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
-    # Files are written before anything is printed, because printing fails if the output is a pipe
-    # whose reader has ended, such as `head`.
+    # Files are written first: printing fails if a pipe's reader, such as `head`, has ended.
     if _JSON.value:
         facts = {"rows": rows, "published": published}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
@@ -90,10 +89,10 @@ def run() -> int:
 
 
 def estimate(hosts: int) -> list[Row]:
-    """Estimates an exchange on the given number of hosts with each design of `exchange_model`.
+    """Estimates an exchange on `hosts` hosts with each design (way to send rows).
 
-    A design is a way to send rows. Returns the rows of the printed table, one for each design.
-    Raises `Error` if a flag is impossible with this number of hosts.
+    Returns a row of the printed table for each design of `jax_ep.bench.exchange_model`. Raises
+    `Error` if the value of a flag is not possible with this number of hosts.
     """
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
@@ -117,10 +116,7 @@ def estimate(hosts: int) -> list[Row]:
 
 
 def _sizes() -> str:
-    """Returns a description of the estimated exchange: tokens, sizes, router and bandwidths.
-
-    It omits the number of hosts, which varies between the table's rows.
-    """
+    """Returns a line of text with what all rows of the table share: sizes and bandwidths."""
     limit = _HOSTS_PER_TOKEN.value
     wire_dtype = "bfloat16" if _WIRE_DTYPE.value == "none" else _WIRE_DTYPE.value
     return (
@@ -180,7 +176,7 @@ def _comparison(found: exchange_model.Comparison) -> dict[str, Any]:
 def plot(rows: Sequence[Row], path: str) -> None:
     """Plots the least time of an exchange over the number of hosts, with a line for each design.
 
-    `rows` are those of `estimate` for all numbers of hosts. `path` is the image file to write.
+    `rows` are the results of `estimate` for all numbers of hosts. `path` is the image file.
     """
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:

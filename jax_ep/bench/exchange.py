@@ -4,13 +4,16 @@ Every call is timed in two ways: by the host's clock around a compiled loop of d
 on GPUs by a profiler that sees each kernel. Bandwidths follow from the slowest rank's device time
 if it was measured, and else from the wall time.
 
-Columns: "rows" is the number of rows of a receive buffer that tokens fill, mean over ranks: one row
-for each (token, choice), or in the rank-major layout one for each (token, rank). "Logical GB/s"
-counts these rows. "Wire GB/s" counts only rows that must cross to another rank, one for each
-(token, other rank with an expert of the token), even if an implementation sends more. MB is 10^6,
-GB 10^9 bytes. "Floor us" is the time that no implementation can beat on this machine
-(`jax_ep.bench.floor`); "set by" says whether the bandwidth of the link between GPUs or of memory
-sets it. "Of floor" is the floor divided by the measured time.
+The columns of the table are:
+
+  "rows"          the rows of a receive buffer that tokens fill, mean over ranks: one for each
+                  (token, choice), or in the rank-major layout one for each (token, rank).
+  "logical GB/s"  the bandwidth if "rows" are counted. GB is 10^9 bytes.
+  "wire GB/s"     the bandwidth if only rows that must cross to another rank are counted: one for
+                  each (token, other rank with an expert of the token).
+  "floor us"      the time that no implementation can beat on this machine (`jax_ep.bench.floor`).
+  "set by"        the bandwidth that determines the floor: of the link between GPUs, or of memory.
+  "of floor"      the floor divided by the measured time.
 """
 
 from __future__ import annotations
@@ -93,8 +96,7 @@ _OUTPUT = FLAGS.choice(
     "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
-# The default number of calls in the timed loop of the baselines of `lax.ragged_all_to_all`. It is
-# small, because a call takes milliseconds.
+# The default number of calls in a timed loop of `lax.ragged_all_to_all`, which takes milliseconds.
 _ITERATIONS_OF_RAGGED = 20
 _UNROLL = FLAGS.integer(
     "unroll",
@@ -117,9 +119,9 @@ def run() -> int:
 class ExchangeCase(runner.Case):
     """Measures one operation by one implementation or baseline.
 
-    A baseline is the same program for all operations that move rows in the same direction (see
-    `DIRECTIONS`), so this program is measured only once. All cases share the dict `measured`, which
-    holds the results of the programs that were measured.
+    For all operations that move rows in the same direction (see `DIRECTIONS`), a baseline is the
+    same program, which is measured only once. All cases share the dict `measured`, which maps the
+    programs that were measured to their results.
     """
 
     device_repeats = 3
@@ -243,10 +245,9 @@ class ExchangeBench(runner.Bench):
         return name(row)
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds the field "speedup_over_ragged" to each row of results.
+        """Adds to each row its speed-up in wall time over the baseline "ragged_all_to_all".
 
-        The speed-up is the wall time of the baseline "ragged_all_to_all", for the same operation
-        and numbers of tokens and ranks, divided by the wall time of the row.
+        The field is "speedup_over_ragged". It compares equal operations, tokens and ranks.
         """
 
         def work(row: Row) -> tuple[Any, ...]:
@@ -284,27 +285,20 @@ def name(row: Row) -> str:
 
 
 def _way(row: Row) -> list[str]:
-    """Returns a list of words that say how the program of a row does its operation.
-
-    The words are the layout and the wire dtype, unless they are the default, and the
-    implementation.
-    """
+    """Lists a row's layout and wire dtype, unless they are the defaults, and implementation."""
     usual = {"layout": "expert", "wire_dtype": "none"}
     unusual = [row[key] for key in usual if row[key] != usual[key]]
     return [*unusual, row["implementation"]]
 
 
 def _microseconds(row: Row) -> float:
-    """Returns the time in microseconds from which the bandwidths of a row are computed.
-
-    This is the slowest rank's device time or, if it was not measured, the wall time.
-    """
+    """Returns the slowest rank's device time (the wall time if not measured), in microseconds."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
 
-# Draws each token's experts. Results are cached, because drawing those of many tokens takes a
-# second, and many programs have the same routing.
+# Draws each token's experts. Results are cached, because many programs have the same routing, and
+# drawing it for many tokens takes a second.
 _routing = functools.lru_cache(maxsize=4)(uniform_routing)
 
 
@@ -338,9 +332,9 @@ def make_work(case: Row) -> Work:
 
 
 def _rows(ranks: Sequence[int], platform: str) -> Iterator[Row]:
-    """Yields the programs to measure, as rows of results that have no results yet.
+    """Yields for each program to measure a dict that identifies the program.
 
-    A row has the fields that identify a program: its operation, implementation, sizes and options.
+    Its fields are the program's operation, implementation, sizes and options.
     """
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
@@ -415,10 +409,7 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _problem(num_ranks: int) -> Problem:
-    """Describes an exchange on the first `num_ranks` devices, of rows of unknown shape and dtype.
-
-    From the result, implementations say whether they can run on this machine.
-    """
+    """Returns the `Problem` by which implementations say if they run on `num_ranks` devices."""
     return Problem(availability.Machine(jax.devices()[:num_ranks]))
 
 

@@ -75,7 +75,7 @@ class Work:
 
 
 class Reach(NamedTuple):
-    """How far a token's K experts are spread, mean over tokens.
+    """On how many hosts and ranks a token's K experts are, mean over tokens.
 
     Attributes:
       hosts: the number of hosts with at least one of the experts that a token chose.
@@ -115,10 +115,10 @@ class Bound(NamedTuple):
 
 
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
-    """Estimates on how many hosts and ranks the experts of a token are.
+    """Estimates on how many hosts and on how many ranks the K experts of a token are.
 
-    To this end, a sample of tokens is routed by random scores, drawn from `seed`, within the limit
-    `work.hosts_per_token`. Returns means over the sample.
+    Returns means over a sample of tokens, each routed at random to experts of at most
+    `work.hosts_per_token` hosts.
     """
     scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
@@ -140,10 +140,9 @@ def _mean_distinct(values: np.ndarray) -> float:
 
 
 def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
-    """Computes how many rows each design sends for one token.
+    """Returns a dict from the name of each design to the numbers of rows that it sends per token.
 
-    This module's docstring describes the designs, which are ways to send rows, and the formulas.
-    `reached` is the result of `reach`. Returns a dict from the designs' names to `Rows`.
+    This module's docstring has the designs and the formulas. `reached` is the result of `reach`.
     """
     other_hosts = 1 - 1 / cluster.hosts
     other_ranks = 1 - 1 / cluster.ranks_per_host
@@ -157,11 +156,7 @@ def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
 
 
 def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
-    """Computes the least time of a dispatch or combine on a cluster.
-
-    `rows` is the number of rows that are sent for one token, `cluster` has the bandwidths, and
-    `work` has the number of tokens and the bytes of a row.
-    """
+    """Computes the least time of a dispatch or combine that sends `rows` rows for each token."""
     # Bytes divided by GB/s are nanoseconds. The factor 1e-3 makes the times below microseconds.
     size = work.tokens * work.row_bytes * 1e-3
     between = rows.between * size / cluster.nic_gb_per_s
@@ -211,8 +206,8 @@ def _deepep_v1(hosts: int, gb_per_s: float) -> Published:
 def _deepep_v2(hosts: int, gb_per_s: float) -> Published:
     return Published(
         "DeepEP V2, SM90",
-        # The source does not name the GPU. The published figure needs more NVLink bandwidth than an
-        # H800 has, so the bandwidth of an H100 is assumed.
+        # DeepEP's README does not name the GPU. The published bandwidth needs more NVLink bandwidth
+        # than an H800 has, so that of an H100 is assumed.
         Cluster(hosts, 8, nic_gb_per_s=50, nvlink_gb_per_s=450),
         Work(8192, 256, 8, _FLOAT8_ROW, hosts_per_token=4),
         gb_per_s,
@@ -234,18 +229,17 @@ PUBLISHED = (
 class Comparison:
     """Compares a published bandwidth with the bound that the model gives for the same exchange.
 
-    The design is assumed to be "two-level".
+    The published system is assumed to send rows by the design "two-level" of this module.
 
     Attributes:
       published: the published bandwidth.
-      counted: how many rows the published bandwidth counts for a token: one for each host with an
+      counted: the rows per token that the published bandwidth counts: one for each host with an
         expert of the token.
-      crossing: how many rows are sent between hosts for a token.
+      crossing: the rows per token that are sent between hosts.
       nic_gb_per_s: the bandwidth on a rank's NIC that the published bandwidth implies.
       nvlink_gb_per_s: the bandwidth on a rank's NVLink that the published bandwidth implies.
-      model_gb_per_s: the highest bandwidth that the model allows, with bytes counted as in the
-        published one.
-      set_by: the link that limits the modelled exchange: "NIC" or "NVLink".
+      model_gb_per_s: the highest bandwidth that the model allows, counted as the published one is.
+      set_by: the link that limits the bandwidth in the model: "NIC" or "NVLink".
     """
 
     published: Published
@@ -280,10 +274,7 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Explains in a text what limits a published bandwidth according to the model.
-
-    The text also says how far the published bandwidth is below the model's bound.
-    """
+    """Returns a text: what limits a published bandwidth, and how far below the bound it is."""
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (
@@ -300,8 +291,8 @@ def why(found: Comparison) -> str:
     text += "NVLink is the limit, and the NIC waits"
     if published.inside_gb_per_s is None:
         return text + "."
-    # The published bandwidth inside a host also counts rows that a GPU keeps for its own experts.
-    # They are this share of its rows.
+    # On one host, a GPU keeps this share of its rows for its own experts. The published bandwidth
+    # counts these rows, too, but NVLink does not carry them.
     stays = 1 / cluster.ranks_per_host
     reached = published.inside_gb_per_s * (1 - stays)
     slower = found.model_gb_per_s * reached / cluster.nvlink_gb_per_s

@@ -13,23 +13,23 @@ from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 from pallas_kernels.formats import RowFormat
 
-# The allowed values of --wire_dtype, the dtype in which rows are sent to other ranks. With "none",
-# rows are sent in the dtype that they already have.
+# The allowed values of --wire_dtype, the dtype in which rows are sent to other ranks. "none" is the
+# dtype that the rows have.
 WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
 
 
 def wire_format(name: str) -> RowFormat:
-    """Returns the format in which rows are sent with --wire_dtype=`name`: dtype and scales."""
+    """Returns the row format (dtype and scales) with which --wire_dtype=`name` sends rows."""
     return quantization.wire_format(None if name == "none" else name)
 
 
 class Iterations(NamedTuple):
     """The defaults of --iterations, the number of calls in a timed loop.
 
-    On GPUs a compiled loop takes about 450 microseconds to start. A loop of short calls needs many
-    of them, so that the time to start is a small part of the total.
+    On GPUs a compiled loop takes about 450 microseconds to start. A loop of short calls must have
+    many calls, so that the start is a small part of the loop's time.
 
     Attributes:
       on_cpus: the default on CPUs.
@@ -61,11 +61,7 @@ class Timing(NamedTuple):
     default_iterations: Iterations
 
     def iterations_of(self, num_tokens: int) -> int:
-        """Returns the number of calls in a loop whose calls have `num_tokens` tokens per rank.
-
-        It is the value of --iterations or, if the flag is not given, its default for this number of
-        tokens.
-        """
+        """Returns the value of --iterations or its default for `num_tokens` tokens per rank."""
         if self.iterations.value is not None:
             return self.iterations.value
         if jax.default_backend() != "gpu":
@@ -75,10 +71,7 @@ class Timing(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The flags of one bench command that most bench commands have.
-
-    Each field is a flag, or None if this command lacks it.
-    """
+    """The flags that most bench commands have; None for a flag that this command lacks."""
 
     json: Holder
     plot: Holder
@@ -100,7 +93,7 @@ class BenchFlags(Flags):
     ) -> Shared:
         """Defines the flags that a bench command has in common with others.
 
-        The flags are --json and --plot and, unless the argument is None, --ranks and --seconds.
+        The flags are --json, --plot and, unless their arguments are None, --ranks and --seconds.
 
         Args:
           plot: what the plot shows, for the help of --plot.

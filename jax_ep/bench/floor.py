@@ -85,7 +85,7 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
     """Measures how many calls of `copy` a device completes per second.
 
     A measurement starts `at_once` calls and waits for all of them. Returns the highest rate of
-    `repeats` measurements, because lower ones were disturbed.
+    `repeats` measurements, because other work on the machine only lowers the rate.
     """
     jax.block_until_ready(copy())
     best = float("inf")
@@ -99,11 +99,7 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
 
 
 def traffic(op: str, work: Work) -> Traffic:
-    """Counts the bytes that a rank must move in an operation, whatever the implementation.
-
-    `op` is the operation's name in `operations.OPERATIONS`, and `work` its routing and sizes. The
-    result is the argument of `floor`.
-    """
+    """Counts the bytes that a rank must move in the operation `op`, with any implementation."""
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
     own = PLAIN.row_bytes(work.hidden, work.dtype)
@@ -129,7 +125,7 @@ def traffic(op: str, work: Work) -> Traffic:
     if op in OF_RANK_MAJOR:
         remote = 0.0
     elif op == "round_trip":
-        # The dispatch of a round trip sends rows in the wire dtype, but its combine does not.
+        # In a round trip, only the dispatch sends rows in the wire dtype.
         remote = crossing * (wire + own)
     else:
         remote = crossing * wire

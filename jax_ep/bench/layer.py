@@ -57,9 +57,7 @@ OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
 # exchange and XLA's collectives; MATMUL matches this library's grouped matmuls.
 EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 MATMUL = re.compile(r"^grouped_matmul")
-# The largest allowed error of a row of a result, for `agree`: the norm of the difference from the
-# expected row, divided by the sum of the expected row's norm and the root mean square of all
-# expected rows' norms. The limit leaves room for some roundings to bfloat16.
+# The default `tolerance` of `agree`, which leaves room for some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
@@ -86,7 +84,7 @@ SHAPES = {
     "qwen3-moe": Shape(2048, 768, 128, 8),
     "mixtral": Shape(4096, 14336, 8, 2),
 }
-# The small shapes that are measured on CPUs in place of those that SHAPES has under the same names.
+# The shapes that are measured on CPUs in place of SHAPES.
 SMALL_SHAPES = {
     "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
     "qwen3-moe": Shape(128, 64, 16, 8),
@@ -152,8 +150,7 @@ _QUANTIZE = FLAGS.choice(
     "for several microbatches or steps of decoding.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
-# The number of calls in the timed loop of a layer with `lax.ragged_dot`. It is small, because one
-# call takes tens of milliseconds.
+# The number of calls in the timed loop of a layer with `lax.ragged_dot`, whose calls are slow.
 _ITERATIONS_OF_RAGGED_DOT = 2
 _SEED = FLAGS.seed("parameters and tokens")
 _SHARED = FLAGS.share(
@@ -201,7 +198,7 @@ class LayerCase(runner.Case):
         self.expected: dict[str, tuple[Row, Any]] = {}
 
     def prepare(self) -> tuple[Any, MoEConfig, Mesh, Any]:
-        """Makes the layers' state, configuration and mesh, and the experts quantized, or None."""
+        """Makes the operands, configuration, mesh and, with --quantize=once, the float8 experts."""
         mesh = Mesh(np.asarray(jax.devices()[: self.ranks]), (AXIS,))
         state = make_state(self.shape, self.tokens, mesh, _SEED.value)
         config, self.load = make_config(self.shape, state, mesh, _CAPACITY_FACTOR.value)
@@ -228,10 +225,9 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns further fields for the row of a layer: the bytes that the compiled program holds.
+        """Returns fields for a row: bytes of memory, iterations, and the rows that ranks receive.
 
-        Also returns the numbers of rows per rank that `make_config` computed (rows received, and
-        rows of the receive buffer), and the number of iterations.
+        The bytes are those of `measuring.held_bytes`, the rows those of `make_config`.
         """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
@@ -239,10 +235,10 @@ class LayerCase(runner.Case):
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs = loop.outputs()
         other, expected = self.expected.setdefault(row["direction"], (row, outputs))
-        # Rounding to the wire dtype changes a value by up to `relative_error` of itself. Both of
-        # the compared layers may round, so the tolerance is twice as much.
+        # Rounding to the wire dtype changes a value by up to `relative_error` of itself, in each of
+        # the two compared layers.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
-        if "quantize" in row or "quantize" in other:  # one of them multiplies float8
+        if "quantize" in row or "quantize" in other:  # the experts of a layer multiply float8
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
         names = [runner.with_matmul_dtype(each["implementation"], each) for each in (row, other)]
         agree(names[0], outputs, names[1], expected, tolerance)
@@ -251,8 +247,8 @@ class LayerCase(runner.Case):
     def results(self, row: Row) -> Row:
         """Returns further fields for the row of a layer: throughputs, and device times if measured.
 
-        The device times are those that `parts_of` returns: the microseconds of the matmuls, of the
-        exchange, and of a layer that overlaps the two perfectly.
+        The device times are those of `parts_of`: the microseconds of the matmuls, of the exchange,
+        and of a layer that overlaps matmuls and exchange perfectly.
         """
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
@@ -346,10 +342,7 @@ class LayerBench(runner.Bench):
 
 
 def shapes(names: Sequence[str], platform: str) -> dict[str, Shape]:
-    """Returns a dict with the layer shapes of the models `names`, keys of SHAPES.
-
-    On CPUs, the shapes are small ones with the same score function of the router.
-    """
+    """Returns a dict with the layer shape of each model in `names`; on CPUs, with a small one."""
     table = SMALL_SHAPES if platform == "cpu" else SHAPES
     return {name: table[name] for name in names}
 
@@ -376,10 +369,7 @@ def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence
 
 
 def sizes(row: Row) -> str:
-    """Describes the work of a row of results in lines of text, to label its bars in a plot.
-
-    The text has the name and sizes of the shape, and the numbers of tokens and ranks.
-    """
+    """Describes a row's shape, tokens and ranks in lines of text, to label bars of a plot."""
     text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
     return f"{row['shape']}\n{text.format(**row)}"
 
@@ -443,8 +433,8 @@ def random_params(
 ) -> MoEParams:
     """Makes the random parameters of a MoE layer on one rank.
 
-    All ranks pass the same `gate_seed`, so they get the same gate (the router's matrix). Each rank
-    passes another `own_seed`, from which the weights of its E / N experts are drawn.
+    All ranks pass the same `gate_seed`, so they get the same gate (the router's matrix). From
+    `own_seed`, which differs between ranks, the weights of a rank's E / N experts are drawn.
     """
     num_local = shape.num_experts // num_ranks
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
@@ -452,8 +442,8 @@ def random_params(
     def rows(stream, *sizes):
         return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
-    # The values of the gate (the router's matrix) are exact in bfloat16. So layers choose the same
-    # experts even if one computes the router's matmul in float32 and another in bfloat16.
+    # The gate's values are exact in bfloat16. So layers choose the same experts even if one
+    # computes the router's matmul in float32 and another in bfloat16.
     gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
     return MoEParams(
         gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
@@ -496,8 +486,7 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    # The most rows that a rank can receive. A token's choices are distinct, so each of the rank's
-    # experts receives a token at most once.
+    # The most rows that a rank can receive: each of its experts receives a token at most once.
     most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
     if not capacity_factor:
         return config, {"rows": average, "rows_needed": needed, "capacity": most}
@@ -510,9 +499,9 @@ def make_config(
 def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> Any:
     """Makes the function that a `Loop` times: it runs the layer that LAYERS calls `name`.
 
-    The function takes the operands of one rank: (params, x, cotangent), as from `make_state`, and
-    optionally quantized experts as a fourth part. It returns a tuple of the arrays that OUTPUTS
-    names or, if `direction` is "forward", only the first of them, the layer's output.
+    The function takes a tuple, the operands of one rank: params, x and cotangent (see `make_state`)
+    and optionally quantized experts. It returns a tuple of the arrays that OUTPUTS names, or only
+    of the first, the layer's output, if `direction` is "forward".
     """
     layer = make_layer(name, config, capacity)
 
@@ -535,8 +524,7 @@ def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> An
 def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
     """Quantizes the experts of all ranks for a layer with the configuration `config`.
 
-    `params` are from `make_state`. Their arrays, and those of the result, have a leading axis of
-    ranks.
+    Arrays of `params` (from `make_state`) and of the result have a leading axis of ranks.
     """
     spec = PartitionSpec(AXIS)
 
@@ -580,7 +568,7 @@ def _differing_rows(
     error = jnp.linalg.norm(got - wanted, axis=-1)
     size = jnp.linalg.norm(wanted, axis=-1)
     relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
-    # ~(... <= ...) also counts rows with NaN.
+    # Written as ~(... <= ...), the comparison also counts rows with NaN.
     return jnp.sum(~(relative <= tolerance)), jnp.max(relative)
 
 

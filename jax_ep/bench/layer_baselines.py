@@ -24,9 +24,8 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-# The type of a MoE layer: a function that each rank calls with its parameters and its tokens x
-# [T, H], and that returns their outputs [T, H]. The function for this library's layer also accepts
-# quantized experts as a third argument.
+# The type of a MoE layer: a function (parameters, tokens x [T, H]) -> outputs [T, H], which each
+# rank calls. This library's layer also takes quantized experts as a third argument.
 Layer = Callable[..., jax.Array]
 
 
@@ -37,8 +36,7 @@ class Exchange(NamedTuple):
       group_sizes: [L] int32, the number of rows that each of this rank's L experts receives.
       send: the dispatch: a function from x [T, H] to expert-major rows [R, H].
       bring_back: the combine: a function from the experts' outputs y [R, H] and the router's
-        weights [T, K] float32 to the layer's outputs [T, H]: for each token, the weighted sum of
-        its K experts' outputs.
+        weights [T, K] float32 to each token's weighted sum of its K experts' outputs, [T, H].
     """
 
     group_sizes: jax.Array
@@ -69,8 +67,8 @@ class MeasuredLayer:
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
     """Makes a MoE layer of the kind that LAYERS calls `name`.
 
-    `capacity` is the number of rows of the layer's receive buffer. This library's layer instead
-    computes this number from the capacity factor of `config`, which must give the same number.
+    `capacity` is the number of rows of the layer's receive buffer. It must equal the number that
+    this library's layer computes from the capacity factor of `config`.
     """
     chosen = LAYERS[name]
     exchange = chosen.exchange
@@ -111,9 +109,6 @@ def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
     return lax.ragged_dot(gated.astype(tokens.dtype), wo, group_sizes)
 
 
-# ---- all_gather as dispatch, psum_scatter as combine -----------------------------------------
-
-
 def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     """Makes an exchange from `lax.all_gather` and `lax.psum_scatter`.
 
@@ -130,7 +125,7 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
     # For each row of the receive buffer, the index of its token among the N * T tokens of all
-    # ranks. An empty row has an index past the last token.
+    # ranks. For an empty row, the index is N * T.
     token = choice // top_k
 
     def bring_back(y, weights):
@@ -146,8 +141,8 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
     """Fills the receive buffer [R, H] of a rank from the tokens x [T, H] of all ranks.
 
-    Row i of the buffer is the token with index `token[i]` among all N * T tokens, which are first
-    all-gathered. For an index of N * T or more, the row is zero.
+    All N * T tokens are gathered. Row i of the buffer is the token with the index `token[i]`, or
+    zero for an index of N * T or more.
     """
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
@@ -179,9 +174,6 @@ _collect.defvjp(
     ),
     lambda num_tokens, dtype, saved, g: (_spread(g, saved[0]).astype(saved[1].dtype), None),
 )
-
-
-# ---- ragged_all_to_all as dispatch and as combine --------------------------------------------
 
 
 def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:

@@ -41,7 +41,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
 
 
 def check_ranks(ranks: Iterable[int], num_devices: int) -> None:
-    """Raises `Error` if --ranks, whose value is `ranks`, has a number above that of devices."""
+    """Raises `Error` if a number in `ranks`, the value of --ranks, is above `num_devices`."""
     for num_ranks in ranks:
         if num_ranks > num_devices:
             raise Error(f"--ranks: {num_ranks} ranks, but {num_devices} devices")
@@ -65,10 +65,7 @@ def held_bytes(compiled: Any) -> dict[str, int | None]:
 
 
 def first_line(error: Exception) -> str:
-    """Describes an error in one line: its type, and the first line of its text.
-
-    The text is cut off after 300 characters.
-    """
+    """Describes an error by its type and the first line of its text, up to 300 characters."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -76,8 +73,7 @@ def first_line(error: Exception) -> str:
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
     """Writes the rows of results that a command has so far to a JSON file.
 
-    The file also has the command line, the versions of software, the devices and the fields
-    `facts`.
+    The file also holds the command line, software versions, devices and the fields `facts`.
     """
     devices = devices_in_words(jax.devices())
     save_json(path, run_record() | {"devices": devices, **facts, "rows": rows})
@@ -105,8 +101,6 @@ def save_json(path: str, record: dict[str, Any]) -> None:
             file.write(text)
         os.replace(f"{path}.part", path)
     except OSError:
-        # The file cannot be replaced, because its folder is not writable, or because `path` is a
-        # pipe or device. So it is written in place.
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

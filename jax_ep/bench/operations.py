@@ -57,7 +57,7 @@ class Work:
         return len(self.topk_idx) // self.num_ranks
 
     def case(self) -> Case:
-        """Converts this work to a `Case`, the form that the baselines take."""
+        """Returns the routing and sizes of this work as a `Case`, which the baselines take."""
         ranks = self.topk_idx // (self.num_experts // self.num_ranks)
         return Case(ranks, self.num_ranks, self.hidden, self.dtype)
 
@@ -77,11 +77,10 @@ class Work:
         return quantization.wire_format(self.wire_dtype)
 
     def received(self, x=None) -> list[reference.RankDispatched]:
-        """Computes a rank-major dispatch with the NumPy reference.
+        """Computes with the NumPy reference what each rank receives in a rank-major dispatch.
 
-        `x` holds the tokens of each of the N ranks, [T, H]. If only the routing of the result is
-        of interest, `x` may be None; the tokens are then zeros [T, 1]. Returns a list with what
-        each rank receives.
+        `x` is a list of each rank's tokens [T, H]. With None, tokens are zeros [T, 1], so only the
+        routing in the result is of use.
         """
         if x is None:
             x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
@@ -89,10 +88,10 @@ class Work:
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def reference_dispatch(self, x, topk_idx):
-        """Computes an expert-major dispatch with the NumPy reference.
+        """Computes with the NumPy reference what each rank receives in an expert-major dispatch.
 
-        `x` holds the tokens of each of the N ranks, [T, H], and `topk_idx` the ids of the experts
-        that each of these tokens chose, [T, K]. Returns a list with what each rank receives.
+        `x` is a list of each rank's tokens [T, H], and `topk_idx` of the expert ids [T, K] that
+        these tokens chose.
         """
         return reference.dispatch(
             x,
@@ -110,7 +109,7 @@ class Operation:
     """One operation on one `Work`, in the form that `timing.Loop` takes.
 
     Attributes:
-      arrays: host arrays [N * B, ...], B rows per rank.
+      arrays: host arrays [N * B, ...], each with B rows for each of the N ranks.
       prepare: makes a rank's operands from its B rows of each array.
       step: runs the operation on a rank's operands.
       check: a function (operands, results) of host arrays with a leading axis of ranks; it raises
@@ -328,8 +327,7 @@ def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         y, grouped, received = state
         for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
             # rows[0], [N * T, K], holds the expert-major row of each choice of each of the N * T
-            # tokens that this rank received: group_by_expert takes them for the tokens of a single
-            # rank, so the leading axis, of ranks, has length 1.
+            # tokens that this rank received. (`rows` has a leading axis of length 1.)
             routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
             (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
             got = np.asarray(out[rank]).reshape(wanted.shape)
@@ -396,8 +394,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A weight's gradient is a float32 sum of H products of numbers below 1. A value that is
-        # rounded differently changes a product, but this happens in only few of the H products.
+        # A weight's gradient is a float32 sum of H products of numbers below 1. Only few of the
+        # products have a factor that NumPy rounds differently than the GPU.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
@@ -413,7 +411,7 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "sum_by_token": _sum_by_token,
 }
 # Maps an operation to the direction in which it moves rows between ranks: "out" from tokens to
-# experts, or "back" from experts to tokens. It is compared with baselines of this direction.
+# experts, or "back" from experts to tokens. Only baselines of the same direction are comparable.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
@@ -427,10 +425,9 @@ OF_RANK_MAJOR = ("group_by_expert", "sum_by_token")
 
 
 def _with_values(received: Any) -> Any:
-    """Replaces quantized tokens by their float8 values, without the scales.
+    """Replaces tokens, if they are quantized, by their float8 values without the scales.
 
-    A permutation moves the values unchanged, so they can be compared exactly. Tokens that are not
-    quantized stay as they are.
+    A permutation moves these values unchanged, so they can be compared exactly.
     """
     if not isinstance(received.tokens, QuantizedArray):
         return received
@@ -442,8 +439,7 @@ def _unquantized(work: Work) -> Work:
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    # A rank-major combine takes no weights, because the partial sums that it gets are already
-    # weighted.
+    # A rank-major combine takes no weights, because it takes sums that are already weighted.
     if work.layout == "rank":
         return None
     weights = random_rows(seed, shape, np.float32) + 1.5
@@ -465,17 +461,14 @@ def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float)
 
 
 def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
-    """Raises AssertionError unless two arrays agree in every element within an absolute tolerance.
-
-    With a tolerance of 0 the elements must be equal.
-    """
+    """Raises AssertionError unless all elements of two arrays differ by at most `tolerance`."""
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
     if tolerance == 0.0:
         wrong = got != wanted
     else:
         error = np.abs(got.astype(np.float32) - wanted.astype(np.float32))
-        # ~(... <= ...) also counts NaN as wrong.
+        # Written as ~(... <= ...), the comparison also counts NaN as wrong.
         wrong = ~(error <= tolerance)
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])

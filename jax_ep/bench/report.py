@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 # A row of results: a dict that maps the names of fields to the sizes, times and errors of one
 # measured program.
 Row = dict[str, Any]
-# The points of a plot: maps the name of a panel to a dict that maps the label of a line to the
-# line's points (x, y).
+# The points of a plot: maps panels' names to dicts that map lines' labels to points (x, y).
 Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
@@ -87,8 +86,8 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
     """Renders the notes below a table of results as lines of text.
 
-    The notes are the errors of failed programs and the reasons why device times are missing. An
-    error that several rows have is noted once. `name` is a function that describes a row in words.
+    The notes are the errors of failed programs, each once, and the reasons why device times or
+    energies are missing. `name` is a function that describes a row in words.
     """
     failed: dict[str, list[str]] = {}
     for row in rows:
@@ -131,9 +130,8 @@ def fixed_width(
       header: the columns' headings.
       lines: the cells of each line, one per column.
       text: the headings of columns that are aligned to the left; others are aligned to the right.
-      nothing: for each column, the text that a cell has if there is nothing to show. A column is
-        left out if each of its cells is empty or has this text. None: only columns whose cells are
-        all empty are left out.
+      nothing: for each column, the text of a cell without a value. A column whose cells are all
+        empty or have this text is left out. None: the text is empty.
     """
     usual = nothing or [""] * len(header)
     kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]
@@ -176,7 +174,7 @@ def lines(
         for axis, (name, found) in zip(axes, panels.items(), strict=True):
             for label, points in found.items():
                 x, y = zip(*sorted(points), strict=True)
-                # Later lines have smaller markers, so that two equal lines are both visible.
+                # Later lines have smaller markers, so that of two equal lines both are visible.
                 size = max(3, 10 - 2 * list(styles).index(label))
                 points_style = {"marker": "o", "markersize": size} if logarithmic else {}
                 axis.plot(x, y, label=label, **styles[label], **points_style)
@@ -271,10 +269,7 @@ def bars(
 
 
 def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns a dict that maps each distinct label to its color.
-
-    A color is given as keyword arguments for matplotlib, such as {"color": ...}.
-    """
+    """Maps each distinct label to its color, as matplotlib's keyword arguments {"color": ...}."""
     import matplotlib
 
     distinct = list(dict.fromkeys(labels))
@@ -315,7 +310,7 @@ def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[
             ncols=max(1, int(width * columns / 2.7)),
             fontsize="small",
         )
-    # The title is wrapped into lines. About this many characters fit on one.
+    # About this many characters of the title fit on a line.
     letters = int(width * columns * 13)
     wrapped = [textwrap.fill(line, letters) for line in title.splitlines()]
     figure.suptitle("\n".join(wrapped), fontsize="medium")

@@ -22,7 +22,7 @@ from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 
-# The largest number of times that a loop is run and timed if `Case.is_slow` says that it is slow.
+# The most times that a loop is run and timed if `Case.is_slow` is true for its program.
 _SLOW_REPEATS = 3
 # A pair: the row of results of a program, and the compiled loop that calls the program.
 Program = tuple[Row, Loop]
@@ -63,7 +63,7 @@ class Case:
       name: the work in words, for the progress line.
       rows: a row for each program, with the fields that identify the program.
       in_turns: True to run each program's loop once per round, round after round, so that a
-        drifting clock affects all programs alike. False to run all repeats of a program at once.
+        drifting clock affects all programs alike. False to run all repeats of a program in a row.
       spaced: whether a waiting kernel follows each call while device times are measured; see
         `Loop.device_time`.
       device_repeats: how many times, at most, a loop runs to measure its device time.
@@ -77,39 +77,30 @@ class Case:
         self.name, self.rows = name, list(rows)
 
     def prepare(self) -> Any:
-        """Makes the data that all programs of the case share, such as operands.
-
-        The result is passed to `build` and `check` as `shared`.
-        """
+        """Makes what all programs share, such as operands: the `shared` of `build` and `check`."""
 
     def build(self, row: Row, shared: Any) -> Loop:
-        """Compiles the program of a row, and returns the loop that calls it.
-
-        `shared` is the result of `prepare`.
-        """
+        """Compiles the program of a row, and returns the loop that calls it."""
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns further fields for a program's row, as soon as the program is compiled.
-
-        An example is the memory that the compiled program needs.
-        """
+        """Returns further fields for the row of a compiled program, such as its memory."""
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        """Raises AssertionError unless the results of the program of a row are right.
+        """Checks the results of the program of a row, which `loop` calls.
 
-        Returns whether the results were checked: False if there is nothing to compare them with.
-        `loop` is the program's compiled loop, and `shared` is the result of `prepare`.
+        Returns False if there is nothing to compare the results with, else True. Raises
+        AssertionError if they are wrong.
         """
         raise NotImplementedError
 
     def is_slow(self, row: Row) -> bool:
-        """Returns whether the program of a row is so slow that its loop is run only a few times."""
+        """Returns whether a row's program is so slow that its loop is timed only a few times."""
         return False
 
     def yardstick(self, row: Row) -> Row:
-        """Returns the fields of the program that a row's program is compared with, in turns."""
+        """Returns fields that identify the program over which the row's speed-up is computed."""
         return self.rows[0]
 
     def results(self, row: Row) -> Row:
@@ -117,16 +108,12 @@ class Case:
         return {}
 
     def measure(self, run: Run) -> list[Row]:
-        """Compiles, checks and times all programs; returns a row of results for each program.
-
-        A program that fails has the field "error" in its row.
-        """
+        """Compiles, checks and times all programs; returns a row of results or error for each."""
         rows = [dict(row) for row in self.rows]
         measuring.progress(f"{self.name}: compiling")
         try:
             shared = self.prepare()
         except Exception as error:
-            # All programs of the case get the error; the command goes on with the other cases.
             return [row | {"error": measuring.first_line(error)} for row in rows]
 
         def build(row: Row) -> Loop:
@@ -144,7 +131,7 @@ class Case:
     def _ready(self, row: Row, future: Future[Loop], shared: Any, run: Run) -> Loop | None:
         """Waits for a program's compiled loop, checks its results and runs it once to warm it up.
 
-        Returns the loop, or None after a failure, whose error goes into `row`.
+        Returns the loop, or None after an error, which is stored in `row`.
         """
         measuring.progress(f"{self.name}, {row['implementation']}")
         with errors_go_into(row):
@@ -159,10 +146,9 @@ class Case:
     def _time(self, programs: Sequence[Program], run: Run) -> None:
         """Times the loops of programs; adds wall times, device times and `results` to their rows.
 
-        The loops are run in rounds, each of which runs every loop once. If the case's programs run
-        in turns (`in_turns`), the field "relative_rate" is the speed-up over the program that
-        `yardstick` names: its time in a round divided by that of the row's program in the same
-        round, the median over rounds. Times of one round are compared because a GPU's clock drifts.
+        Each round runs every loop once. With `in_turns`, the field "relative_rate" is the speed-up
+        over the program that `yardstick` identifies, the median over rounds. The speed-up compares
+        times of the same round, because a GPU's clock drifts.
         """
         slow = any(self.is_slow(row) for row, _ in programs)
         with errors_go_into(*(row for row, _ in programs)):
@@ -188,9 +174,10 @@ class Bench:
 
     Attributes:
       flags: all flags of the command.
-      shared: the flags that other bench commands have, too, such as --json.
+      shared: those of the flags that most bench commands have, such as --json.
       columns: the columns of the table of results.
-      facts: further fields of the JSON file of results, besides its rows; `cases` may add some.
+      facts: the fields that the JSON file of results has besides its rows. The method `cases` may
+        add fields.
     """
 
     flags: BenchFlags
@@ -269,7 +256,7 @@ def run(bench: Bench, by_case: bool = False) -> int:
 
 
 def make_run(shared: Shared) -> Run:
-    """Reads the measurement settings from a command's flags; their time limit counts from now."""
+    """Makes a `Run` from the values of a command's flags; its time limit counts from this call."""
     started, timing = time.monotonic(), shared.timing
     if timing is None:
         return Run(started=started)
@@ -293,10 +280,7 @@ def _print_table(bench: Bench, rows: Sequence[Row]) -> None:
 
 @contextlib.contextmanager
 def errors_go_into(*rows: Row) -> Iterator[None]:
-    """A context that catches any exception, and stores its text as the field "error" of `rows`.
-
-    So a program that fails does not stop the command, which goes on with other programs.
-    """
+    """A context that catches any exception, and stores its text as the field "error" of `rows`."""
     try:
         yield
     except Exception as error:
@@ -312,8 +296,8 @@ def with_matmul_dtype(text: str, row: Row) -> str:
 def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
     """Adds the field "speedup_of_float8" to rows whose "matmul_dtype" is float8.
 
-    The speed-up compares a row with the row that has the same values of the fields `keys` and the
-    matmul dtype "none": the other row's wall time divided by this row's.
+    It is the speed-up in wall time over the row that has the same values of the fields `keys` and
+    the matmul dtype "none".
     """
     rows = [row for row in rows if "wall" in row]
 
@@ -348,9 +332,8 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
       repeats, spaced: arguments of `Loop.device_time`.
 
     Returns:
-      Fields for a row of results: "device", a dict of times in microseconds, or None if they were
-      not measured; and "device_error", the reason, if no profiler worked, or if one was named
-      although there is no GPU.
+      Fields for a row of results: "device", a dict of times in microseconds, or None if nothing was
+      measured; and "device_error", why not, unless `timer` is "none", or "auto" without a GPU.
     """
     if timer == "none":
         return {"device": None}
@@ -360,7 +343,6 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
     try:
         device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
     except RuntimeError as error:
-        # No timer works. The row keeps its wall time, which is valid without the device time.
         return {"device": None, "device_error": str(error)}
     return {
         "device": {

@@ -58,8 +58,7 @@ def part_of(kernel: str, op_name: str | None) -> str:
     if op_name is not None:
         fitting = (part for part, form in _OPERATIONS.items() if re.search(form, op_name))
         part = next(fitting, REST)
-    # All other collectives, which belong neither to the exchange nor to the optimizer, sum
-    # gradients over devices.
+    # Collectives outside of the exchange and the optimizer sum gradients over devices.
     if _COLLECTIVE.search(kernel) and part not in ("exchange", "optimizer"):
         return GRADIENT_SUMS
     return part
@@ -80,10 +79,9 @@ def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 def sums(by_kernel: Mapping[str, float]) -> dict[str, float]:
-    """Sums the times of kernels by part of the training step.
+    """Sums times of kernels by part of the training step; returns a dict with all `PARTS` as keys.
 
-    `by_kernel` maps labels "part: kernel name", which the function from `labels` returns, to times.
-    Returns a dict from all of `PARTS` to the sums.
+    `by_kernel` maps labels "part: kernel name", as `labels` makes them, to times.
     """
     found = dict.fromkeys(PARTS, 0.0)
     for label, time in by_kernel.items():

@@ -1,8 +1,8 @@
 """`python -m jax_ep bench all`: runs all bench commands but decode, balance, compile and train.
 
-A step is one bench command, which runs in its own process with its own timeout. So the remaining
-steps run even if one step hangs or crashes. When a step has ended, successfully or not, its results
-are at once written to the file of `--json`. On CPUs the commands use small sizes.
+A step is one bench command, which runs in its own process with its own timeout, so that the other
+steps run even if one hangs or crashes. The results of a step are written to the file of `--json` as
+soon as it has ended. On CPUs the commands use small sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
-# How many characters of a failed step's standard error are kept. They are its last ones.
+# How many characters, the last ones, of a failed step's standard error are kept.
 _TAIL = 4000
 # The seconds to wait for a process to end, after SIGTERM and again after SIGKILL.
 _SECONDS_TO_END = 10
@@ -131,8 +131,7 @@ def _run() -> int:
     machine = _machine()
     on_gpu = machine["backend"] == "gpu"
     record = measuring.run_record() | {"machine": machine, "steps": []}
-    # On CPUs the number of devices is not printed, because each step makes virtual devices of its
-    # own.
+    # On CPUs, each step makes virtual devices of its own, so their number is not printed.
     kind = machine["devices"][0]["kind"]
     print(f"{len(machine['devices'])} x {kind}" if on_gpu else kind, flush=True)
     steps = list(_chosen(on_gpu))
@@ -153,7 +152,7 @@ def _run() -> int:
 def _terminated_as_interrupted() -> Iterator[None]:
     """A context in which SIGTERM raises KeyboardInterrupt, so that the running step is also ended.
 
-    A step runs in its own session. If SIGTERM ended this process directly, the step would go on.
+    A step runs in its own session, so it would go on if SIGTERM ended this process directly.
     """
 
     def interrupt(*_: Any) -> None:
@@ -169,8 +168,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _machine() -> dict[str, Any]:
     """Returns the facts about the machine that `python -m jax_ep info --json=FILE` writes.
 
-    The command runs in another process: if this process started JAX, it would take the GPUs' memory
-    from the steps. Raises `Error` if the command fails or JAX finds no device.
+    `info` runs in another process, because JAX in this process would take GPU memory from the bench
+    commands. Raises `Error` if `info` fails or JAX finds no device.
     """
     command = [sys.executable, "-m", "jax_ep", "info"]
     found = run_step(command, _STEP_SECONDS.value, measures=True)
@@ -183,18 +182,15 @@ def _machine() -> dict[str, Any]:
 
 
 def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """Yields a tuple for each step to run: its name, its command line, and whether it has --json.
-
-    `on_gpu` is whether JAX has GPUs; default numbers of tokens depend on it.
-    """
+    """Yields for each step to run: its name, its command line, and whether it takes --json."""
     values = {
         "ranks": _RANKS.value,
         "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
         "hidden": _HIDDEN.value,
         "num_experts": _NUM_EXPERTS.value,
         "write_table": _WRITE_TABLE.value,
-        # The time limit that a step gets is below its timeout, so that a slow step ends by itself
-        # and prints a table of the results that it has.
+        # A step's flag --seconds is below its timeout, so that a slow step ends by itself and
+        # prints the results that it has.
         "seconds": 0.8 * _STEP_SECONDS.value,
         "iterations": _ITERATIONS.value,
         "repeats": _REPEATS.value,
@@ -279,11 +275,7 @@ def _read(path: str) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    """Renders a table with a line for each step.
-
-    A line has how the step ended, how many seconds it took, and how many programs it measured and
-    how many failed.
-    """
+    """Renders a table of how each step ended, its seconds, and its measured and failed programs."""
     header = ["step", "ended", "seconds", "measured", "failed"]
     lines = []
     for step in steps:

@@ -30,20 +30,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # One launch of a kernel: the kernel's name, and the launch's duration in microseconds.
 Kernel = tuple[str, float]
-# "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but not made for
-# several GPUs: its threads append to one list without a lock. Two of nine long runs with it on four
-# GPUs crashed.
+# "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but may crash on
+# several GPUs, because its threads append to one list without a lock.
 DEVICE_TIMERS = ("trace", "cupti")
-# The name of the spacer, the kernel that waits after each call, and the time that it waits.
+# The name of the spacer, a kernel that only waits between two calls, and how long it waits.
 SPACER = "spacer"
 SPACER_MICROSECONDS = 250
 
 
 class WallTime(NamedTuple):
-    """The wall time of one iteration of a loop over all ranks, in microseconds.
-
-    The three values are the median, minimum and maximum over repeats of the loop.
-    """
+    """Microseconds per iteration of a loop: median, minimum and maximum over repeats."""
 
     median: float
     low: float
@@ -65,8 +61,7 @@ class DeviceTime(NamedTuple):
       slowest: the slowest rank's median over calls.
       low: the 10th percentile over ranks and calls.
       high: the 90th percentile over ranks and calls.
-      by_kernel: the time per call of each kernel by name, mean over ranks. It includes the loop's
-        own kernels.
+      by_kernel: the time per call of each kernel by name, also of the loop's own, mean over ranks.
       timer: the profiler, one of DEVICE_TIMERS.
       of_loop: the time per call of the loop's own kernels; the first four values exclude it.
     """
@@ -80,10 +75,7 @@ class DeviceTime(NamedTuple):
     of_loop: float = 0.0
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Returns these times without the time that a call spends in the loop's own kernels.
-
-        `of_loop`, in microseconds, is subtracted from all times but those in `by_kernel`.
-        """
+        """Returns these times minus `of_loop` microseconds, but `by_kernel` unchanged."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -132,20 +124,19 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Builds the loop on one rank, inside `shard_map`; returns what it carries at its end.
+        """Runs the loop on one rank, inside `shard_map`; returns the loop's final carry.
 
-        The loop carries a scalar, the link, from each call of `step` to the next.
+        The carry contains a scalar, the link, which each call of `step` passes to the next call.
 
         Args:
           state: the operands of `step`.
-          after: a function (link, arrays of a call's result) -> next link. As the next call depends
-            on the next link, it depends on the results of this call.
+          after: a function (link, arrays of a call's result) -> link for the next call. The link
+            makes the next call depend on these arrays.
           unroll: the number of calls in the loop's body.
         """
         step = self._step_on_rank
-        # XLA for GPUs keeps optimization barriers until it schedules kernels, so it computes all
-        # outputs that pass through a barrier, each of them whole. XLA for CPUs drops barriers
-        # early, so on CPUs the loop carries the outputs.
+        # All outputs must be computed whole. XLA for GPUs computes them because they pass through
+        # an optimization barrier. XLA for CPUs drops barriers, so there the loop carries outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
 
         def body(_, carry):
@@ -164,9 +155,8 @@ class Loop:
     def outputs(self) -> Any:
         """Calls `step` once; returns its result, a pytree of arrays [N, ...] over the N ranks.
 
-        Before the call, arrays of the results' sizes are filled with NaN and freed, so that the
-        results most likely get their memory. An element that `step` fails to write is then NaN,
-        instead of a right value from an earlier call.
+        Before the call, arrays of the results' sizes are filled with NaN and freed. The results
+        most likely get this memory, so that an element that `step` does not write is NaN.
         """
         call = jax.jit(self._step).lower(self.state).compile()
         shapes = jax.eval_shape(self._step, self.state)
@@ -204,7 +194,6 @@ class Loop:
             try:
                 device = self.timed_by(timer, repeats, spaced)
                 return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
-            # Any exception counts as a failure of the profiler, since profilers raise many kinds.
             except Exception as error:
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
@@ -214,10 +203,9 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures the device time of one call of `step`, loop overhead included.
+        """Measures the device time of one call of `step`, plus that of the loop's own kernels.
 
-        The overhead is the time that the loop's own kernels take per call. The arguments are those
-        of `device_time`, except for `timer`, the one of DEVICE_TIMERS to use.
+        `timer` is one of DEVICE_TIMERS. The other arguments are those of `device_time`.
         """
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
@@ -265,10 +253,10 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures how long the own kernels of a `Loop` take for each call, in microseconds.
+    """Measures the microseconds per call that a `Loop` on `mesh` spends in its own kernels.
 
-    To this end, a loop whose calls do nothing is timed with `timer`, one of DEVICE_TIMERS. The
-    spacer does not count as one of the loop's own kernels.
+    Times a loop whose calls do nothing, with `timer`, one of DEVICE_TIMERS. Kernels that wait
+    between calls (the spacer) do not count.
     """
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
@@ -286,7 +274,7 @@ def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
-    # This import loads Mosaic, which machines without GPUs may lack.
+    # Imported here, because it loads Mosaic, which machines without GPUs may lack.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.fabric import ptx
@@ -349,8 +337,7 @@ def launches_by_device(
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
             continue
-        # Only a profile's "Stream" lines are read. Other lines ("XLA Ops", "Steps", ...) show the
-        # same time under other names.
+        # The other lines of a profile ("XLA Ops", "Steps", ...) show the same time again.
         events = [
             (event.start_ns, label(event) if label else event.name, event.duration_ns / 1e3)
             for line in plane.lines
@@ -402,9 +389,9 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
     """Computes the device time of one call from a list in which launches of all ranks are mixed.
 
-    Since it is not known which launches belong to one call, the median time of a call is estimated
-    as a sum over kernels: the median time of a kernel's launches, multiplied by the number of its
-    launches per call. Percentiles are estimated in the same way.
+    It is not known which launches belong to one call. So the median of a call's time is estimated
+    as the sum over kernels of the median time of a launch times the number of launches per call.
+    Percentiles are estimated in the same way.
 
     Args:
       launches: the launches of all ranks, in any order.
@@ -418,7 +405,7 @@ def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> D
     by_kernel: dict[str, float] = {}
     for name, values in durations.items():
         values.sort()
-        # How many times a rank launches the kernel in one call.
+        # The number of launches of the kernel by a rank in one call.
         launched = len(values) / (calls * num_ranks)
         median += launched * statistics.median(values)
         low += launched * values[int(0.1 * (len(values) - 1))]

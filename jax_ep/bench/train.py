@@ -51,7 +51,7 @@ CUTS: dict[str, dict[str, int]] = {
     "deepseek-v3-like": {"num_layers": 2, "num_experts": 64, "vocab": 129280 // 8},
 }
 _TINY = MODELS["tiny"]
-# On CPUs, these sizes replace those of every model.
+# On CPUs, these sizes replace the sizes of every model.
 SMALL = {
     "num_layers": 1,
     **{
@@ -63,8 +63,8 @@ SMALL = {
     },
 }
 
-# The implementations and baselines of the MoE layer. Each name maps to the attributes with which
-# `jax_ep.linen.MoE` computes the layer in this way.
+# Map each implementation and baseline of the MoE layer to the attributes of `jax_ep.linen.MoE` that
+# select it.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"jax_ep": {}}
 BASELINES: dict[str, dict[str, Any]] = {
     "xla": {"implementation": "xla"},
@@ -147,9 +147,8 @@ _SHARED = FLAGS.share(
     seconds=1500.0,
 )
 
-# The largest allowed relative difference between the losses of two programs' first steps, and the
-# largest between the norms of their gradients. Differences come from rounding to bfloat16 and, with
-# float8 experts, to float8, whose rounding errors are 16 times as large.
+# The largest allowed relative differences, between two programs, of the first step's loss and of
+# its gradient's norm. Rounding to bfloat16, or to float8 in experts, causes the differences.
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
 
 
@@ -209,12 +208,12 @@ class StepLoop:
 
         The keys of the result's `by_kernel` are labels "part: kernel name", where the part of the
         step is one of `jax_ep.bench.step_parts.PARTS`. Only the timer "trace" knows the parts, so
-        RuntimeError is raised unless it is one of `timers`. `spaced` is ignored.
+        RuntimeError is raised unless `timers` contains "trace". `spaced` is ignored.
         """
         if "trace" not in timers:
             raise RuntimeError("only --device_timer=trace knows the parts of a step")
-        # CUDA graphs are switched off, because a profile does not have the names of the operations
-        # whose kernels run in a graph.
+        # Compiles without CUDA graphs: a profile does not tell the HLO operations of a graph's
+        # kernels.
         compiled = self._lowered.compile({"xla_gpu_enable_command_buffer": ""})
         label = step_parts.labels(step_parts.operations_of(compiled.as_text() or ""))
         self._run(compiled)
@@ -230,8 +229,8 @@ class StepLoop:
 class TrainCase(runner.Case):
     """Measures one program: a model's training step with one implementation of the MoE layer.
 
-    All cases share the dict `seen`. It maps (model, number of ranks) to the metrics of the first
-    step that the first checked program made. Further programs are compared with these metrics.
+    All cases share the dict `seen`, which maps (model, number of ranks) to the metrics of the first
+    step of the first program that was checked. Other programs are compared with these metrics.
     """
 
     device_repeats = 1
@@ -412,10 +411,7 @@ class TrainBench(runner.Bench):
         return runner.with_matmul_dtype(text, row)
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each row its speed-up over the baseline "xla".
-
-        The wall times of the same model and number of ranks are compared.
-        """
+        """Adds to each row its speed-up in wall time over "xla", with the same model and ranks."""
         measured = [row for row in rows if "wall" in row]
         plain = {
             (row["shape"], row["ranks"]): row["wall"]["median_us"]
@@ -455,8 +451,7 @@ class TrainBench(runner.Bench):
 def _programs() -> list[tuple[str, str]]:
     """Returns the programs to measure, as pairs (implementation or baseline, matmul dtype).
 
-    Implementations are measured with each dtype in --matmul_dtype. Baselines are measured only with
-    "none", that is in bfloat16.
+    The matmul dtypes are those of --matmul_dtype, but only "none" (bfloat16) for baselines.
     """
     own = IMPLEMENTATIONS if _IMPLEMENTATIONS.value is None else _IMPLEMENTATIONS.value
     others = ["xla"] if _BASELINES.value is None else _BASELINES.value

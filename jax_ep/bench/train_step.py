@@ -81,11 +81,7 @@ class Layout(NamedTuple):
 def make_layout(
     model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh, seq_len: int
 ) -> Layout:
-    """Computes the shardings of the arrays of a training step on a mesh.
-
-    `optimizer` determines the arrays of the optimizer's state. `seq_len` is S, the number of tokens
-    of a sequence.
-    """
+    """Computes the shardings of a training step's arrays, for sequences of `seq_len` tokens."""
     tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
     variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
     specs = nn.get_partition_spec(variables)
@@ -110,11 +106,7 @@ def make_layout(
 
 
 def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of parts into which the sequences of a batch are split over the mesh.
-
-    The number is the product of the sizes of all mesh axes but "tensor". Devices along "tensor"
-    have the same sequences.
-    """
+    """Returns over how many ranks a batch's sequences are split: those of all axes but "tensor"."""
     return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
 
 
@@ -125,9 +117,8 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    A single dimension is split further, over all these axes: of the dimensions whose shards they
-    can divide evenly, the one with the longest shards. If there is none, the sharding is returned
-    unchanged.
+    One dimension is split further, over all these axes: of the dimensions whose shards the axes
+    divide evenly, the one with the longest shards. Without any, the sharding stays unchanged.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -224,11 +215,10 @@ def make_train_step(
         return lax.with_sharding_constraint(grads, layout.parts), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
-        """Runs the microbatches one after the other.
+        """Computes the gradients of all microbatches, one microbatch after the other.
 
-        Returns the gradients and the losses, which are means over the microbatches, and the counts
-        ("num_dropped" and "expert_counts"), which are sums. If there are several microbatches, the
-        gradients are float32.
+        Returns the means over microbatches of gradients and losses, and the sums of the counts
+        "num_dropped" and "expert_counts". With several microbatches, gradients are float32.
         """
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])

@@ -31,8 +31,7 @@ from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
-# The type of a callback that reports progress; it is called with the number of bytes loaded so far
-# and the number of bytes to load in total.
+# A callback that is called with the bytes loaded so far and the bytes to load in total.
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
@@ -225,10 +224,9 @@ def save_moe(
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
-    """Finds the parameters that are to be loaded as a `QuantizedArray`.
+    """Returns a dict from each parameter to be loaded as a `QuantizedArray` to its format.
 
-    `quantized` is the argument of `load_moe_params`. Returns a dict that maps the name of each of
-    these parameters to its format.
+    `quantized` is the argument of `load_moe_params`.
     """
     if isinstance(quantized, Format):
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
@@ -290,8 +288,8 @@ def _check_call(
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # The layer may be called on another machine than this one, which may lack the implementations
-    # in the configuration. So the call is traced with implementations that every machine has.
+    # This machine may lack the configuration's implementations, which are for the machine that will
+    # call the layer. So the call is traced with implementations that every machine has.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -330,8 +328,7 @@ def _load(
     for index, devices in _devices_of_parts(sharding, shape).items():
         part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter, format)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        # Frees the shard's host memory before the next shard is read. (On a CPU device, the array
-        # may use this memory, which then stays.)
+        # Frees the shard's host memory before the next shard is read, unless a CPU device uses it.
         del part
     make = jax.make_array_from_single_device_arrays
     if format is None:
@@ -350,10 +347,9 @@ def _load(
 def _devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Lists the shards of an array of `shape` that this process holds.
+    """Maps each shard of an array of `shape` to the devices of this process that hold the shard.
 
-    Returns a dict that maps each shard to the devices of this process that hold it. A shard is
-    given by a pair (start, stop) for each axis.
+    A shard is given by a pair (start, stop) for each axis.
     """
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -364,7 +360,7 @@ def _devices_of_parts(
 
 
 def _ambient_mesh() -> Mesh | None:
-    """Returns the mesh that `jax.set_mesh` or a `with mesh:` statement has set, or None."""
+    """Returns the mesh that is set by `jax.set_mesh` or a `with mesh:` statement, or None."""
     mesh = jax.sharding.get_mesh()
     return jax_compat.mesh_of_with_statement() if mesh.empty else mesh
 
@@ -405,10 +401,9 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """Sums the numbers of bytes loaded by several threads, for a progress callback.
+    """A function that sums the numbers of bytes with which several threads call it.
 
-    A counter is called with each further number of bytes, and then calls `report` with their sum
-    and with `total`, the number of bytes to load.
+    In each call, calls `report` with the sum so far and with `total`, the bytes to load.
     """
 
     def __init__(self, total: int, report: Progress):
@@ -423,10 +418,7 @@ class _Counter:
 
 
 def _print_progress(loaded: int, total: int) -> None:
-    """Draws a progress bar on standard error if standard error is a terminal.
-
-    `loaded` and `total` are numbers of bytes.
-    """
+    """Draws a progress bar, of bytes, on standard error if standard error is a terminal."""
     width = 40
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
@@ -447,8 +439,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # With eager sharding, nnx would take the names of the parameters' logical axes for names of
-    # axes of the ambient mesh.
+    # With eager sharding, nnx would take the parameters' logical axes for axes of the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)
@@ -458,10 +449,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns a dict of the NNX variables that hold a layer's parameters.
-
-    The keys are the parameters' names in `MoEParams`. Parameters that the layer lacks are left out.
-    """
+    """Returns the NNX variables of a layer's parameters, by the names in `MoEParams`."""
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
     if layer.gate is not None:
         found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
@@ -471,8 +459,8 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
 def _check_saved(block: Block, given: dict[str, Any]) -> None:
     """Raises ValueError unless the parameters `given` can be saved to the block.
 
-    `given` maps the parameters' names to arrays. Names and shapes must be those of the block. Each
-    array must be on devices of this process only, or replicated on all of its devices.
+    Names and shapes must be those of the block. Each array must be on devices of this process only,
+    or replicated on all of its devices.
     """
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}

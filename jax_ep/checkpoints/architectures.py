@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# Maps the name of each parameter of a layer to the letters of its axes, which this module's
-# docstring lists.
+# Maps a parameter's name to the letters of its axes, which this module's docstring explains.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
@@ -75,17 +74,15 @@ class Architecture:
         models: the names of the models.
         model_types: the values of `model_type` in the models' config.json.
         sizes: maps the letter of an axis (see this module's docstring) to the key of config.json
-            that holds the axis's size. An axis without a key has size 0, except for R, which is
-            computed from E, and 1. Tensors with an axis of size 0 do not exist.
+            that holds the axis's size. The size of R follows from E, and that of 1 is 1. Any other
+            axis without a key has size 0. Tensors with an axis of size 0 do not exist.
         fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
         defaults: maps keys that config.json may omit or set to null to their values in this case.
-        only: maps keys of config.json to the values that this library supports; config.json may
-            also omit the key. A model with any other value computes something else, so loading it
-            is an error.
+        only: maps keys of config.json to the values that this library supports, besides the lack of
+            the key. Loading a model with any other value is an error.
         tensors: the tensors that hold the weights.
-        unused: the names of tensors that some files hold for experts without weights. They are
-            ignored.
+        unused: names of tensors that some files hold for experts without weights, to be ignored.
     """
 
     models: str
@@ -147,8 +144,7 @@ _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
 # The alternatives of _EXPERTS in the reverse order. A block that is added to a directory without
-# MoE blocks gets the first one that is possible: tensors that hold all experts, or, if the model is
-# quantized to float8, tensors for each expert.
+# MoE blocks gets tensors that hold all experts, or in a float8 model tensors for each expert.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
@@ -160,12 +156,12 @@ _GRANITE = (
     *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 
-# The fields of `jax_ep.MoEConfig` for routers that compute their logits in the dtype of the tokens.
-# By default, logits are computed in float32.
+# The field of `jax_ep.MoEConfig` by which routers compute their logits in the dtype of the tokens,
+# not in float32.
 _OWN_DTYPE = {"router_dtype": None}
 
 # The fields of `jax_ep.MoEConfig` for routers that divide the weights of a token's K experts by
-# their sum. DeepSeek's router first adds a small number to the sum, so it has fields of its own.
+# their sum. (DeepSeek's router adds a small number to the sum: `_DEEPSEEK`.)
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
@@ -421,7 +417,8 @@ TABLE = (
         model_types=("granitemoe",),
         sizes=_MIXTRAL_SIZES,
         fields=_K,
-        # A softmax over the chosen logits equals the softmax over all logits, normalized.
+        # Granite's softmax over the chosen logits equals a softmax over all logits whose chosen
+        # values are divided by their sum.
         fixed=_SOFTMAX,
         tensors=_GRANITE,
     ),
@@ -446,7 +443,8 @@ TABLE = (
             "gating": "swiglu_alpha",
             "clamp": "swiglu_limit",
         },
-        # A softmax over the chosen logits equals the softmax over all logits, normalized.
+        # GPT-OSS's softmax over the chosen logits equals a softmax over all logits whose chosen
+        # values are divided by their sum.
         fixed=_SOFTMAX,
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
@@ -498,9 +496,9 @@ TABLE = (
         fields={
             "num_experts_per_token": "moe_k",
             "activation": "hidden_act",
-            # The model divides a token's weights by their sum, or by moe_norm_min if the sum is
-            # smaller. This library's layer instead adds moe_norm_min to the sum, which makes a
-            # difference only if the sum is below 1e-5.
+            # ERNIE divides a token's weights by their sum, or by moe_norm_min if the sum is
+            # smaller. This library's layer adds moe_norm_min to the sum, which makes a difference
+            # only if the sum is below 1e-5.
             "normalize_epsilon": "moe_norm_min",
         },
         fixed={"score": "softmax", "normalize": True},
@@ -576,8 +574,8 @@ TABLE = (
 )
 
 
-# Maps the `model_type` of a model to the part of its published tensor names before "layers.". All
-# other models have "model." there.
+# Maps the `model_type` of a model to the part of its published tensor names before "layers.", which
+# is "model." for all other models.
 _ROOTS = {
     "qwen3_5_moe_text": "model.language_model.",
     "qwen3_vl_moe_text": "model.language_model.",
@@ -612,7 +610,7 @@ def published_root(model_type: str, is_part: bool) -> str:
 def architectures() -> dict[str, Architecture]:
     """Returns a dict that maps each supported `model_type` of config.json to its architecture.
 
-    If several architectures share a `model_type`, it maps to the first one in TABLE.
+    A `model_type` of several architectures maps to the first of them in `TABLE`.
     """
     known: dict[str, Architecture] = {}
     for row in TABLE:

@@ -48,15 +48,14 @@ from jax_ep.checkpoints.safetensors import Directory, Index
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
-# The type of a parameter or a slice of a parameter: an np.ndarray, or a QuantizedArray of NumPy
-# arrays.
+# A parameter or a slice of one: an np.ndarray, or a QuantizedArray of NumPy arrays.
 Parameter = Any
 
 CONFIG = "config.json"
 
 # _WRAPPERS are prefixes that PEFT, torch.compile, data parallelism and activation checkpointing add
-# to the names of a wrapped PyTorch module. _ROOTS are all words that may precede "layers." in the
-# name of a decoder's tensor.
+# to the names of a PyTorch module. _ROOTS are all words that may precede "layers." in the name of a
+# decoder's tensor.
 _WRAPPERS = (
     "base_model",
     "module",
@@ -67,14 +66,13 @@ _WRAPPERS = (
 )
 _ROOTS = (*root_parts(), *_WRAPPERS)
 
-# Matches the beginning of the name of a tensor in a decoder layer. The three groups of the regular
-# expression are the part up to "layers.", the number of the layer, and ".", followed by the names
-# of _WRAPPERS if the layer is wrapped.
+# Matches the beginning of the name of a tensor in a decoder layer. The three groups are the part up
+# to "layers.", the number of the layer, and "." followed by any _WRAPPERS.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# Matches the names of a decoder's embedding and last norm. The group of the regular expression is
-# the part of the name before the embedding's or norm's own name, such as "model.".
+# Matches the names of a decoder's embedding and last norm. The group is the part of the name before
+# the embedding's or norm's own name, such as "model.".
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
@@ -117,7 +115,7 @@ class Block:
         return tuple(param for tensor in self.tensors for param in tensor.params)
 
     def shape(self, param: str) -> tuple[int, ...]:
-        """Returns the shape of the whole parameter `param`, of which a device may hold a shard."""
+        """Returns the shape of the whole parameter `param`."""
         held = {"E": self.sizes["E"] if self.num_slots is None else self.num_slots}
         return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
@@ -126,7 +124,7 @@ class Block:
         return self.open(self._tensor(param), 0).dtype
 
     def format(self, param: str) -> Format | None:
-        """Returns the quantized format in which a parameter is stored, or None if there is none.
+        """Returns the quantized format in which a parameter is stored, or None for plain numbers.
 
         Raises:
             ValueError: the matrices of the experts are stored in different formats.
@@ -145,8 +143,8 @@ class Block:
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
         """Returns the quantized format of the parameter `param` in a stored tensor.
 
-        The format is a `Transposed` one if the tensor stores the matrices of the parameter
-        transposed. Returns None if the tensor is not quantized. `encoding` is the opened `tensor`.
+        The format is a `Transposed` one if the tensor stores the parameter's matrices transposed,
+        and None if the tensor is not quantized. `encoding` is the opened `tensor`.
         """
         format = format_of(encoding)
         letters = tensor.axes.replace("G", "").replace(" ", "")
@@ -154,10 +152,7 @@ class Block:
         return format if format is None or same_order else Transposed.of(format)
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Opens a stored tensor of the block.
-
-        `expert` is the number of an expert. It is used only if each expert has its own tensor.
-        """
+        """Opens a stored tensor of the block: that of `expert`, if each expert has its own."""
         name = self.prefix + tensor.name.format(e=expert)
         return open_tensor(self.directory, name, self.quantization)
 
@@ -211,8 +206,8 @@ class Block:
             param: the parameter's name in `jax_ep.MoEParams`.
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
-            done: called with the number of bytes of each piece of the slice (one expert, or all of
-                a parameter without experts) after it has been read.
+            done: called after each piece of the slice (one expert, or all of a parameter without
+                experts) with the number of its bytes.
             format: the quantized format of the result, for a slice that consists of whole blocks of
                 the format. Numbers that are stored in this format are not quantized again. None:
                 the result is a plain array.
@@ -252,9 +247,9 @@ class Block:
     def write(self, params: Mapping[str, Parameter], into: Directory) -> None:
         """Writes all parameters of the block to `into`, a directory that has the block's tensors.
 
-        `params` maps their names to NumPy arrays, or to `QuantizedArray` objects of NumPy arrays.
-        If a `QuantizedArray` has the format of the stored tensor, its values and scales are written
-        unchanged. Otherwise its numbers are dequantized, and encoded as the tensor is.
+        `params` maps names to NumPy arrays, or to `QuantizedArray` objects of NumPy arrays. A
+        `QuantizedArray` in the stored format is written with its own values and scales. Any other
+        `QuantizedArray` is dequantized, and then encoded like the tensor.
         """
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
@@ -337,10 +332,9 @@ class Block:
         return stored
 
     def _new_float8_scales(self, tensor: Tensor, expert: int) -> np.dtype | None:
-        """Returns the dtype of the scales of a tensor that is to be added as float8.
+        """Returns the dtype of the scales of a new tensor; None if it will not be float8.
 
-        Returns None if the tensor is to be stored in another way. `expert` is the number of an
-        expert, used only if each expert has its own tensor.
+        `expert` is the number of an expert, used only if each expert has its own tensor.
         """
         name = tensor.name.format(e=expert)
         if self.like is not None and self.like + name in self.directory.files:
@@ -381,8 +375,8 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
     """Makes the `Block` of a layer that a directory lacks, in order to add it to the directory.
 
-    The tensor names of the new block begin like those of the nearest layer that has an MoE block
-    or, if none has, of the nearest layer; only the layer's number differs. If the directory has no
+    Except for the layer's number, the tensor names of the new block begin like those of the nearest
+    layer that has an MoE block or, if none has, of the nearest layer. If the directory has no
     layer, they begin like the name of its embedding or last norm, or else as published.
 
     Returns:
@@ -415,8 +409,8 @@ def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[st
 
     Returns:
         A dict that maps the number of each layer with a router to the prefixes of its MoE blocks,
-        such as "model.layers.3."; and a list of the names of routers whose layer is unknown,
-        because the names do not begin as the names of a layer's tensors do.
+        such as "model.layers.3."; and a list of the names of routers that have another beginning,
+        so that their layer is unknown.
     """
     blocks: dict[int, list[str]] = {}
     others = []
@@ -451,10 +445,7 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Returns the error message for a layer without an MoE block.
-
-    The message names tensors whose names resemble the expected one, and says how to rename them.
-    """
+    """Returns the error message for a layer without an MoE block; it names tensors to rename."""
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -491,10 +482,7 @@ def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
 
 
 def _quantization(keys: _Keys) -> Quantization:
-    """Reads the quantization of a model from `quantization_config` in config.json.
-
-    Raises ValueError if the method is not supported.
-    """
+    """Reads `quantization_config` in config.json; raises ValueError if it is not supported."""
     said = keys.config.get("quantization_config") or {}
     method = said.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
@@ -520,9 +508,8 @@ def _block(
         row: the architecture of the model.
         prefix: the prefix of the block's tensor names, such as "model.layers.3.".
         keys: looks up values of config.json.
-        like: the prefix of an existing block, if the block is to be added. Where weights may be
-            stored in alternative tensors (`OneOf`), the block has those that exist under this
-            prefix. None: those that exist under `prefix`.
+        like: for a block that is to be added, the prefix of an existing block. Where weights may be
+            stored in alternative tensors (`OneOf`), the new block has those of this block.
     """
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -545,8 +532,8 @@ def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
     """Reads config.json in the directory `path`.
 
     Returns:
-        The configuration of the language model; and whether the model is multimodal, so that the
-        configuration of its language model was nested under `text_config`.
+        The configuration of the language model; and whether it was nested under `text_config`, as
+        in a multimodal model.
     """
     file = path / CONFIG
     if not file.exists():
@@ -610,11 +597,11 @@ class _Keys:
     root: str
 
     def value(self, key: str) -> Any:
-        """Returns the value of a key; "a|b" stands for the first of the keys a and b that exists.
+        """Returns the value of a key in config.json; "a|b" is the first of the two keys there.
 
-        A key exists if config.json has a value other than null for it, or else if the architecture
-        has a default value. If the value is a list, it has an entry for each layer, and the entry
-        of the layer `layer` is returned. Raises ValueError if no key exists.
+        If the key is absent or null, returns the architecture's default value. If the value is a
+        list, with an entry for each layer, returns the entry of `layer`. Raises ValueError if there
+        is no value.
         """
         names = key.split("|")
         found = [self.config[name] for name in names if self.config.get(name) is not None]
@@ -624,10 +611,9 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the integer value of a key; "a*b" stands for the product of the two keys' values.
+        """Returns the value of a key; "a*b" is the product of two keys' values; "a|b": see `value`.
 
-        Each factor may be of the form "a|b", as in `value`. Raises ValueError unless all values are
-        integers that are not negative.
+        Raises ValueError unless all values are integers that are not negative.
         """
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
@@ -636,10 +622,9 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns the value of a field of `jax_ep.MoEConfig`.
+        """Returns the value of a field of `jax_ep.MoEConfig`: that of `key` in config.json.
 
-        The value is made from the value of `key` in config.json by the function for `field` in
-        `jax_ep.checkpoints.functions.MAKE`, if there is one.
+        A function for `field` in `jax_ep.checkpoints.functions.MAKE` converts the value.
         """
         value = self.value(key)
         try:
@@ -649,10 +634,7 @@ class _Keys:
 
 
 def _gate(row: Architecture) -> str:
-    """Returns the name of the router's weight tensor, without the prefix of the MoE block.
-
-    Every MoE block has this tensor, so blocks are found by it.
-    """
+    """Returns the name, without prefix, of the router's weights, by which MoE blocks are found."""
     return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
 
 
@@ -666,11 +648,10 @@ def _stored(
 ) -> Tensors:
     """Returns the tensors that an MoE block must have.
 
-    Where the architecture has alternatives (`OneOf`), the layout that the directory has under
-    `prefix` is taken. If the directory has no such tensors, the first layout that suits the
-    quantization `method` is taken: float8 matrices have a tensor for each expert, and names of
-    MXFP4 tensors end in `BLOCKS`. Tensors with an axis of size 0 are left out, and so are tensors
-    that, according to config.json, do not exist.
+    Of alternatives (`OneOf`), the one whose tensors the directory has under `prefix` is taken, or
+    else the first one that suits the quantization `method`: float8 matrices have a tensor for each
+    expert, and names of MXFP4 tensors end in `BLOCKS`. Tensors with an axis of size 0 are left out,
+    and so are tensors that, according to config.json, do not exist.
 
     Args:
         directory: the directory with the tensors.
@@ -711,10 +692,7 @@ def _names(row: Architecture) -> list[str]:
 
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
-    """Returns the size of an axis of a stored tensor: for the letters "GF", for example, 2 * F.
-
-    `token` has the letters of the axis, and `sizes` the size of each letter.
-    """
+    """Returns the size of an axis of a stored tensor from its letters: for "GF", 2 * F."""
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
 
 
@@ -736,7 +714,7 @@ def _place(
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        # If the parameter lacks this axis, it is the tensor's axis "1", of which 0:1 is the whole.
+        # The parameter has all axes of the tensor but "1", whose only element is taken.
         part = taken.get(letter, slice(0, 1))
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
@@ -748,10 +726,7 @@ def _place(
 
 
 def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
-    """Lists the experts, or slots, by which a slice of a parameter is copied one at a time.
-
-    A parameter without an axis of experts, or with a single number for each expert, is copied as a
-    whole; for it, the result is [None].
+    """Lists the numbers of the experts (or slots) in a slice of a parameter, to copy one by one.
 
     Args:
         axes: the letters of the parameter's axes.
@@ -759,7 +734,8 @@ def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
             experts or slots.
 
     Returns:
-        The numbers of the experts or slots, or [None].
+        The numbers, or [None] for a parameter that is copied as a whole, because it has no axis of
+        experts or only one number for each expert.
     """
     if axes[0] != "E" or len(axes) == 1:
         return [None]
@@ -767,18 +743,14 @@ def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array, whose axes have the letters `axes`, to the order of `letters`.
-
-    `letters` may have further letters, which are ignored.
-    """
+    """Transposes an array from the axes `axes` to their order in `letters`, a superset of them."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
     """Reads the slice `index` of a stored tensor into the array `into`, decoded and cast.
 
-    `into` is a view in the order of the tensor's axes. A matrix is copied in tiles that fit in the
-    CPU's caches.
+    The axes of `into` have the order of the tensor's axes.
     """
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
@@ -820,18 +792,14 @@ def _copy_quantized(
 
 
 def _entry(array: Parameter, i: int) -> Any:
-    """Returns a view of `array[i]`, for example of one expert's matrix in a parameter.
-
-    For a `QuantizedArray`, the view consists of views of the values and of the scales.
-    """
+    """Returns a view of `array[i]`; of a `QuantizedArray`, of its values and scales."""
     return jax.tree.map(lambda part: part[i], array)
 
 
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
-    """Calls a function for each item, in several threads.
+    """Calls a function that copies one expert's weights for each item, the result of `_experts`.
 
-    The items are the result of `_experts`, and the function copies one expert's weights. NumPy
-    releases the GIL while it copies, so the threads run in parallel.
+    Uses several threads, which run in parallel because NumPy releases the GIL while it copies.
     """
     if len(items) == 1:
         function(items[0])
@@ -841,21 +809,14 @@ def _for_each(function: Callable[[int | None], None], items: list[int | None]) -
 
 
 def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
-    """Allocates a quantized array of `shape`, uninitialized, that dequantizes to `dtype`.
-
-    Its values and its scales are aligned to 64 bytes, so that XLA's CPU devices use their memory
-    without a copy.
-    """
+    """Allocates an uninitialized quantized array of `shape` and `dtype`; see `_empty`."""
     values: Any = _empty(format.values_shape(shape), format.dtype)
     scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
     return QuantizedArray(values, scales, format, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocates an uninitialized array.
-
-    The memory is aligned to 64 bytes, so that XLA's CPU devices use it without a copy.
-    """
+    """Allocates an uninitialized array, aligned to 64 bytes for XLA to use it without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     first = -memory.ctypes.data % 64

@@ -1,9 +1,8 @@
 """Reads and writes tensors of published models: plain ones, float8 with scales, and MXFP4.
 
 Each class reads slices of a stored tensor as decoded numbers, and encodes numbers to write them to
-slices. A block is the numbers of a quantized tensor that share a scale. It is written only if the
-new numbers differ from what the stored block decodes to, so writing unchanged numbers changes no
-bytes.
+slices. A block is the numbers of a quantized tensor that share a scale. A block is written only if
+its new numbers differ from the decoded old ones, so writing unchanged numbers changes no bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of the stored tensors that make up this one: the values, and any scales."""
+        """The names of the stored tensors that make up this tensor: the values and any scales."""
         return (self.name,)
 
     @property
@@ -56,7 +55,7 @@ class Plain:
     def write(self, index: Index, values: np.ndarray) -> None:
         """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
 
-        If a stored number, cast to the dtype of `values`, equals the new number, it keeps its bits.
+        A stored number that, cast to the dtype of `values`, equals the new number keeps its bits.
         So writing back values that were read and cast to another dtype changes no bytes.
         """
         if values.dtype == self.dtype:
@@ -80,8 +79,7 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
 class _InBlocks:
     """A quantized tensor, which consists of blocks of numbers that share a scale.
 
-    The encoding is a format of `jax_ep.formats`. A block that reaches past the end of the tensor is
-    padded with zeros before it is encoded.
+    A block that reaches past the end of the tensor is padded with zeros before it is encoded.
 
     Attributes:
         directory: the directory with the tensor.
@@ -128,24 +126,18 @@ class _InBlocks:
         self._store(blocks, *parts)
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the stored values and scales of a slice, which must consist of whole blocks.
-
-        Returns the pair (values, scales), which `format.decode` takes.
-        """
+        """Reads a slice of whole blocks; returns (values, scales), which `format.decode` takes."""
         return self._load(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes encoded values and scales to a slice, which must consist of whole blocks.
-
-        `values` and `scales` are as `read_parts` returns them for the same slice.
-        """
+        """Writes values and scales, as `read_parts` returns them, to a slice of whole blocks."""
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Finds the blocks that make up a slice, so that they are read or written undecoded.
+        """Converts a slice of the tensor to a slice of blocks.
 
         Returns:
-            The slice along each axis, counted in blocks.
+            The slice along each axis, in which the axes of a block are counted in blocks.
 
         Raises:
             ValueError: the slice has some but not all numbers of a block.
@@ -161,12 +153,12 @@ class _InBlocks:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Finds the blocks that must be read to get a slice of the tensor.
+        """Finds the blocks that contain a slice of the tensor.
 
         Returns:
             A pair (blocks, within). `blocks` is a slice along each axis of the tensor, in which the
-            last axes, those along which a block extends, are counted in blocks. `within` has for
-            each of these last axes a slice of the decoded blocks: the numbers that are in `index`.
+            last axes, those of a block, are counted in blocks. `within` is the slice, along each of
+            these last axes, that takes the numbers of `index` out of the decoded blocks.
         """
         block = self._block
         blocks, within = [], []
@@ -186,17 +178,11 @@ class _InBlocks:
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The shape of a block, like `_block` but in stored values.
-
-        A stored value of MXFP4 is a byte that holds two numbers.
-        """
+        """The shape of a block in stored values, which hold one number each, two in MXFP4."""
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Pads an array [.., rows, columns] with zeros, so that blocks divide its last axes evenly.
-
-        The zeros are at the end of each axis.
-        """
+        """Pads the ends of the last axes of [.., rows, columns] with zeros, to whole blocks."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -204,7 +190,7 @@ class _InBlocks:
         return np.pad(array, [(0, 0)] * (array.ndim - len(block)) + widths)
 
     def _any_of_block(self, flags: np.ndarray) -> np.ndarray:
-        """Reduces booleans [.., rows, columns] to one per block: whether any of a block is true."""
+        """Reduces booleans [.., rows, columns] to one per block: whether any in it is true."""
         for axis, size in enumerate(self._block, start=-len(self._block)):
             starts = np.arange(0, flags.shape[axis], size)
             flags = np.logical_or.reduceat(flags, starts, axis=axis)
@@ -214,19 +200,11 @@ class _InBlocks:
         return self.format.encode(values)
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the stored values and scales of some blocks.
-
-        `blocks` is a slice along each axis, in which the last axes are counted in blocks. Returns
-        the pair (values, scales), which `format.decode` takes.
-        """
+        """Reads the stored (values, scales) of a slice of blocks, as `_blocks` returns it."""
         raise NotImplementedError
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes the encoded values and scales of some blocks.
-
-        `blocks` is a slice along each axis, in which the last axes are counted in blocks. `values`
-        and `scales` are as `format.encode` returns them.
-        """
+        """Writes values and scales, as `format.encode` returns them, to a slice of blocks."""
         raise NotImplementedError
 
 
@@ -234,8 +212,8 @@ class _InBlocks:
 class Float8(_InBlocks):
     """A tensor of float8_e4m3fn values, with a scale for each block of a matrix (DeepSeek-V3).
 
-    A number of the tensor is its stored value times the scale of its block. The scales are in the
-    tensor `<name>_scale_inv`, [.., rows / block rows, columns / block columns], rounded up.
+    A number is its stored value times the scale of its block. The scales are in the tensor
+    `<name>_scale_inv`, [.., ceil(rows / block rows), ceil(columns / block columns)].
 
     Attributes:
         directory: the directory with the tensor.
@@ -292,10 +270,7 @@ class Float8(_InBlocks):
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
     def _of_values(self, blocks: Index) -> Index:
-        """Converts a slice of blocks to the slice of the stored values that these blocks hold.
-
-        The result ends where the tensor ends, even if the last block reaches past the end.
-        """
+        """Converts a slice of blocks to the slice of their values, up to the end of the tensor."""
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
@@ -375,10 +350,7 @@ class Quantization:
     kept: tuple[str, ...] = ()
 
     def is_float8(self, name: str) -> bool:
-        """Returns whether a tensor that is added for an expert's matrix is to be stored as float8.
-
-        `name` is the full name of the tensor.
-        """
+        """Returns whether a new tensor, the matrix `name` of an expert, is stored as float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
 
@@ -392,8 +364,8 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     """Opens a stored tensor: finds its encoding from its name, its dtype and its scales.
 
     Raises:
-        ValueError: the tensor has no floating dtype of 16 bits or more and no scales are stored
-            with it, or its dtype is unknown.
+        ValueError: the tensor's dtype is unknown, or the tensor is stored without scales in a dtype
+            that is not a floating one of 16 bits or more.
     """
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
         return MXFP4(directory, name)

@@ -1,7 +1,7 @@
 """Defines the functions that config.json names or implies: activations, gating, and one router.
 
-A function that makes another function from a number returns the same object for the same number, so
-that equal layers have equal `jax_ep.MoEConfig`.
+`gpt_oss_gating` and `sparse_mixer` make a function from a number. They return the same object for
+the same number, so that equal layers have equal `jax_ep.MoEConfig`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
     """Returns Phi-3.5-MoE's inference router, which chooses two experts (arXiv:2409.12136).
 
     The first expert is the one with the largest logit, the second the one with the largest of the
-    remaining logits. The weight of a chosen expert is its value in a softmax over its own logit and
-    those remaining logits that are near it. A logit is near the chosen expert's logit if the two
-    differ by at most 2 * jitter times the larger of their magnitudes.
+    remaining logits. A chosen expert's weight is its value in a softmax over its logit and those
+    remaining logits that differ from it by at most 2 * jitter times the larger of the two
+    magnitudes.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 
@@ -72,11 +72,11 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # A size of zero, which cannot divide, means that the logit and the largest remaining logit
-        # are zero, or that the logit is zero and belongs to an expert that was already chosen.
+        # `size` is 0 only for a logit of 0 that is the largest remaining one, or that belongs to
+        # the expert that was already chosen. For these, any divisor gives the right result.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
-        # At least one logit in the softmax is finite: the largest one, which is near itself.
+        # At least one logit in the softmax is finite: the largest one, since it is near itself.
         shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
         chosen.append(expert)
         weights.append(jnp.take_along_axis(shares, expert, axis=-1))

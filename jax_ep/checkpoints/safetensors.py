@@ -88,7 +88,7 @@ class Entry:
 
 
 class Directory:
-    """Gives access by name to the tensors in a directory of safetensors files.
+    """Reads and writes the tensors in a directory of safetensors files, by name.
 
     A file is memory-mapped when it is first needed. Methods may be called from several threads.
 
@@ -110,8 +110,8 @@ class Directory:
         Args:
             path: the path of the directory.
             writable: whether `write` may change the files.
-            may_be_empty: whether it is no error if the directory has neither an index nor a single
-                file; it then has no tensors.
+            may_be_empty: whether the directory may have neither an index nor a single file, and
+                then no tensors.
 
         Raises:
             FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
@@ -177,8 +177,8 @@ class Directory:
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
         """Yields a view of a slice of the memory-mapped tensor `name`.
 
-        On exit, tells the operating system that the slice's pages are no longer needed, so that
-        reading large files does not fill the process's memory.
+        On exit, gives the slice's pages back to the operating system, so that reading large files
+        does not fill the process's memory.
         """
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
@@ -251,8 +251,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
             ) from error
-        # The number of bytes follows from the dtype and the shape; below, it must agree with the
-        # offsets. If the dtype is unknown, the number is taken from the offsets instead.
+        # A known dtype and the shape give the number of bytes, which must agree with the offsets.
         num_bytes = last - first
         if kind in _DTYPES:
             num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
@@ -295,8 +294,8 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 
     Yields a writable `Directory` of the copies. On exit, the copies replace the files of
     `directory`, each atomically: a reader sees either the old or the new file, even if the process
-    is killed. A symbolic link, for example into a shared cache, is replaced by a file, and the file
-    that it pointed to stays unchanged.
+    is killed. A symbolic link, for example into a shared cache, is replaced by a file; its target
+    stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -360,9 +359,9 @@ def _metadata(
     """Returns the "metadata" of an index after tensors have been added or replaced.
 
     "total_size" becomes the number of bytes of all tensors. If a file is missing, as after a
-    partial download, this number is not known. Then the old "total_size" grows by the bytes of the
-    new tensors, less the bytes of the tensors that they replace. An existing "total_parameters"
-    always changes by the difference between the new and the replaced tensors' elements.
+    partial download, the old "total_size" changes by the bytes of the new tensors minus those of
+    the tensors that they replace. An existing "total_parameters" always changes by the difference
+    of their numbers of elements.
 
     Args:
         directory: the directory before the change.

@@ -18,7 +18,7 @@ from jax_ep.flags import Error, Flags
 
 
 class Command(NamedTuple):
-    # The name of the command's module, which is imported only when the command runs.
+    # The name of the command's module, which is not imported before the command runs.
     module: str
     summary: str
 
@@ -119,8 +119,8 @@ def main(argv: Sequence[str]) -> int:
         # 130 is the exit status that shells report for a program that SIGINT ended.
         return 130
     except BrokenPipeError:
-        # The program that reads the output through a pipe, such as `head`, has ended. Python would
-        # fail again when it flushes standard output at exit, so that now goes to /dev/null.
+        # The reader of the output's pipe, such as `head`, has ended. Standard output now goes to
+        # /dev/null, so that Python does not fail again when it flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -23,8 +23,7 @@ _JSON = FLAGS.json()
 def run() -> int:
     FLAGS.check_outputs()
     facts = collect()
-    # The file is written before anything is printed, because printing fails if the output is a pipe
-    # whose reader has ended, such as `head`.
+    # The file is written first: printing fails if a pipe's reader, such as `head`, has ended.
     if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
@@ -105,11 +104,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns the reasons why this version of JAX cannot run the kernels on any machine.
-
-    The reasons are functions and modules that the kernels use but that this version lacks. Returns
-    None if it lacks none.
-    """
+    """Returns which functions and modules this JAX lacks that the kernels need, or None."""
     reasons = [
         availability.jax_unavailable_reason(),
         availability.mosaic_unavailable_reason(),

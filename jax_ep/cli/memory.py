@@ -55,8 +55,7 @@ def run() -> int:
     if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
         raise Error("--host_capacity: needs several hosts, such as --hosts=2")
     facts = collect()
-    # The file is written before anything is printed, because printing fails if the output is a pipe
-    # whose reader has ended, such as `head`.
+    # The file is written first: printing fails if a pipe's reader, such as `head`, has ended.
     if _JSON.value:
         measuring.save_json(_JSON.value, facts)
     print(render(facts))
@@ -64,10 +63,7 @@ def run() -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Collects everything that `memory` prints, as a dict of JSON-serializable values.
-
-    Sizes are bytes per rank.
-    """
+    """Collects all sizes that `memory` prints, in bytes per rank, as JSON-serializable values."""
     model: dict[str, Any] = {
         "num_tokens": _TOKENS.value,
         "hidden": _HIDDEN.value,
@@ -88,8 +84,7 @@ def collect() -> dict[str, Any]:
             results = memory.result_bytes(**way, **rows, **model, **hosts)
             here.append(way | {"buffers": buffers, "results": results})
         except ValueError as error:
-            # The flags are valid, so the error means that this implementation cannot run the
-            # operation with these sizes.
+            # The flags are valid, so this way to run the operation does not support these sizes.
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
     others = [
@@ -117,7 +112,6 @@ def _ways() -> Iterator[dict[str, Any]]:
     """Yields keyword arguments of `memory.workspace_bytes` for every operation and way to run it.
 
     A way to run an operation is a combination of implementation, layout, wire dtype and output.
-    Some of them do not support the sizes that the flags give.
     """
     wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
@@ -180,8 +174,8 @@ def render(facts: dict[str, Any]) -> str:
 def _line(use: dict[str, Any]) -> str:
     """Renders the table's line for one operation.
 
-    The line has the operation, the MiB of its whole workspace, the MiB of all its results, and then
-    the MiB of each buffer. `use` is an entry of "here" in the result of `collect`.
+    The line has the operation, the MiB of its workspace and of its results, and the MiB of each
+    buffer. `use` is an entry of "here" in the result of `collect`.
     """
     kinds = [use["buffers"], use["results"]]
     totals = "".join(f"{_mib(sum(kind.values())):>10}" for kind in kinds)

@@ -42,8 +42,7 @@ def _flags(num_experts: int) -> int:
 
 
 _NCCL_EP = "arXiv:2603.13606, section IV.D; NVIDIA/nccl pull request 2040"
-# The formulas have a factor of 2, because each library has two sets of buffers: one for odd and one
-# for even calls.
+# The factor 2 in the formulas is for two sets of buffers: one for odd and one for even calls.
 OTHER_LIBRARIES = (
     OtherLibrary(
         "DeepEP V1",
@@ -82,12 +81,7 @@ OTHER_LIBRARIES = (
 def other_libraries(
     *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
 ) -> dict[str, int]:
-    """Returns a dict from each other library's name to the bytes per rank of its buffers.
-
-    The buffers are those of the library's low-latency mode.
-
-    `OTHER_LIBRARIES` has the formulas and their sources.
-    """
+    """Returns a dict from each library in `OTHER_LIBRARIES` to its buffers' bytes per rank."""
     rows = num_tokens * message_bytes(hidden)
     return {
         other.name: other.size(num_ranks, num_experts, top_k, rows) for other in OTHER_LIBRARIES

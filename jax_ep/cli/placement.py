@@ -75,8 +75,8 @@ _PLOT = FLAGS.plot("the balance by step")
 
 # The bytes of one value of a row; rows are bfloat16.
 _ROW_BYTES = 2
-# The number of intervals into which the evaluated steps of the trace are split. The load balance of
-# each interval shows how a placement becomes worse as it ages.
+# The number of intervals of evaluated steps whose load balance is printed, to show how a placement
+# becomes worse with time.
 _AGES = 6
 
 
@@ -104,8 +104,7 @@ def run() -> int:
     )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
-    # The file is written before anything is printed, because printing fails if the output is a pipe
-    # whose reader has ended, such as `head`.
+    # Files are written first: printing fails if a pipe's reader, such as `head`, has ended.
     if _JSON.value:
         facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
@@ -159,8 +158,7 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
     """Returns E, the number of experts of a layer.
 
     E is the value of --num_experts, or else `in_file`, the `num_experts` of the trace's file, or
-    else the largest expert id in the trace plus 1. Raises `Error` if the trace has an expert id of
-    E or more.
+    else the largest expert id in the trace plus 1. Raises `Error` if an expert id is not below E.
     """
     largest = int(trace.max())
     num_experts: int = _EXPERTS.value or in_file or largest + 1
@@ -170,10 +168,9 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
 
 
 def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
-    """Computes a placement with every method from the expert ids in `trace`.
+    """Returns a dict from each method's name to the placement that it computes from `trace`.
 
-    `trace` [steps, layers, tokens, K] holds only the first steps of the file. Returns a dict from
-    the methods' names to the placements.
+    `trace` [steps, layers, tokens, K] holds the expert ids of the first steps of the file.
     """
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
@@ -212,8 +209,8 @@ def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
     mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
-    # The predicted time is that of the busiest rank if each rank had as many tokens as --tokens
-    # says, so its numbers of rows are scaled.
+    # The predicted time is that of the busiest rank. Its rows in the trace are scaled to the number
+    # of tokens per rank that --tokens gives.
     scale = _TOKENS.value * placement.num_ranks / tokens
     wire = counted.wire_rows.max(axis=1) * scale * _HIDDEN.value * _ROW_BYTES / 1e3
     flops = counted.rows.max(axis=1) * scale * 6 * _HIDDEN.value * _MLP_DIM.value / 1e6
@@ -258,9 +255,8 @@ def _by_layer(found: dict[str, list[dict[str, Any]]]) -> str:
 def _by_age(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """Averages the load balance of each method over consecutive intervals of the evaluated steps.
 
-    `found` maps each method to a list with the result of `_figures` for each evaluated step.
-    Returns a dict that maps each method to a list with the mean "balance" of each interval, at most
-    `_AGES` of them, in the order of time.
+    `found` maps each method to the results of `_figures` for the evaluated steps. Returns a dict
+    that maps each method to the mean "balance" of each of up to `_AGES` intervals.
     """
     return {
         name: [

@@ -1,7 +1,7 @@
 """Lists the algorithms of each collective, and says why one does not support a given call.
 
-`jax_ep.collectives.api` describes the algorithms. The kernels are loaded, and symmetric memory is
-allocated, only where a program may run a kernel: not in a program for CPUs that names none.
+`jax_ep.collectives.api` describes the algorithms. In a program for CPUs that names no algorithm, no
+kernels are loaded and no symmetric memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _kernel(name: str) -> Implementation:
         reason = problem.kernels_unavailable_reason or availability.mosaic_unavailable_reason()
         if reason:
             return reason
-        # This import loads Mosaic, which only programs for GPUs need.
+        # Imported here, because it loads Mosaic, which only programs for GPUs need.
         from jax_ep.collectives import pallas
 
         return pallas.unavailable_reason(name, problem)

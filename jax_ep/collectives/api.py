@@ -190,8 +190,8 @@ def all_reduce_rms_norm(
     if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
-    # The results vary (vma) over the mesh axes over which residual or scale varies. They also vary
-    # over those of x, but for the axes of the sum. The casts give the operands these axes.
+    # Under check_vma, the results vary over the mesh axes over which residual or scale varies, and
+    # over those of x that are not summed over. The casts make the operands vary over these axes.
     of_x = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
@@ -279,8 +279,7 @@ def _runs_on_xla(
     problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
     ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
-        # The table is read only to raise an error if JAX_EP_COLLECTIVES_TABLE is unusable, on CPUs
-        # too.
+        # Raises, on CPUs too, if JAX_EP_COLLECTIVES_TABLE names no table.
         table.current()
         return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
     return num_ranks == 1 or algorithm == "xla"

@@ -41,10 +41,11 @@ _MAX_WARPGROUPS = 4
 # all_reduce_rms_norm uses several waves of thread blocks (8 blocks for each multiprocessor), so
 # that one block sums over the ranks while another normalizes its rows.
 _MAX_ROW_BLOCKS = 1056
-# Thread blocks have one warpgroup for each _FEW_TILES tiles of the array, up to _MAX_WARPGROUPS.
-# Small arrays are thus spread over many blocks of one warpgroup.
+# A tile is the part of an array that a warpgroup holds in registers at a time. A thread block has
+# one warpgroup for each _FEW_TILES tiles of the array, up to _MAX_WARPGROUPS, so that small arrays
+# are spread over many blocks.
 _FEW_TILES = 64
-# If each warpgroup has more than _MANY_ROUNDS tiles to process, it processes two at a time.
+# If each warpgroup had more than _MANY_ROUNDS tiles to process, tiles of twice the size are used.
 _MANY_ROUNDS = 2
 # The longest row of all_reduce_rms_norm: a thread holds at most 32 elements of a row, and a thread
 # block has at most 512 threads.
@@ -52,16 +53,14 @@ _MAX_HIDDEN = 16384
 
 _forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
 
-# A second exchange over NVLink costs 1.5 us of latency, in which the link sends this many bytes.
+# Sending data over NVLink twice instead of once adds a latency of 1.5 us, in which the link could
+# send this many bytes.
 _BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager
 def forced_plan(plan: TilePlan | None) -> Iterator[None]:
-    """Sets the `TilePlan` of kernels that are lowered in this context, for benchmarks and tests.
-
-    None restores the default plans.
-    """
+    """Sets the `TilePlan` of kernels that are lowered in this context; None: the default plans."""
     token = _forced_plan.set(plan)
     try:
         yield
@@ -72,8 +71,8 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
 def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    Only the operands and the algorithm's own needs are checked. Whether the program or machine can
-    run kernels at all is not, so call this function only where it can.
+    Checks the operands and the algorithm's own needs. The caller has checked that the program or
+    machine can run kernels at all.
     """
     op, x = problem.op, problem.operands[0]
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
@@ -89,8 +88,8 @@ def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     if algorithm == "multimem":
         if reason := jax_compat.multimem_unavailable_reason():
             return reason
-        # Without GPUs here, the program is lowered for another machine. Its GPUs are not known, and
-        # are assumed to have multicast memory.
+        # Without GPUs here, the program is lowered for another machine, whose GPUs are assumed to
+        # have multicast memory.
         return multicast.unavailable_reason() if jax.default_backend() == "gpu" else None
     return _low_latency_reason(algorithm, problem) if is_low_latency(algorithm) else None
 
@@ -119,8 +118,8 @@ def no_room_reason(
       shape: the shape of a rank's x.
       dtype: the dtype of x.
       num_ranks: N, the number of ranks.
-      num_gpus: the GPUs of the host that share symmetric memory; the more there are, the smaller is
-        the buffer for each pair of GPUs.
+      num_gpus: the number of GPUs of the host that share symmetric memory. With more GPUs, the
+        buffer for each pair of GPUs is smaller.
     """
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
     most = tiles_of_channel(num_gpus)
@@ -136,10 +135,10 @@ def no_room_reason(
 def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns how many workers a low-latency call has, and how many tiles each sends to a peer.
+    """Returns how many warpgroups a low-latency call has, and how many tiles each sends to a peer.
 
-    A worker is a warpgroup. It receives from each peer as many tiles as it sends to that peer. The
-    arguments are those of `no_room_reason`.
+    A tile is the part of an array that a warpgroup moves at a time. The arguments are those of
+    `no_room_reason`.
     """
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":
@@ -241,15 +240,16 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs the one of two kernels that the algorithm needs on x; returns the kernel's result.
+        """Runs `low_latency_kernel` on x for a low-latency algorithm, else `kernel`.
 
         Args:
-          kernel: runs unless the algorithm is a low-latency one.
-          low_latency_kernel: runs for a low-latency algorithm. Its plan spreads S elements over
-            thread blocks.
+          kernel: a kernel in which the thread blocks of a rank process `num_elements` elements.
+          low_latency_kernel: a kernel in which the thread blocks of a rank process S elements.
           x: [..., S]: the padded operand.
-          num_elements: the elements that the thread blocks of a rank process in `kernel`, over
-            which its plan spreads them.
+          num_elements: the number of elements to spread over the thread blocks of `kernel`.
+
+        Returns:
+          The kernel's result.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
@@ -260,8 +260,7 @@ class PallasCollectives:
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns the bits of x as unsigned integers, for kernels that only move elements.
 
-        The low-latency kernels move elements in their own dtype, so for them x is returned
-        unchanged.
+        For low-latency kernels, which move elements of any dtype, x is returned unchanged.
         """
         if is_low_latency(self.algorithm):
             return x
@@ -273,9 +272,9 @@ class _RowGrid:
     """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups.
 
     Attributes:
-      rows_per_block: the rows that a thread block processes.
+      rows_per_block: the number of rows that a thread block processes.
       num_blocks: the number of thread blocks.
-      num_warpgroups: the warpgroups of a thread block, over which the tiles of a row are spread.
+      num_warpgroups: the number of warpgroups of a thread block, which share each row.
     """
 
     rows_per_block: int
@@ -312,8 +311,8 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
     """Returns the faster algorithm for "fused": "fused_one_shot" or "fused_two_shot".
 
-    One shot reads x from all ranks. Two shots send fewer bytes, but over the link twice; they are
-    faster if the saved bytes take longer than the second trip. `num_bytes` is the size of x.
+    One shot reads x from all ranks. Two shots send fewer bytes, but send data over NVLink twice, so
+    they are faster if the saved bytes outweigh the added latency. `num_bytes` is the size of x.
     """
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
@@ -322,8 +321,8 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
     """Returns a plan that spreads a rank's elements evenly over thread blocks and warpgroups.
 
-    For the low-latency protocol, a warpgroup processes one tile at a time, and there are at most as
-    many warpgroups as the protocol has workers (MAX_WORKERS).
+    For the low-latency protocol, tiles have the smallest size, and the number of warpgroups is at
+    most MAX_WORKERS, for which the protocol has buffers.
     """
     if forced := _forced_plan.get():
         return forced
@@ -341,9 +340,9 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Returns the length to which the kernels need an axis of `size` elements to be padded.
+    """Returns `size` elements rounded up to whole vectors of 16 bytes, and at least one tile.
 
-    This is `size` rounded up to whole vectors of 16 bytes, and at least one tile.
+    The kernels need the last axis of an operand padded to this length.
     """
     forced = _forced_plan.get()
     num_vectors = forced.num_vectors if forced else 1
@@ -351,9 +350,6 @@ def _padded_size(size: int, dtype: Any) -> int:
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Pads the last axis of x with zeros to the length that kernels need.
-
-    The length is computed for elements of `dtype`; None: x's dtype.
-    """
+    """Pads the last axis of x with zeros to its `_padded_size` for `dtype` (None: x's dtype)."""
     padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

@@ -53,8 +53,8 @@ class Collectives(Protocol):
 def _primitive(op: str, **rules: Any) -> Primitive:
     """Returns the primitive ep_<op> of a collective.
 
-    It lowers to the method `op` of the `Collectives` with the selected algorithm. `rules` are
-    further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
+    The primitive lowers to the method `op` of the `Collectives` of the selected algorithm. `rules`
+    are further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
     """
 
     def lower(
@@ -92,7 +92,7 @@ def _function(
 ) -> Callable[..., list[jax.Array]]:
     collectives: Collectives = XlaCollectives(axis_name)
     if algorithm != "xla":
-        # This import loads Mosaic, which only the kernels need.
+        # Imported here, because it loads Mosaic, which only the kernels need.
         from jax_ep.collectives.pallas import PallasCollectives
 
         collectives = PallasCollectives(algorithm, axis_name)
@@ -116,9 +116,9 @@ def _linear(
 
     def transpose(cotangents, x, **params):
         (g,) = cotangents
-        # The transpose of an all_reduce is that of JAX's lax.psum. If JAX tracks over which axes x
-        # varies (vma), all ranks have equal cotangents g, so g is the cotangent of each rank's x.
-        # Otherwise the ranks' cotangents are summed.
+        # An all_reduce has the transpose of lax.psum. If JAX tracks over which axes x varies (vma),
+        # all ranks have equal cotangents g, and g is the cotangent of each rank's x. Otherwise the
+        # ranks' cotangents are summed.
         if op == "all_reduce" and (varying := varying_axes(x)):
             return [to_varying(g, varying - varying_axes(g))]
         return LINEAR[transposed].bind(g, **params)

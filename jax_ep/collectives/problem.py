@@ -29,7 +29,7 @@ class Problem:
         the residual and the scale.
       num_ranks: N, the number of ranks.
       axis_name: the mesh axes of the ranks.
-      place: the program or the machine on which the collective is to run.
+      place: the program or the list of devices that is to run the collective.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Problem:
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """The reason why `place` cannot run any kernel between the ranks; None if it can."""
+        """Why the program or devices `place` can run no kernel between the ranks, or None."""
         return self.place.unavailable_reason(self.axis_name)
 
 

@@ -19,8 +19,8 @@ def select(algorithm: Algorithm, problem: Problem) -> str:
     if algorithm is not None:
         return algorithms.select(algorithm, problem).name
     if jax.default_backend() != "gpu" or problem.kernels_unavailable_reason is not None:
-        # Where no kernel can run, the table is not used: it has no times of CPUs, and the sizes to
-        # look up may be symbolic dimensions, without a value.
+        # The table is not used where no kernel can run: it has no times of CPUs, and sizes there
+        # may be symbolic dimensions, without a value.
         return "xla"
     x = problem.operands[0]
     return table.lookup(

@@ -64,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except ValueError as error:
-        # A ValueError says that the text cannot be decoded, is not JSON, or fails in `_check`.
+        # The text cannot be decoded, is not JSON, or fails in `_check`.
         problem = f"holds no table of collectives: {error}"
     else:
         return table
@@ -140,8 +140,8 @@ def lookup(
     """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
 
     If this number of ranks was not measured, the times of the next larger measured number apply, or
-    else those of the largest. If the fastest algorithm cannot run, the fastest of the other
-    algorithms is found by the measured times.
+    else those of the largest. If the fastest algorithm cannot run, the fastest of those that can
+    is returned.
 
     Args:
       op: the operation, such as "all_reduce".
@@ -182,10 +182,9 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
 
     Returns:
       Pairs (limit, algorithm): the algorithm is the fastest up to `limit` bytes; the last limit is
-      None. If two neighbouring sizes have different fastest algorithms, the limit is the size at
-      which the two times are equal, by linear interpolation on logarithmic scales. XLA's times
-      count as 97 % of the measured times, so another algorithm is chosen only where it is clearly
-      faster.
+      None. Between two sizes with different fastest algorithms, the limit is the size at which the
+      two times are equal, by linear interpolation on logarithmic scales. XLA's times count as 97 %
+      of the measured times, so another algorithm is chosen only where it is clearly faster.
     """
     winners = [fastest(at_size) for at_size in times]
     times = [_with_bonus(at_size) for at_size in times]
@@ -197,10 +196,7 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
 
 
 def fastest(times: Mapping[str, float]) -> str:
-    """Returns the algorithm with the least time; "xla" unless another algorithm is clearly faster.
-
-    `times` are the microseconds of each algorithm.
-    """
+    """Returns the algorithm with the least of `times`; "xla" unless another is clearly faster."""
     times = _with_bonus(times)
     return min(times, key=lambda name: (times[name], name != "xla"))
 
@@ -216,8 +212,8 @@ def _crossing(
     try:
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
     except KeyError:
-        # At one of the two sizes, the time of one of the two algorithms was not measured, so no
-        # crossing can be interpolated. `first` is fastest at the lower size, which is the limit.
+        # One of the four times was not measured, so nothing can be interpolated. The lower size, at
+        # which `first` is fastest, is returned.
         return sizes[i]
     part = min(max(here / (here - there), 0.0), 1.0) if here != there else 0.0
     return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** part)

@@ -12,8 +12,8 @@ from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
 
-# The most variables (a layer's experts times parts) of an integer program that the solver is given.
-# A larger program would not end within its time limit.
+# The most variables (a layer's experts times hosts or ranks) of an integer program that is solved.
+# A larger program would exceed its time limit.
 _LARGEST_PROGRAM = 1024
 
 
@@ -28,14 +28,14 @@ def place_by_affinity(
     """Places experts so that a token's experts of successive layers are often on one rank.
 
     The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
-    no communication. Experts are first split among hosts, so that tokens seldom change host, then
-    among the ranks of each host. The first layer's experts are clustered by the experts that their
-    tokens choose in the next layers. Each further layer's experts are assigned to these clusters by
-    how often tokens go between them and the clusters' experts of the layer before. All layers are
-    then reassigned repeatedly, each given its two neighbours. If an assignment exceeds the load
-    limit, pairs of experts are exchanged until it does not. Small layers are finally reassigned by
-    integer programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in
-    total; a layer whose program takes longer keeps its assignment.
+    no communication. Experts are first split among hosts, then among the ranks of each host. The
+    first layer's experts are clustered by the experts that their tokens choose in the next layers.
+    Each further layer's experts are assigned to these clusters by how often tokens go between them
+    and the clusters' experts of the layer before. All layers are then reassigned repeatedly, each
+    given its two neighbours. If an assignment exceeds the load limit, pairs of experts are swapped
+    until it does not. Small layers are finally reassigned by integer programs (MoETuner,
+    arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in total; a layer whose program
+    takes longer keeps its assignment.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -68,8 +68,7 @@ def place_by_affinity(
             f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."
         )
     num_slots = -(-num_experts // num_ranks) * num_ranks
-    # An empty slot is treated as an expert that no token chooses. Such experts have the ids from
-    # num_experts to num_slots - 1.
+    # Empty slots are treated as experts, num_experts to num_slots - 1, that no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
@@ -142,11 +141,12 @@ def _split(
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Describes each of the n `experts` of the first layer by a vector, to cluster similar experts.
+    """Describes each expert of the first layer by a vector, to cluster similar experts.
 
-    The vector of expert e has n entries for each of the first m = min(5, layers) layers: how often
-    the tokens that chose e in the first layer chose each of the n `experts` of that layer. The
-    entry of e itself is zero. The n entries of each layer are scaled to Euclidean norm 1.
+    `experts` [layers, n] are the ids of n experts of each layer. The vector of expert e has n
+    entries for each of the first m = min(5, layers) layers: how often the tokens that chose e in
+    the first layer chose each of the n experts of that layer. The entry of e itself is zero. The n
+    entries of each layer are scaled to Euclidean norm 1.
 
     Returns:
         The vectors, [n, m * n].
@@ -181,8 +181,7 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
     """Sums the columns of `matrix` [n, m] by part (host or rank); returns the sums, [n, parts].
 
-    `part` [m] holds the number of the part that each column belongs to. All parts have equally many
-    columns.
+    `part` [m] is the part that each column belongs to. All parts have equally many columns.
     """
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
@@ -193,9 +192,9 @@ def _sweep(
 ) -> float:
     """Reassigns experts to parts (hosts or ranks) in sweeps over all layers.
 
-    A pair is a token's choice in a layer and its choice in the next layer. Each sweep raises the
-    number of pairs whose two experts are in the same part; the first sweep that fails to do so is
-    discarded and is the last.
+    A pair is a token's choice in a layer and its choice in the next layer. Sweeps maximize the
+    number of pairs whose two experts are in the same part. A sweep that does not raise this number
+    is undone, and is the last.
 
     Args:
         part: [layers, n], the part of each expert; updated in place.
@@ -235,12 +234,12 @@ def _sweep(
 def _assign(gain: Array, load: Array, limit: float) -> Array:
     """Assigns the n experts of one layer to parts (hosts or ranks) of equally many experts.
 
-    Maximizes the sum of `gain` over the experts. If a part's load then exceeds `limit`, exchanges
+    Maximizes the sum of `gain` over the experts. If a part's load then exceeds `limit`, swaps
     experts between parts.
 
     Args:
-        gain: [n, parts], how good it is to have each expert in each part, such as the number of its
-            tokens that have an expert of a neighboring layer there.
+        gain: [n, parts], the gain of placing each expert in each part, such as the number of the
+            expert's tokens that choose an expert of this part in a neighboring layer.
         load: [n], how often each expert was chosen.
         limit: the largest load that a part may have: the sum of its experts' loads.
 
@@ -260,8 +259,8 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
     """Assigns the experts of one layer to parts, as `_assign` does, by solving an integer program.
 
     The program maximizes the gain among all assignments in which no part's load exceeds `limit`. If
-    it has no solution, or is not solved to optimality within `seconds`, the result is that of
-    `_assign`. The other arguments are those of `_assign`.
+    it has no solution, or is not solved to optimality within `seconds`, returns the result of
+    `_assign`, which has the same other arguments.
     """
     from scipy import optimize, sparse
 
@@ -285,11 +284,11 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Exchanges pairs of experts between parts until no part's load exceeds `limit`.
+    """Swaps pairs of experts between parts until no part's load exceeds `limit`.
 
-    Each exchange moves an expert out of the part with the largest load and an expert of another
-    part into it. Of all such exchanges, the one that loses the least gain per unit of load removed
-    is made. Stops early if no exchange lowers the largest load.
+    Each swap moves an expert out of the part with the largest load and an expert of another part
+    into it. Of all such swaps, the one that loses the least gain per unit of load removed is made.
+    Stops early if no swap lowers the largest load.
 
     Args:
         part: [n], the part of each expert of one layer; updated in place.
@@ -301,8 +300,8 @@ def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
         `part`.
     """
     parts = gain.shape[1]
-    # An exchange never leads back to earlier loads: it makes the parts' loads, sorted from the
-    # largest down, lexicographically smaller. So the loop ends.
+    # The loop ends, because a swap never leads back to earlier loads: it makes the parts' loads,
+    # sorted from the largest down, lexicographically smaller.
     for _ in range(100 * len(load)):
         totals = np.bincount(part, load, parts)
         heaviest = np.argmax(totals)

@@ -9,7 +9,7 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.table import Array, Placement, check_ranks, check_slots, checked_load
 
-# An exchange of experts counts as an improvement only if the new load is below the old load times
+# A swap of two experts counts as an improvement only if the new load is below the old load times
 # this factor, so that rounding errors do not count.
 LESS = 1 - 1e-9
 
@@ -22,8 +22,8 @@ def balance(
     Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB): each of the P - E
     additional slots becomes a copy of the expert with the most load per copy, and copies are
     placed, heaviest first, on the least loaded rank with a free slot. Then improves the placement
-    as long as the busiest rank's load falls: exchanges two copies between ranks, or replaces a copy
-    of an expert that has several by a further copy of an expert on the busiest rank. The busiest
+    as long as the busiest rank's load falls: swaps two copies between ranks, or replaces a copy of
+    an expert that has several by a further copy of an expert on the busiest rank. The busiest
     rank's load is therefore at most that of EPLB.
 
     Args:
@@ -70,9 +70,9 @@ def _balance_layer(
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Two ways to place the router's groups of experts on hosts are tried: greedily packed, and with
-    # the hosts' loads then made more even by exchanges of groups. The second way usually, but not
-    # always, gives a lower load of the busiest rank, so the better of the two is taken.
+    # Takes the better of two ways to place the router's groups of experts on hosts: greedily, and
+    # with groups then swapped between hosts to make the hosts' loads more even. The second way
+    # usually, but not always, gives a lower load of the busiest rank.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -118,9 +118,9 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 def _pack(load: Array, num_packs: int) -> Array:
     """Distributes n items over `num_packs` packs of equally many items, so that loads are even.
 
-    The items are copies of experts and the packs ranks, or the items are the router's groups and
-    the packs hosts. Items are taken in order of falling load, `load` [n]; each goes into the pack
-    with the smallest load so far that has room. Returns the pack of each item, [n].
+    Items are copies of experts and packs are ranks, or items are the router's groups and packs are
+    hosts. Items are taken in order of falling load, `load` [n]; each goes into the pack with the
+    smallest load so far that has room. Returns the pack of each item, [n].
     """
     pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
@@ -133,10 +133,10 @@ def _pack(load: Array, num_packs: int) -> Array:
 
 
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
-    """Exchanges items between the pack with the largest load and other packs, to make loads even.
+    """Swaps items (copies or groups of experts) between packs (ranks or hosts), to even out loads.
 
-    Stops when no exchange of two items lowers the largest load of a pack. Items and packs are those
-    of `_pack`.
+    Each swap takes an item out of the pack with the largest load. Stops when no swap of two items
+    lowers the largest load.
 
     Args:
         load: [n], the load of each item.
@@ -147,8 +147,8 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
         `pack`.
     """
     totals = np.bincount(pack, load, num_packs)
-    # An exchange never leads back to earlier loads: it makes the packs' loads, sorted from the
-    # largest down, lexicographically smaller. So the loop ends.
+    # The loop ends, because a swap never leads back to earlier loads: it makes the packs' loads,
+    # sorted from the largest down, lexicographically smaller.
     for _ in range(100 * len(load)):
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
@@ -167,9 +167,9 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
     """Replaces one expert's copy by another expert's, if that lowers the busiest rank's load.
 
-    The copy that is replaced belongs to an expert with several copies. Its slot goes to an expert
-    that the busiest rank holds, so that this expert's load is spread over one more copy. Of all
-    such replacements, the one that gives the lowest load of the busiest rank is made.
+    A copy of an expert with several copies is replaced by a further copy of an expert on the
+    busiest rank. Of all such replacements, the one with the lowest load of the busiest rank is
+    made.
 
     Args:
         load: [E], the load of each expert.
@@ -189,7 +189,7 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     if not len(victims):
         return False
     a, b = expert[victims], wanted
-    # The load per copy of expert a with one copy less, and of expert b with one copy more.
+    # The load per copy of experts a with one copy less, and of experts b with one copy more.
     less = load[a] / (copies[a] - 1)
     more = load[b] / (copies[b] + 1)
     of_a = held[a] * (less - load[a] / copies[a])[:, None]

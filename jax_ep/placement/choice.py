@@ -64,8 +64,7 @@ def choose_slots(
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
     slots_of_expert = jnp.asarray(slots_of_expert, jnp.int32)
-    # If each expert has only one slot, there is no choice of slots to spread over copies, so the
-    # choices of an expert need not be counted.
+    # If each expert has only one slot, every choice of an expert takes this slot.
     if slots_of_expert.shape[1] == 1:
         only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only, -1)

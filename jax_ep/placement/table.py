@@ -33,9 +33,8 @@ class Placement:
     s // (P / num_ranks). An expert has at most C = P - E + 1 copies. Make a placement with
     `Placement.of` or `Placement.in_order`.
 
-    A layer's call takes `placement[layer]`, the placement of one layer, whose arrays lack the
-    leading `layers` axis. The body of a `jax.lax.scan` over a placement also gets the placement of
-    one layer.
+    A layer's call takes the placement of one layer, whose arrays lack the leading `layers` axis:
+    `placement[layer]`, or what the body of a `jax.lax.scan` over a placement gets.
 
     Attributes:
         expert_of_slot: [layers, P] int32, the expert that each slot holds; -1 for an empty slot.
@@ -51,7 +50,7 @@ class Placement:
     num_ranks: int
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether two placements of concrete arrays hold the same expert in every slot."""
+        """Returns whether two placements (not traced ones) hold the same expert in every slot."""
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
@@ -183,7 +182,7 @@ register_for_export(Placement)
 def read_arrays(path: str | Path) -> dict[str, Array]:
     """Reads all arrays of an .npz file, by name. Raises ValueError if it is not an .npz file."""
     try:
-        # For an .npy file np.load returns an array, on which `with` raises TypeError.
+        # From an .npy file, np.load returns an array, for which `with` raises TypeError.
         with np.load(path) as arrays:
             return dict(arrays)
     except (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:

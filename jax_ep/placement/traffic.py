@@ -51,8 +51,8 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
         np.where(slots >= 0, slots // slots_of_rank, -1)
         for slots in (_slots(topk_idx[i], placement[i]) for i in range(layers))
     ])  # fmt: skip
-    # here[layer, source, t, k, rank] is whether the expert that token t of rank `source` chose as
-    # its k-th one is computed on `rank`.
+    # here[layer, source, t, k, rank] is whether the k-th expert of token t of rank `source` is on
+    # `rank`.
     here = ranks[..., None] == np.arange(num_ranks)
     # sent[layer, source, rank] is the number of tokens that rank `source` sends to `rank`.
     sent = here.any(axis=3).sum(axis=2)
@@ -68,8 +68,8 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 def _slots(topk_idx: Array, placement: Placement) -> Array:
     """Turns the choices of experts of one layer, [N, t, K], into choices of slots, [N, t, K].
 
-    A slot holds one copy of an expert. The function computes in NumPy, for all N ranks with t
-    tokens each, what `choose_slots` computes in JAX on one rank.
+    A slot holds one copy of an expert. Computes in NumPy, for all N ranks with t tokens each, what
+    `choose_slots` computes in JAX on one rank.
     """
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
@@ -83,8 +83,7 @@ def _slots(topk_idx: Array, placement: Placement) -> Array:
     np.put_along_axis(turn, order, np.arange(choices.shape[1]) - first, 1)
     experts = np.where(is_choice, choices, 0)
     slots_of_rank = len(placement.expert_of_slot) // num_ranks
-    # The slots of each chosen expert, [N, t·K, C]; C is the largest possible number of an expert's
-    # copies.
+    # The slots of each chosen expert, [N, t·K, C]: -1 beyond the number of the expert's copies.
     slots = placement.slots_of_expert[experts]
     local = np.where((slots >= 0) & (slots // slots_of_rank == rank[..., None]), slots, -1).max(2)
     turn = (turn + rank) % placement.num_copies[experts]

@@ -30,19 +30,18 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# `redistribute` cuts the weights of each slot into rows, and moves them by several dispatches. Each
-# dispatch moves the same number of rows of every slot, at least one, so that a rank receives no
-# more than this many bytes, or one row for each of its slots if these take more. This limit bounds
-# the memory that is needed besides the weights.
+# `redistribute` cuts the weights of each slot into rows, and moves them by several dispatches. In a
+# dispatch, a rank receives the same number of rows for each of its slots: as many as fit in this
+# many bytes, but at least one. This bounds the memory that is needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# To be dispatched, an expert's weights are cut into rows of at most this many bytes, unless their
-# last axis is longer. Rows are made as long as possible, because short rows are dispatched slowly.
+# The most bytes of a row into which `redistribute` cuts weights, unless their last axis is longer.
+# Rows are as long as this limit allows, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
-# Maps the size of a weight in bytes to a dtype of this size that `dispatch` accepts: the weight's
-# bits are sent as a value of this dtype. Outside of the dispatch the bits are held as integers,
-# because XLA may move 16-bit floats as float32, which changes the bits of a NaN.
+# Maps the bytes of a weight to the dtype as which `dispatch` sends its bits. Before and after, the
+# bits are held as integers, because XLA may move 16-bit floats as float32, which changes the bits
+# of a NaN.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.
@@ -97,8 +96,8 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 def _take(leaf: Any, index: Array) -> Any:
     """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros.
 
-    `index` is [n] for the leaf of one layer, [E, ...] or [P, ...], and [layers, n] for the leaf of
-    several layers, [layers, E, ...] or [layers, P, ...].
+    `index` is [n] for a leaf [E, ...] or [P, ...] of one layer, and [layers, n] for a leaf with an
+    axis of layers in front.
     """
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
     axis = index.ndim - 1
@@ -121,9 +120,9 @@ def _take(leaf: Any, index: Array) -> Any:
     if xp is np or not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
         return gather(leaf)
 
-    # Gathers the floats' bits as integers, because XLA may gather between devices with additions,
-    # which flush subnormal floats to zero. Integers have no tangent, so the custom JVP rule gathers
-    # the tangent.
+    # Gathers floats as integers, because XLA may add floats of several devices to gather them,
+    # which flushes subnormal floats to zero. Integers have no tangent, so the custom JVP rule
+    # gathers the tangent.
     @jax.custom_jvp
     def gather_bits(leaf: jax.Array) -> jax.Array:
         return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
@@ -191,13 +190,12 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    # Which dimension of each leaf with experts' weights is the slots: 1 after an axis of layers,
-    # else 0.
+    # The index of the slots' axis in leaves of experts: 1 after an axis of layers, else 0.
     axis = len(shape) - 1
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
 
-    # `note` visits all leaves first, so that an unsupported dtype raises before a leaf is donated.
+    # Called for all leaves first, so that an unsupported dtype raises before a leaf is donated.
     def note(leaf: jax.Array) -> None:
         if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
@@ -229,8 +227,7 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            # If `device_put` copied the leaf to change its sharding, the jitted program has donated
-            # only the copy. So the leaf itself is deleted here.
+            # If `device_put` copied the leaf to change its sharding, the leaf was not donated.
             leaf.delete()
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
@@ -241,10 +238,7 @@ def redistribute(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether `redistribute` can move a dtype.
-
-    It can move bool, and floating and integer dtypes of at least 8 bits.
-    """
+    """Returns whether a dtype is bool, or a floating or integer dtype of at least 8 bits."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -257,7 +251,7 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 
     A leaf that is already on `mesh`, with its slots split over the mesh axes `axes`, keeps the
     PartitionSpec of its `sharding`. For any other leaf, only the slots are split, over `axes`.
-    `axis` is the dimension of the leaf that counts slots.
+    `axis` is the index of the leaf's axis of slots.
     """
     if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
         along = sharding.spec[axis]
@@ -269,12 +263,11 @@ def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> 
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Computes to which slots of `after` each slot of `before` sends its weights.
+    """Computes to which slots of `after` each of the P slots of `before` sends its weights.
 
-    A placement has P slots in a layer, on all ranks together. Returns [P, C] int32 for placements
-    of one layer, and [layers, P, C] for placements of several. Row s lists the slots that receive
-    the weights of slot s, padded with -1. C is the length of the longest of these lists, rounded up
-    to a power of two.
+    Returns [P, C] int32 for placements of one layer, and [layers, P, C] for placements of several.
+    Row s lists the slots that receive the weights of slot s, padded with -1. C is the length of the
+    longest of these lists, rounded up to a power of two.
     """
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
@@ -287,8 +280,8 @@ def _destinations(before: Placement, after: Placement) -> Array:
         for slot in unchanged_first:
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
-                # A slot that keeps its expert receives its own weights. So does a slot that becomes
-                # empty, because every slot must receive the weights of exactly one slot.
+                # A slot that keeps its expert, or becomes empty, receives its own weights: every
+                # slot must receive the weights of exactly one slot.
                 source = slot
             else:
                 far = copies // per_rank != slot // per_rank
@@ -297,8 +290,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    # The last axis is rounded up to a power of two, so that few different sizes occur: a program is
-    # compiled for each.
+    # A power of two, so that few sizes occur, for each of which a program is compiled.
     width = 1 << (most - 1).bit_length()
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
@@ -314,11 +306,10 @@ def _mover(
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the jitted function that moves the weights in one leaf of a pytree between slots.
 
-    The function takes two arrays. The first is the leaf, which is donated: [P, ...] for the P slots
-    of one layer on all ranks, or, for several layers, with an axis of layers before the axis of
-    slots. The second is the plan, the result of `_destinations`: [P, C] int32, with the same axis
-    of layers in front. It lists for each slot the up to C slots that receive the slot's weights.
-    The function returns the new leaf.
+    The function takes two arrays, and returns the new leaf. The first array is the leaf, which is
+    donated: [P, ...] for the P slots of one layer, or [layers, P, ...]. The second is the plan, the
+    result of `_destinations`: [P, C] or [layers, P, C] int32, the up to C slots that receive the
+    weights of each slot.
 
     Args:
         mesh: the mesh of the leaf.
@@ -327,7 +318,7 @@ def _mover(
         layers: the number of axes before the axis of slots: 1 with an axis of layers, else 0.
         implementation: the implementation of `jax_ep.dispatch`.
     """
-    # The plan is split over the mesh like the leaf: its axes of layers and slots are the leaf's.
+    # The plan's axes of layers and slots are split over the mesh like those of the leaf.
     of_plan = PartitionSpec(*spec[: layers + 1])
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
@@ -347,10 +338,10 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns how many values each of the rows has into which one expert's weights are cut.
+    """Returns the number of values in a row, if the weights of one expert are cut into equal rows.
 
-    `shape` is the shape of one expert's weights, and `itemsize` the bytes of a value. A row has the
-    length of the last axis, doubled as often as `_ROW_BYTES` and the number of values allow.
+    `shape` is the shape of these weights, and `itemsize` the bytes of a value. A row has the length
+    of the last axis, doubled as often as `_ROW_BYTES` and the number of values allow.
     """
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
@@ -363,9 +354,9 @@ def _move_rows(
 ) -> jax.Array:
     """Sends the weights of this rank's slots, cut into rows, to their destination slots.
 
-    One `dispatch` sends a piece: the same number of rows of each slot of one layer, at most
-    `_PIECE_BYTES` in all unless a single row of each slot takes more. In the dispatch, slots take
-    the place of experts: each slot receives the rows of exactly one slot, in order.
+    One `dispatch` sends the same number of rows of each slot of one layer: as many as fit in
+    `_PIECE_BYTES`, but at least one. In the dispatch, slots take the place of experts: each slot
+    receives the rows of exactly one slot, in order.
 
     Args:
         rows: [layers, P / N, M, columns], the weights of each of the P / N slots on this rank, cut
@@ -436,7 +427,7 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
         if shape[: len(lead)] == lead:
             return function(leaf)
         if shape in ((), (1,)):
-            # The leaf is an optimizer's placeholder for a moment that it does not keep.
+            # An optimizer's placeholder for a moment that the optimizer does not keep.
             return leaf
         raise ValueError(
             f"{jax.tree_util.keystr(path)} must have a shape that begins with {lead}, where the "
@@ -449,8 +440,7 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
 def _of_experts(path: Any) -> bool:
     """Returns whether a key in a leaf's path is the name of an expert's parameter.
 
-    A key of a flattened dictionary may hold a whole path: a tuple of names, or names joined by "/"
-    or ".".
+    A key may also be a tuple of names, or names joined by "/" or ".", as in flattened dictionaries.
     """
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))
