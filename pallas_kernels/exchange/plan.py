@@ -96,8 +96,8 @@ class Plan:
       window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
         of their top-k choices) a block holds in shared memory at a time.
       step_tokens: the number of tokens that a block sends between two signals.
-      num_copy_stages: the number of rows in the ring that a dispatch's receiver uses to copy a
-        received row to further rows of this rank.
+      num_copy_stages: the number of rows in the ring through which a dispatch's receiver warpgroup
+        copies a received row to the other rows that the token has on this rank.
       receive_steps: the number of steps whose sums a combine's receive buffer holds.
       num_workers: the number of worker warpgroups in a block. They share the work of computing the
         sums of a combine, or of multiplying the cotangents of its gradient.
@@ -309,7 +309,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """The number of columns of a tile, the unit of 2 KiB in which the protocol sends a row."""
+        """The number of columns of a tile of 2 KiB, the unit in which the protocol sends a row."""
         return LANES * self.vector
 
     @property
@@ -337,8 +337,8 @@ class LowLatencyPlan(Sizes):
         # A dispatch holds the top-k choices of all ranks' tokens, one word each.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
         # Combine's gradient needs up to 24 words for each choice of each token of a block, for
-        # every rank. They are 16 partial sums of the choice's inner product, the whole inner
-        # product, the choice's weight, and its entries in the list of rows.
+        # every rank: 16 partial sums of the choice's inner product, the whole inner product, the
+        # choice's weight, and its entries in lists of rows.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # A dispatch counts each expert's choices and finds where the expert's rows start and end,
         # in arrays of one word per expert. The number of arrays is rounded up.
@@ -443,8 +443,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     measured to be fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    # In a call of many tokens, the rows of a step take about _DISPATCH_BYTES. Also, the routing
-    # data of a step, K words for each token, fits in LANES words.
+    # In a call of many tokens, the rows of a step (the tokens between two signals) take about
+    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in LANES words.
     if not few:
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
@@ -453,9 +453,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         return row.room(words)
 
     # The longer a step is, the longer are its lists in shared memory, and the fewer rows fit there.
-    # At least two rows must fit, one in the sender's ring and one in the receiver's, so steps are
-    # shortened until they do. Steps of 2 tokens are short enough, since `fits_shared_memory`
-    # requires that 3 rows fit with them.
+    # Two rows must fit, one in the sender's ring and one in the receiver's, so steps are shortened
+    # until they do. With 2 tokens they do, as `fits_shared_memory` requires.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -565,10 +564,10 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles of a row have the same length, a multiple of the unit of `units`. So the number of
-    # tiles must divide `units`. `least` is the smallest number of tiles for which a thread holds at
-    # most _TILE_VECTORS vectors of a tile. If none of `least` to 4 · `least` divides `units`, a
-    # smaller number of longer tiles is used.
+    # All tiles have the same length, so their number must divide `units`, the number of the
+    # smallest possible tiles. With `least` tiles or more, a thread holds at most _TILE_VECTORS
+    # vectors of a tile. If none of `least` to 4 · `least` divides `units`, there are fewer, longer
+    # tiles.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 
@@ -603,7 +602,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
     """Returns how many cotangents the kernel of combine's gradient can hold in shared memory.
 
     Each cotangent is a row of H columns. It is stored in a stage of the kernel's ring, with a list
-    of the rows of y to multiply with it.
+    of the rows of y, the expert outputs, to multiply with it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _group_words(num_ranks, num_experts)

@@ -28,11 +28,11 @@ _AT_ONCE = 7
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
-    """Quantizes one row in shared memory to another place in shared memory, by a whole warpgroup.
+    """Quantizes one row from shared memory to shared memory, by a whole warpgroup.
 
     `source` is the row, [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales`
     [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes a block of
-    128 values together, 4 in each thread. The caller needs a barrier before it reads `values` and
+    128 values at a time, 4 in each thread. The caller needs a barrier before it reads `values` and
     `scales`, or writes to `source`.
     """
     if fabric.interpret:
@@ -149,8 +149,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
             yield element if element_type == f32 else arith.extf(f32, element)
 
     wide, finite, largest = _largest(widened())
-    # The instruction of `warp_max` expects all 32 threads of the warp, so no thread may branch
-    # around it.
+    # All 32 threads of the warp must execute `warp_max`, so no thread may branch around it.
     largest = mosaic.warp_max(largest)
     scale, scaled = _scaled(wire, wide, finite, largest)
     return float8.packed(_PTX_TYPES[wire], scaled), scale
@@ -242,7 +241,7 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbouring values of `add_rows`' result each thread holds in registers.
+    """Returns how many neighbouring values of the result of `add_rows` each thread holds.
 
     The caller needs the number to store the result. `hidden` is the result's length.
     """
@@ -254,9 +253,9 @@ def _load_quantized(
 ) -> tuple[list[Value], Value]:
     """Loads `elements` neighbouring float8 values of a row, and the scale of their block.
 
-    Every thread loads other values: those from column `column` on. `values` and `scales` are the
-    row in global memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0
-    if `taken` is false, so that the row adds nothing to a sum.
+    This thread's values begin at column `column`. `values` and `scales` are the row in global
+    memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0 if `taken` is
+    false, so that the row adds nothing to a sum.
     """
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
