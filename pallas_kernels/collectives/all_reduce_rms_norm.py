@@ -164,10 +164,10 @@ class _Refs(NamedTuple):
 class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
-    # [2, warps] float32: each warp's part of the sum of a row's squares. Consecutive rows alternate
-    # between the two halves, so that a row does not overwrite sums that are still being read.
+    # [2, warps] float32: each warp's part of the sum of squares over a row. Consecutive rows use
+    # the two halves in turn, so that a row does not overwrite sums that are still being read.
     squares: Any
-    # A barrier by which the block's warpgroups wait for each other.
+    # A barrier at which the block's warpgroups wait for each other.
     together: Any
 
 
@@ -385,9 +385,8 @@ class _Body:
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
         """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
 
-        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, each
-        rank has already written its share of the sums to this rank's output, `refs.normalized`. The
-        sums are loaded from there, and their normalized values overwrite them later.
+        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, ranks
+        have already written the sums to `refs.normalized` of this rank, from where they are loaded.
         """
         if not self.two_shot:
             return [
@@ -432,8 +431,8 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        # On a GPU, `_meet` suffices. The simulator that checks kernels in tests runs a warpgroup as
-        # one thread, and needs this barrier to see that its threads have met.
+        # On a GPU, `_meet` suffices. The simulator of the tests runs a warpgroup as one thread, and
+        # needs this barrier to see that the warpgroup's threads have met.
         fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -463,10 +462,10 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes the elements of a tile that the row's previous tiles contain too.
+        """Zeroes the elements of a tile that an earlier tile of the row contains, too.
 
-        So a sum over the tiles of all warpgroups counts each column of the row once. `value` has an
-        element for each column of this warpgroup's i-th tile: the square of the row there.
+        A sum over the tiles of all warpgroups then counts each column of the row once. `value` has
+        an element for each column of this warpgroup's i-th tile: the square of the row there.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded

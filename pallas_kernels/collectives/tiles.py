@@ -72,9 +72,9 @@ class FlatTiles:
     """Distributes the tiles of `num_shards` shards of equal size over a kernel's warpgroups.
 
     A shard is a flat array, cut into tiles of the same length. The last tile of a shard is moved
-    back until it ends with the shard, and may overlap the tile before. The two tiles must then
-    store the same values to the overlap. So the size of a shard may be any whole number of 16-byte
-    vectors that is at least one tile.
+    back until it ends with the shard, and may overlap the tile before; both must then store the
+    same values to the overlap. So the size of a shard may be any whole number of 16-byte vectors
+    that is at least one tile.
     """
 
     # The number of elements of a shard.
@@ -97,8 +97,9 @@ class FlatTiles:
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """Calls `body(shard, where)` for every tile that this warpgroup handles.
 
-        `shard` is the index of the tile's shard, and `where` the slice of that shard.
-        Neighbouring warpgroups take different shards, to spread the load over the links.
+        `shard` is the index of the shard that contains the tile, and `where` is the tile, as a
+        slice of the shard. Neighbouring warpgroups take different shards, to spread the load over
+        the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
         num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
