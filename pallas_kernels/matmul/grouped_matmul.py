@@ -89,7 +89,7 @@ class Tiles:
         results are stored, at most 8 for each compute warpgroup.
 
         Args:
-          heights, block_n, band: these attributes of the result.
+          heights, block_n, band: attributes of the result.
           matrices: the number of matrices of each group; a stage holds a tile of each of them.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
@@ -178,8 +178,8 @@ class Product(Kernel):
     """The kernel of `product`.
 
     The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
-    of an instruction's result may be any multiple of 8. So the height of a tile can be fitted to
-    the number of rows that its group has.
+    of an instruction's result may be any multiple of 8, so the height of a tile can be fitted to
+    the number of rows of its group.
 
     Attributes:
       depths: for each pair of operands, K, the length of the contraction dimension.
@@ -193,7 +193,7 @@ class Product(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns the number of matrices by which a group's rows are multiplied, in each pair."""
+        """Returns the number of matrices by which a group's rows are multiplied, for each lhs."""
         return 1
 
     @property
@@ -204,8 +204,8 @@ class Product(Kernel):
     def holds(self) -> bool:
         """Returns whether a compute warpgroup stores a tile while it multiplies the next one.
 
-        For this, its registers must hold the results of the finished tile next to the accumulators
-        of the next tile. If False, it stores each tile before it multiplies the next one.
+        If so, its registers hold the finished tile's results next to the accumulators of the next
+        tile. If not, it stores each tile before it multiplies the next one.
         """
         return True
 
@@ -275,9 +275,9 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of a tile's height: the lowest that its rows fit in.
+        """Returns the index in `heights` of the height of tile number `tile` of the table.
 
-        `tile` is the index of the tile in the table.
+        It is the lowest height that the tile's rows fit in.
         """
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
@@ -288,8 +288,8 @@ class _RowTiles:
 class _Loader:
     """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
 
-    `rows` describes the row tiles. `operands` are references to the operands of all pairs: for each
-    pair its lhs, and then its arrays of matrices.
+    `rows` describes the row tiles. `operands` are references to the operands: for each pair its
+    lhs, and then its arrays of matrices.
     """
 
     kernel: Product
@@ -303,7 +303,7 @@ class _Loader:
         self.ring.drain(used)
 
     def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what the loader must know of the output tile with the number `index`.
+        """Returns what the loader must know of output tile number `index`.
 
         The result is (group, first row, first column, index in `heights` of the tile's height).
         """
@@ -314,8 +314,8 @@ class _Loader:
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
 
-        `tile` is a result of `_look_up`. `used` is the number of steps for which this block has
-        filled a stage before. Returns its new value.
+        `tile` is a result of `_look_up`. `used` is how many steps this block has copied into the
+        ring before. Returns this number after the tile.
         """
         # The number of operands of a pair: its lhs and its arrays of matrices.
         together = 1 + self.kernel.matrices
@@ -372,7 +372,7 @@ class _Computer:
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        """Returns what a compute warpgroup must know of the output tile with the number `index`.
+        """Returns what a compute warpgroup must know of output tile number `index`.
 
         The result is (position in the outputs of this warpgroup's half of the tile, index in
         `heights` of the tile's height).
@@ -385,15 +385,15 @@ class _Computer:
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
-        If the kernel `holds` results in registers, the previous tile is stored while this tile is
+        If `self.kernel.holds`, the previous tile is stored from registers while this tile is
         multiplied. Else this tile is stored after it is multiplied.
 
         Args:
           tile: the result of `_look_up`.
-          exists: whether there is a tile to compute. It is False only in the call after the last
+          exists: whether there is a tile to compute. It is False only in a call after the last
             tile, which stores the last tile.
-          carry: (the number of steps that this warpgroup has multiplied before, (the position of
-            the previous tile, the results held for it)).
+          carry: (the number of steps that this warpgroup has multiplied so far, (the position of
+            the previous tile, its results in registers)).
 
         Returns:
           The carry for the next tile.
