@@ -251,8 +251,9 @@ class MoE(nn.Module, _Fields):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
                 return given
-            # Inside the caller's shard_map, a parameter may hold only this rank's experts and
-            # columns, so its own sizes replace the global ones in the shape that Flax checks.
+            # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
+            # parameter may hold only this rank's experts and columns, so the sizes that it has are
+            # used.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
@@ -261,7 +262,7 @@ class MoE(nn.Module, _Fields):
         return self.param(name, boxed, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step, with the collection "router_state" mutable: from the
         parent module, or from outside as
@@ -269,7 +270,7 @@ class MoE(nn.Module, _Fields):
 
         Args:
           expert_counts: [R]: `MoEMetrics.expert_counts` of the step. R is the number of experts
-            that the router chooses among, with those that have no weights (free experts).
+            that the router chooses among, free experts included.
           rate: the change of the bias per step.
 
         Raises:

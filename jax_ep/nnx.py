@@ -114,8 +114,8 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # Tells type checkers the type of all parameters except wi_0 and wo, which are declared
-        # above.
+        # The type of all parameters except wi_0 and wo, which are declared above, for type
+        # checkers.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -146,8 +146,7 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
         self.axis_rules = _hashable(spmd.get_logical_axis_rules())
-        # NNX does not let an attribute change from None to a module, so `gate` is assigned only
-        # once.
+        # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
@@ -231,7 +230,7 @@ class MoE(nnx.Module):
         return MoEParams(**arrays)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step.
 
@@ -252,11 +251,11 @@ class MoE(nnx.Module):
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
 
-    The mesh is the ambient mesh or else `config.mesh`. Flax's own eager sharding is used if all
-    mesh axes are Auto axes; it needs an ambient mesh and a rule for each logical axis. Otherwise
-    this function shards the value itself. On Explicit axes, the state of an optimizer then gets its
-    sharding from the parameter's type. Flax would derive this sharding from the logical axes, but a
-    stack of layers made without `transform_metadata` lacks the logical axis of its layers.
+    The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
+    Flax shards the parameter, by its eager sharding. Otherwise this function does. On Explicit
+    axes, an optimizer's state then gets its sharding from the parameter's type. (Flax would derive
+    it from the logical axes, of which a stack of layers made without `transform_metadata` lacks
+    one.)
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()

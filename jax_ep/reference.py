@@ -80,8 +80,8 @@ def dropless_capacity(
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case, all N * T * K pairs (token, choice) go to one rank, since a token may choose
-    an expert repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
+    A token may choose an expert repeatedly. So in the worst case, all N * T * K pairs (token,
+    choice) go to one rank, and each expert's block is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -190,9 +190,9 @@ def _within_host_capacity(
 ) -> Array:
     """Masks the choices of one rank, [T, K], that exceed `host_capacity`.
 
-    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose
-    experts on it keep these choices. Later tokens' choices of experts on it become -1. If
-    `host_capacity` is None, no choice is masked.
+    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose the
+    host's experts keep these choices. For later tokens they become -1. If `host_capacity` is None,
+    no choice is masked.
     """
     kept = np.array(topk_idx)
     for other in range(num_hosts):
@@ -264,7 +264,7 @@ def combine(
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Sends other arrays of the same tokens, [T, H'], to the rows that a dispatch sent them to.
+    """Sends other data [T, H'] of the same tokens to the rows that a dispatch sent the tokens to.
 
     Takes and returns one array per rank; the results are [R, H'], zero in rows without a pair.
     """
@@ -485,7 +485,7 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # For the sigmoid, groups are ordered by the log odds of their mean score. log_score -
+            # For the sigmoid, groups are ordered by the log odds of their mean score; log_score -
             # logit is log(1 - score).
             if score == "sigmoid":
                 of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
@@ -709,11 +709,12 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp`, as if rounding were the identity.
+    """Computes the gradients of `float8_expert_mlp`, with rounding differentiated as the identity.
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
-    and the backward pass computes from these. For the gradients of the matrices, tokens and output
-    cotangents are first quantized along their rows, and then again along the rows of each group.
+    and the backward pass computes from these. Tokens and cotangents are rounded with the same
+    scales. For the gradients of the matrices, `float8_matmul_drhs` rounds them again, with its own
+    scales.
 
     Args:
       grad: [R, H], the cotangents of the output.

@@ -79,7 +79,7 @@ class ParameterOptions:
 
         Initializers and `param_dtype` keep their defaults.
         """
-        # Maps each option to the names of the parameters that it enables.
+        # Maps each option to the names of the parameters that a layer has only with this option.
         names: dict[str, list[str]] = {}
         for name, parameter in PARAMETERS.items():
             for needed in parameter.needs:
@@ -169,8 +169,8 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps a parameter to another one that it needs: if the other one is None, this one must be None,
-# too.
+# Maps a parameter to another one without which it makes no sense: where the other one is None, the
+# parameter must be None, too.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 

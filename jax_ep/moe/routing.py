@@ -34,9 +34,9 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# If the largest logit of a token is lower than this number, a constant is added to all logits of
-# the token before `Routing.probs` are computed, so that the largest becomes this number. Otherwise
-# all sigmoids of the token could underflow to 0.
+# If a token's largest logit is lower than this, a constant is added to the token's logits before
+# `Routing.probs` are computed, so that the largest becomes this number. Otherwise all sigmoids of
+# the token could underflow to 0.
 _LOWEST_LOGIT = -64.0
 
 
@@ -117,9 +117,8 @@ def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # The products of x with the parts of the gate are summed by one `jnp.sum`. If XLA splits the
-    # matmul along H, as it may for few rows, it can fuse its own sum of the partial results with
-    # this sum.
+    # One `jnp.sum` adds the products of x with all parts of the gate. If XLA splits the matmul
+    # along H, as it may for few rows, it can fuse the sum of its partial results with this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -146,9 +145,8 @@ _bfloat16_logits.defvjp(
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
     """Splits x, a float32 array, into `count` bfloat16 arrays that add up to about x.
 
-    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on,
-    so the numbers get smaller. Three arrays add up to x exactly. A bfloat16 array needs no split,
-    so the result is a list with this array only.
+    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on.
+    Three arrays add up to x exactly. A bfloat16 x is returned unsplit, in a list.
     """
     if x.dtype == jnp.bfloat16:
         return [x]
@@ -270,9 +268,8 @@ def choose_experts(
     best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
-    # Experts are compared by their logits alone, which have the order of the scores. Sums of scores
-    # are needed only if there is a bias, or if a group is compared by the sum of its two best
-    # scores.
+    # The logits have the order of the scores. Sums of scores are needed only if there is a bias, or
+    # if groups are compared by the sum of their two best scores.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -331,9 +328,9 @@ def _weighing(options: RoutingOptions) -> Weighing:
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     """Returns the numbers [T, E] float32 from which `weigh` computes the weights of chosen experts.
 
-    Without normalization, these numbers are the scores. With normalization, they are logits or
-    logarithms of scores, from which `weigh` can compute the ratios of the scores even if the scores
-    underflow. `score` names the score function.
+    They are the scores, if weights are not normalized. Otherwise they are logits or logarithms of
+    scores, whose ratios `weigh` can compute even if the scores underflow. `score` names the score
+    function.
     """
     if not weighing.normalize:
         return _SCORES[score](logits)

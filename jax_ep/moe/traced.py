@@ -17,9 +17,8 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-# Two functions are equal if their jaxprs are, with the constants that they read. But to avoid
-# comparing large arrays, a function that reads a constant of more bytes than this equals only
-# itself.
+# A function that reads a constant of more bytes than this equals only itself, to avoid comparing
+# large arrays. Others are equal if their jaxprs, including constants, are.
 _MOST_BYTES = 1 << 16
 
 
@@ -83,14 +82,14 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 
     Returns the closed jaxpr and the type of the function's result.
     """
-    # JAX caches traces by the identity of the function, so it traces a new lambda again.
+    # JAX caches traces by the identity of the function, and this lambda is new in every call.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes the value of `function` and its gradient.
 
-    If `function` has a custom gradient, the trace of the returned function therefore shows it.
+    So the trace of the returned function includes a custom gradient of `function`.
     """
 
     def both(*arrays: Any) -> Any:
@@ -133,8 +132,8 @@ def _jaxpr_key(jaxpr: Any) -> Any:
 
     def equation(e: Any) -> Any:
         # The parameters of these two primitives hold functions, which would never compare equal, so
-        # they are left out of the key. What they compute is in the key all the same, as a part of
-        # the traced gradient.
+        # they are left out of the key. What the functions compute is in the key all the same, in
+        # the trace of the gradient.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))
