@@ -282,10 +282,7 @@ class MoE(nn.Module, _Fields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer whose result is boxed with the logical axes of parameter `name`.
-
-    `init` makes the parameter itself; the box is a `LogicallyPartitioned`.
-    """
+    """Returns an initializer that boxes the result of `init` with the logical axes of `name`."""
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])

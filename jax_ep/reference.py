@@ -656,10 +656,7 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
 
 
 def _float8_block(x: Array) -> Array:
-    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C].
-
-    Returns the rounded numbers in float64.
-    """
+    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C]; in float64."""
     finite = np.isfinite(x)
     largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
     # `largest` is multiplied by a little less than 1 / 448, so that 448 * scale, the largest number
@@ -698,10 +695,7 @@ def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
 def float8_expert_mlp(
     tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> Array:
-    """Computes `expert_mlp` of rows [R, H] with the operands of all matmuls rounded to float8.
-
-    Everything else is computed in float64.
-    """
+    """Computes `expert_mlp` of [R, H] in float64, with all matmuls' operands rounded to float8."""
     gate, up = (float8_matmul(tokens, wi, group_sizes) for wi in (wi_0, wi_1))
     return float8_matmul(_silu(gate) * up, wo, group_sizes)
 

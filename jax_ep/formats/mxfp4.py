@@ -76,10 +76,7 @@ class MXFloat4(Format):
 
 
 def _numbers(codes: Array) -> Array:
-    """Decodes int32 codes of float4 to float32 numbers.
-
-    A code has four bits: the sign, two exponent bits, and one fraction bit.
-    """
+    """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
     xp = namespace(codes)
     size = codes & 7
     normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)
@@ -88,10 +85,7 @@ def _numbers(codes: Array) -> Array:
 
 
 def _codes(numbers: Array) -> Array:
-    """Returns the uint8 code of the float4 nearest to each number.
-
-    A number halfway between two float4 numbers gets the even code.
-    """
+    """Returns the uint8 code of the float4 nearest to each number; of two, the even code."""
     xp = namespace(numbers)
     size = xp.abs(numbers)
     below = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)

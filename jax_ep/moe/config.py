@@ -293,10 +293,7 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def further_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns `fsdp_axes` as a dict from logical axes, such as "embed", to tuples of axes.
-
-        The dict is empty if `fsdp_axes` is None.
-        """
+        """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes, {} for None."""
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def functions(self) -> dict[str, Callable[..., Any]]:

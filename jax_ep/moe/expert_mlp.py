@@ -297,10 +297,7 @@ def _hidden(
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the index of each row's group, [R] int32.
-
-    The index is in [0, L), and L for the rows past the last group.
-    """
+    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)

@@ -201,10 +201,7 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether matrices [L, K, N] of all `shapes` consist of whole float8 blocks.
-
-    They do if K and N are multiples of 128, since a block is 128 x 128 numbers with one scale.
-    """
+    """Returns whether matrices [L, K, N] of all `shapes` consist of whole 128 x 128 blocks."""
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 

@@ -321,10 +321,7 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Sums each array of the pytree `sums` over the ranks along `axis_name`.
-
-    Returns the arrays unchanged if `axis_name` is None.
-    """
+    """Sums each array of the pytree `sums` over the ranks along `axis_name`, if it is not None."""
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

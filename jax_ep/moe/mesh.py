@@ -237,10 +237,7 @@ def _warns_that_no_mesh_is_set(
 
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns those mesh axes of `part`, one entry of a `PartitionSpec`, that have several ranks.
-
-    The entry is None, a name or a tuple of names.
-    """
+    """Returns the mesh axes in `part`, an entry of a `PartitionSpec`, that have several ranks."""
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
 
@@ -288,10 +285,7 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Returns `part`, one entry of a `PartitionSpec`, without the mesh axes that are not in `axes`.
-
-    The entry is None, a name or a tuple of names.
-    """
+    """Returns those mesh axes of `part`, an entry of a `PartitionSpec`, that are in `axes`."""
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None

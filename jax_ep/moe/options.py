@@ -90,18 +90,12 @@ def function_names(cls: Any) -> tuple[str, ...]:
 
 
 def options_of(cls: type[T], holder: Any) -> T:
-    """Makes an instance of `cls` from the attributes of `holder`, such as a layer.
-
-    For each field of `cls`, `holder` must have an attribute with the field's name.
-    """
+    """Makes an instance of `cls` from attributes of `holder` that are named like its fields."""
     return cls(**{name: getattr(holder, name) for name in _names(cls)})
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes an instance of `cls` from keyword arguments; leaves other keywords in the dictionary.
-
-    The keywords that are fields of `cls` are removed from the dictionary `keywords`.
-    """
+    """Makes an instance of `cls` from keyword arguments, which it removes from `keywords`."""
     return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 

@@ -169,10 +169,7 @@ def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies matrices a and b, contracting axis `a_axis` of a with axis `b_axis` of b.
-
-    `dtype` is the dtype of the result.
-    """
+    """Multiplies matrices, contracting a's axis `a_axis` with b's axis `b_axis`, into `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 

@@ -93,10 +93,7 @@ def run(
 
 
 def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Array:
-    """Splits an array [T, ...] into chunks of `size` rows, [num_chunks, size, ...].
-
-    The last chunk is filled up with the value `padding`.
-    """
+    """Splits an array [T, ...], filled up with `padding`, into chunks: [num_chunks, size, ...]."""
     missing = num_chunks * size - array.shape[0]
     if missing:
         widths = [(0, missing), *[(0, 0)] * (array.ndim - 1)]

@@ -192,10 +192,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _total_order(x: jax.Array) -> jax.Array:
-    """Maps float32 numbers to int32 numbers that have the order of `lax.top_k`.
-
-    This order is -NaN < -inf < -0 < 0 < inf < NaN.
-    """
+    """Maps float32 to int32 in the order of `lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN."""
     bits = _bits(x)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
@@ -416,19 +413,13 @@ def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _
 
 
 def _is_among(chosen: jax.Array, number: int) -> jax.Array:
-    """Returns which of the ids 0 ... number - 1 each token has chosen, [T, number] bool.
-
-    `chosen` [T, k] holds the chosen ids, of groups for example.
-    """
+    """Returns which ids from 0 to number - 1 each row of `chosen` [T, k] has: [T, number] bool."""
     numbers = jnp.arange(number, dtype=chosen.dtype)
     return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
 
 
 def _is_in_groups(kept: jax.Array, groups: Groups, num_experts: int) -> jax.Array:
-    """Returns for each token from which experts it may choose, [T, E] bool.
-
-    `kept` [T, kept] holds the ids of the groups from which the token may choose.
-    """
+    """Returns which experts are in the groups `kept` [T, kept] of each token: [T, E] bool."""
     return jnp.repeat(_is_among(kept, groups.number), num_experts // groups.number, axis=1)
 
 
@@ -469,10 +460,7 @@ def _by_all_keys(
     scores: str,
     groups: Groups | None,
 ) -> jax.Array:
-    """Returns the ids of each token's k best experts, [T, k] int32, compared by all sort keys.
-
-    The arguments are those of `_topk_idx`.
-    """
+    """Returns what `_topk_idx` does for the same arguments, but compares all tokens by all keys."""
     keys = _all_keys(logits, operands, scores, groups) if "bias" in operands else [logits]
     if groups is not None:
         kept = _groups_by_all_keys(logits, operands, scores, groups)

@@ -351,10 +351,7 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of ref[row], a row in global memory, into registers.
-
-        `row` is empty if `ref` is a single row, [H].
-        """
+        """Loads this warpgroup's tiles of the row ref[row], or `ref` itself, in global memory."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()

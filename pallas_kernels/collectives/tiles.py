@@ -52,10 +52,7 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns the index of this warpgroup among the warpgroups of all blocks, a scalar int32.
-
-        It may only be called within a kernel.
-        """
+        """Returns the index of this warpgroup among those of all blocks of the kernel, int32."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 

@@ -240,9 +240,9 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """The length of a list of the rows to add: K, or 1 if y is rank-major, padded.
+        """The length, with padding, of a list of the rows to add: K, or 1 if y is rank-major.
 
-        It is a multiple of `rows_at_once`.
+        It is rounded up to a multiple of `rows_at_once`.
         """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 

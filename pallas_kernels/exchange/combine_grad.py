@@ -240,7 +240,7 @@ class _CombineGrad:
 
     @property
     def listed_rows(self) -> int:
-        """The length of a list of one token's rows of y: K, padded.
+        """The length, with padding, of a list of one token's rows of y: K or more.
 
         It is a multiple of ROWS_OF_COTANGENT.
         """

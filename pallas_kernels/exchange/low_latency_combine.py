@@ -240,8 +240,7 @@ class _Combine:
           token: the token's index in this rank, a row of `out`.
           exists: whether the rank has such a token; else nothing is received or stored.
           ranks: the rank whose expert the token chooses, for each of its K choices.
-          mine: the sum that this rank itself has computed for the token: the tiles of it that this
-            warpgroup handles.
+          mine: this warpgroup's tiles of the sum that this rank itself computed for the token.
           out: [T, H] in global memory, the result.
         """
         fabric, of_rows = self.fabric, self.rows

@@ -309,7 +309,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """The number of columns of a tile of 2 KiB, the unit in which the protocol sends a row."""
+        """The number of columns of a tile of 2 KiB, the unit in which the kernels send a row."""
         return LANES * self.vector
 
     @property
@@ -587,10 +587,7 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes per rank that `combine.combine` allocates, by buffer.
-
-    The one buffer, "receive buffer", holds the sums that arrive from all ranks.
-    """
+    """Returns the bytes per rank of the buffer in which `combine.combine` receives sums."""
     parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 

@@ -93,8 +93,8 @@ class Routes(Protocol):
     def row(self, words: List, i: jax.Array) -> jax.Array:
         """Returns the row of a rank's receive buffer that the sender writes a token to.
 
-        The token is the i-th of the block, and `words` is its list for that rank. Returns NOWHERE
-        if the rank does not get the token.
+        The token is the i-th of the block, and `words` is its list for that rank, which `lists`
+        returned. Returns NOWHERE if the rank does not get the token.
         """
 
     def further_rows(self, words: List) -> Sequence[jax.Array]:

@@ -37,7 +37,7 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 class Ranks(Protocol):
     """The ranks that a kernel runs on, and what the kernel's launch needs for communication.
 
-    `kernel` passes `operands` and scratch of `scratch_types` to the kernel, besides the body's own.
+    `kernel` gives the kernel the operands and scratch that this class names, besides the body's.
     """
 
     @property
@@ -59,10 +59,7 @@ class Ranks(Protocol):
         """The arrays that communication needs; every kernel takes them before its own operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch that communication needs, by name.
-
-        `num_buffers` is the number of the kernel's buffers that peers read or write.
-        """
+        """Returns the scratch, by name, by which peers access `num_buffers` buffers of a kernel."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that a buffer has on a device, given its `shape` on one rank.
@@ -219,10 +216,7 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns a GPU's number among the GPUs of its host.
-
-        `place` is the GPU's row-major index in the mesh.
-        """
+        """Returns the number, on its host, of the GPU with the row-major mesh index `place`."""
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])

@@ -66,19 +66,13 @@ def branchless_reciprocal(scale: Value) -> Value:
 
 
 def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
-    """Returns value * inverse, the number to round to float8; NaN if the value is not finite.
-
-    `inverse` is 1 / scale.
-    """
+    """Returns value * inverse (1 / scale), to round to float8; NaN if the value is not finite."""
     nan = arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN))
     return arith.select(is_finite, arith.mulf(value, inverse), nan)
 
 
 def packed(ptx_type: str, four: Sequence[Value]) -> Value:
-    """Rounds 4 float32 numbers to float8, and packs them into a 32-bit word.
-
-    The first number is the lowest byte.
-    """
+    """Rounds 4 float32 numbers to float8, packed into an int32, the first in the lowest byte."""
     return mosaic.asm(
         "{ .reg .b16 low, high;"
         f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"

@@ -188,10 +188,7 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
-        """Delays this rank if a test has set a delay for delay point `number` of the kernel.
-
-        See `fabric.Fabric.delay_point`.
-        """
+        """Delays this rank if a test set a delay for point `number`; see `Fabric.delay_point`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:

@@ -85,8 +85,8 @@ TILE_BUFFER_BYTES = TILE_BYTES + 128
 def num_senders(num_gpus: int) -> int:
     """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
 
-    These are the other GPUs of the domain, of which there are `num_gpus`, but at least 1 and at
-    most 7.
+    It is the number of other GPUs of the domain, which has `num_gpus`, but at least 1 and at most
+    7.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 

@@ -168,10 +168,7 @@ def strided(shape: Sequence[int], elements: int) -> Any:
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type of an array in registers, for `returns` of `inline`.
-
-    The array has the layout `strided`, with vectors of `elements` elements.
-    """
+    """Returns the type, for `returns` of `inline`, of an array in registers in layout `strided`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
@@ -251,7 +248,7 @@ def kernel(
 # An attribute of a kernel's MLIR module, which Mosaic ignores. Modules with different values of it
 # are compiled separately.
 _LABEL = "mosaic_gpu.label"
-# The value of this attribute for the modules that are lowered next. None: they lack it.
+# The value of the attribute `_LABEL` of the modules that are lowered next; None for no attribute.
 _label: str | None = None
 _labels = map(str, itertools.count())
 
@@ -480,10 +477,7 @@ def pointer(memref: Value) -> Value:
 
 
 def element_pointer(base: Value, index: Value, element: Any) -> Value:
-    """Emits a pointer to element `index` of an array that starts at the pointer `base`.
-
-    `element` is the MLIR type of the array's elements.
-    """
+    """Emits a pointer to element `index`, of MLIR type `element`, of an array at pointer `base`."""
     return mgpu.utils.getelementptr(base, [index], element)
 
 

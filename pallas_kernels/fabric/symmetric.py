@@ -37,8 +37,8 @@ from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i
 # address without its last four bits, which are 0; the flag `_NOT_SHARED`; and a tag of _TAG_BITS
 # bits, the low bits of the call's number.
 _TAG_BITS = 18
-# The flag says that the buffer lies outside the memory pool which the rank's process shares, so
-# that a peer in another process cannot access it.
+# The flag says that a buffer lies outside the memory pool which the rank's process shares, so that
+# a peer in another process cannot access the buffer.
 _NOT_SHARED = 1 << _TAG_BITS
 # `read_values` polls this many 32-bit values at a time: 8 for each thread of the warpgroup.
 _VALUES_AT_ONCE = 1024

@@ -91,10 +91,7 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns the tile sizes with as many pipeline stages as fit into shared memory, at most 6.
-
-        `block_n` and `band` are attributes of the result.
-        """
+        """Returns tile sizes with as many pipeline stages as fit into shared memory, at most 6."""
         chunks = 2 * BLOCK_M * CHUNK
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
@@ -327,9 +324,9 @@ class _Loader:
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits until the operand tiles of step number `step` have arrived, and zeroes some rows.
+        """Waits for the operand tiles of step number `step`, and zeroes rows of other groups.
 
-        `rows` is the range of the rows that belong to the step's own group. The others are zeroed.
+        `rows` is the range of the rows that belong to the step's own group.
         """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])

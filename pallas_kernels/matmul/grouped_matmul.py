@@ -275,10 +275,7 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of the height of tile number `tile` of the table.
-
-        It is the lowest height that the tile's rows fit in.
-        """
+        """Returns the index in `heights` of the lowest height that fits the rows of tile `tile`."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
         return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
@@ -425,10 +422,7 @@ class _Computer:
         return used + own_steps, (place, held)
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of the operand tiles in stage number `stage`.
-
-        `kind` is the index in `heights` of the output tile's height.
-        """
+        """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
         multiply = functools.partial(self._multiply_rows, accumulator, stage)
         lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 

@@ -35,8 +35,9 @@ ROW_ALIGNMENT = 8
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-# A table has room for as many tiles as if they had at most this height. So the tables of all
-# matmuls whose tiles are this high or higher have one size, and one compiled kernel computes them.
+# A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher. So
+# the tables of all matmuls with tiles of 64 rows or more have one size, and one compiled kernel
+# computes them.
 _LOW = 64
 
 
@@ -124,10 +125,7 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns the number of rows of `group`, which starts at row `start`.
-
-            The group is cut off at `num_rows`.
-            """
+            """Returns how many rows before `num_rows` a group has that starts at row `start`."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
