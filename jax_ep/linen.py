@@ -252,8 +252,7 @@ class MoE(nn.Module, _Fields):
             if isinstance(given, QuantizedArray):
                 return given
             # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
-            # parameter may hold only this rank's experts and columns, so the sizes that it has are
-            # used.
+            # parameter may hold only this rank's experts and columns, so its own sizes are used.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)

@@ -114,8 +114,7 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # The type of all parameters except wi_0 and wo, which are declared above, for type
-        # checkers.
+        # For type checkers: the type of all parameters except wi_0 and wo.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -253,9 +252,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 
     The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
     Flax shards the parameter, by its eager sharding. Otherwise this function does. On Explicit
-    axes, an optimizer's state then gets its sharding from the parameter's type. (Flax would derive
-    it from the logical axes, of which a stack of layers made without `transform_metadata` lacks
-    one.)
+    axes, an optimizer's state then gets its sharding from the parameter's type. (Flax would take it
+    from the logical axes, of which a stack of layers may lack one.)
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()

@@ -158,8 +158,7 @@ def dispatch(
             row = start
             for source in range(num_ranks):
                 chosen = topk_idx_per_rank[source] == rank * num_local + local
-                # Visits the (token, choice) pairs in the order of tokens, and of choices within a
-                # token.
+                # Visits the (token, choice) pairs by token, then by choice.
                 for token, choice in zip(*np.nonzero(chosen), strict=True):
                     if row < min(capacity, start + quota):
                         tokens[row] = x_per_rank[source][token]
@@ -501,8 +500,7 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # The weights and epsilon are first divided by the largest of them, so that they do not all
-        # underflow to 0.
+        # Weights and epsilon are first divided by the largest, so that not all underflow to 0.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -707,8 +705,7 @@ def float8_expert_mlp_grad(
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
     and the backward pass computes from these. Tokens and cotangents are rounded with the same
-    scales. For the gradients of the matrices, `float8_matmul_drhs` rounds them again, with its own
-    scales.
+    scales. For the matrices' gradients, `float8_matmul_drhs` rounds them again.
 
     Args:
       grad: [R, H], the cotangents of the output.

@@ -305,9 +305,8 @@ class MoEConfig:
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle stores a function by its name, and refuses a jitted one such as jax.nn.silu,
-        # because it finds another object under that name. So functions are stored as a `_Reference`
-        # instead.
+        # pickle stores functions by name, and refuses a jitted one such as jax.nn.silu, because it
+        # finds another object under that name. So a `_Reference` is stored instead.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 

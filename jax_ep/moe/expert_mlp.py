@@ -460,8 +460,7 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        # A function that cannot be traced for scalars is not run in the kernels but by XLA, so the
-        # error is ignored.
+        # XLA, not a kernel, runs a function that cannot be traced for scalars: ignore the error.
         with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens

@@ -214,8 +214,7 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
     """Gathers the parameter `name` along its FSDP axes, from each rank's shard `part`.
 
-    The shard is cast to `dtype` first; None keeps its dtype. A parameter without FSDP axes is only
-    cast.
+    The shard is first cast to `dtype`, if not None. Without FSDP axes, it is only cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -234,9 +233,8 @@ def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Ar
     """Returns zeros instead of the gathered parameter `name`, without communication.
 
     This is for matrices that no matmul reads, because the matmuls multiply float8 copies. The zeros
-    have the shape and `dtype` of the gathered matrices. In the backward pass, their gradient is
-    reduce-scattered to the shard `part`, as after `gather`. A parameter without FSDP axes is only
-    cast.
+    have the shape and `dtype` of the gathered matrices. The backward pass reduce-scatters their
+    gradient to the shard `part`, as after `gather`. Without FSDP axes, `part` is only cast.
     """
     dims = _dims(name, where)
     if not dims:

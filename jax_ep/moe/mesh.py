@@ -174,8 +174,7 @@ def check_mesh_of_experts(
     The results would be right, but each call slow. This happens if the experts are sharded over a
     mesh that is not set, or only over axes that `config` does not name. `experts` is wi_0, an array
     or a `QuantizedArray`. The type of a traced array on Auto axes shows its mesh, but not its
-    sharding, which is then guessed from the caller's axis rules, or from the names of the mesh's
-    axes.
+    sharding, which is then guessed from the caller's axis rules, or the axes' names.
 
     Raises:
         ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.
@@ -305,8 +304,7 @@ def _callers_batch_axes(
     """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    # Under check_vma=False no type shows the axes over which it varies, not even that of an axis
-    # index.
+    # Under check_vma=False no type shows its varying axes, not even that of an axis index.
     if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(

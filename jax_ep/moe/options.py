@@ -145,8 +145,7 @@ def optional(check: Check) -> Check:
 def number_or_none(otherwise: str = ", or None") -> Check:
     """Returns a check that allows None and finite numbers above 0.
 
-    `otherwise` is the part of the error message that says that None is allowed, too. It may also
-    say what None means.
+    `otherwise` is the part of the error message that says that None is allowed or what it means.
     """
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 

@@ -275,8 +275,7 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for name, parameter in PARAMETERS.items():
-        # In the Flax layers, the selection bias is state and not a parameter, so the table leaves
-        # it out.
+        # The table leaves out the selection bias, which is state in the Flax layers.
         if name == "bias":
             continue
         shown = "gate.kernel" if name == "gate" else name
@@ -330,8 +329,7 @@ def per_expert(init: Initializer) -> Initializer:
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
-        # `out_sharding` is passed on only if it is given, because `init` may not have this
-        # argument.
+        # `out_sharding` is passed on only if given: `init` may not have this argument.
         options = () if out_sharding is None else (out_sharding,)
         if len(shape) == 2:
             return init(key, shape, dtype, *options)

@@ -96,8 +96,7 @@ def router_logits(
         checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     if dtype.itemsize < 4:
-        # Rounds to `dtype` by reduce_precision, because XLA may skip a cast to a narrower dtype and
-        # back.
+        # Rounds by reduce_precision, because XLA may skip a cast to a narrower dtype and back.
         bits = jnp.finfo(dtype)
         logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
     return logits
@@ -326,8 +325,7 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     """Returns the numbers [T, E] float32 from which `weigh` computes the weights of chosen experts.
 
     They are the scores, if weights are not normalized. Otherwise they are logits or logarithms of
-    scores, whose ratios `weigh` can compute even if the scores underflow. `score` names the score
-    function.
+    scores, whose ratios `weigh` can compute even if the scores underflow.
     """
     if not weighing.normalize:
         return _SCORES[score](logits)
@@ -377,8 +375,7 @@ def check_choosing(
 ) -> tuple[int, int, int]:
     """Raises TypeError or ValueError unless a token can choose k of the experts by `options`.
 
-    Returns k, num_groups and groups_kept as ints. A message names the option that does not fit, and
-    calls k by `k_name`.
+    Returns k, num_groups and groups_kept as ints. Messages name the option, and call k `k_name`.
     """
     k = checks.check_integer(k_name, k)
     num_groups = checks.check_integer("num_groups", options.num_groups)
@@ -454,8 +451,7 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # The least count is subtracted while the counts are integers, which is exact. float32 would
-    # round large counts.
+    # Subtracts the least count as an integer, exactly: float32 would round large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

@@ -105,8 +105,7 @@ def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Ar
 def _with_gradient_to(value: jax.Array, wide: jax.Array) -> jax.Array:
     """Returns `value`, but sends its gradient to `wide`, the same numbers in a wider dtype.
 
-    If `value` is used in several chunks, its gradients are then summed in the wider dtype, which is
-    float32 for bfloat16.
+    The gradients of several uses of `value` are then summed in that dtype, float32 for bfloat16.
     """
     return value
 

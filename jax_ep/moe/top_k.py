@@ -135,8 +135,7 @@ def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
 
     `weighing` says what these numbers are (scores, logarithms of scores, or logits), and whether
     the weights are normalized. To normalize them, the scores and epsilon are first divided by the
-    largest of them. Their sum is then at least 1/2, however small they were. If all scores are 0,
-    the weights are 0.
+    largest of them, so that their sum is at least 1/2. If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -182,8 +181,7 @@ class _Arrays:
 
 _ARRAYS = _Arrays()
 # Experts are first compared by their first sort key alone, which may choose wrong experts for some
-# tokens. If these are at most one in `_FEW` tokens, only they are compared by all keys; otherwise
-# all tokens are.
+# tokens. If these are at most one in `_FEW`, only their experts are compared by all keys.
 _FEW = 64
 
 
@@ -262,8 +260,7 @@ class _Guess:
         may_differ: [T] bool: True for a token whose choices may be wrong; None if all are right.
         in_doubt: a function that checks the tokens of `may_differ` more closely: it returns [T]
             bool, True for a token whose experts or groups must be compared by all keys. It is
-            called only if `may_differ` is True for any token. None means that the result would be
-            `may_differ`.
+            called only if `may_differ` is True for any token. None stands for `may_differ`.
     """
 
     choices: jax.Array

@@ -2,8 +2,7 @@
 
 JAX caches compiled programs by static arguments, such as functions. The identity of a function does
 not show what it computes, because a value that it reads besides its arguments, such as an attribute
-of a bound method, may change between two calls. `Traced` objects are compared by their jaxprs
-instead.
+of a bound method, may change between two calls. So `Traced` compares jaxprs.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 def _jaxpr_key(jaxpr: Any) -> Any:
     """Returns a hashable key of a jaxpr: its constants, and its equations.
 
-    Variables are replaced by numbers in the order of their first use, so that their names do not
-    matter.
+    Variables are numbered in the order of their first use, so that names do not matter.
     """
     consts = tuple(map(_value_key, getattr(jaxpr, "consts", ())))
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

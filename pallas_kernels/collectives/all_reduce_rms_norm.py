@@ -147,8 +147,7 @@ def low_latency_all_reduce_rms_norm(
 class _Refs(NamedTuple):
     """The operands and results of the kernel, in global memory."""
 
-    # [T, H], the input. Peers read it, except over the low-latency protocol, where this rank sends
-    # it.
+    # [T, H], the input, which peers read, or which is sent over the low-latency protocol.
     x: Any
     # [T, H], the residual.
     residual: Any
@@ -246,8 +245,7 @@ class _Body:
     def _one_row(self) -> bool:
         """Whether each block has exactly one row.
 
-        The block then loads the row's residual before it waits for peers, so that the load takes no
-        extra time.
+        The block then loads the row's residual before it waits for peers, which hides the load.
         """
         return self.plan.num_blocks == self.num_rows
 
@@ -444,8 +442,7 @@ class _Body:
 
         All tiles have the same length, so the last tile of a row is moved back until it ends with
         the row, and may overlap the tile before. Every warpgroup has `tiles_of_warpgroup` tiles. If
-        the row has too few tiles for that, several warpgroups have its last tile, and store the
-        same values to it.
+        the row has too few, several warpgroups have its last tile, and store equal values to it.
         """
         return [self._slice(index) for index in self._my_indices()]
 

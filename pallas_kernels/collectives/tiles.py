@@ -94,9 +94,8 @@ class FlatTiles:
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """Calls `body(shard, where)` for every tile that this warpgroup handles.
 
-        `shard` is the index of the shard that contains the tile, and `where` is the tile, as a
-        slice of the shard. Neighbouring warpgroups take different shards, to spread the load over
-        the links.
+        `shard` is the index of the tile's shard, and `where` the tile, as a slice of the shard.
+        Neighbouring warpgroups take different shards, to spread the load over the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
         num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
@@ -169,8 +168,7 @@ def call(
 
     Args:
       fabric: the ranks, and how they reach each other.
-      body: the kernel's body, called in every warpgroup with references to the operands and the
-        output.
+      body: called in every warpgroup with references to the operands and the output.
       plan: the number of blocks, and of warpgroups per block.
       operands: the kernel's inputs.
       out_type: the shape and dtype of the output on one rank.

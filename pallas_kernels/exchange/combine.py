@@ -54,9 +54,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The two kinds of signal between ranks. _PUT says that the sender's sums for a step are in the
-# receiver's buffer. _READ says that the receiver has read the sums of a step, so that they may be
-# overwritten.
+# The kinds of signal between ranks. _PUT: the sender's sums for a step are in the receiver's
+# buffer. _READ: the receiver has read the sums of a step, which may be overwritten.
 _PUT, _READ = 0, 1
 
 
@@ -147,9 +146,8 @@ class _Refs(NamedTuple):
     weights: Any
     # [T, H], the result.
     out: Any
-    # The receive buffer, which peers write their sums to: an array of values and, if sums are
-    # quantized, one of scales. Its axes are block, step, source rank, token of the step, and
-    # column.
+    # The receive buffer for peers' sums: an array of values and, if sums are quantized, one of
+    # scales. Its axes are block, step, source rank, token of the step, and column.
     received: Sequence[Any]
 
 
@@ -169,19 +167,16 @@ class _Scratch(NamedTuple):
     # [2, sums] int32: for each sum of a step, how many rows of y it adds. NOWHERE if the sum is not
     # sent, since the token chose no expert of this rank.
     list_counts: Any
-    # [2, sums, listed_rows] int32: for each sum of a step, the rows of y (the expert outputs) to
-    # add.
+    # [2, sums, listed_rows] int32: for each sum of a step, the rows of the expert outputs to add.
     list_rows: Any
     # [2, sums, listed_rows] float32: the routing weights of the rows in `list_rows`.
     list_weights: Any
-    # 2 barriers, for even and for odd steps: each completes when the scout warpgroup has listed the
-    # rows to add in a step.
+    # 2 barriers, for even and odd steps: complete when the scout warpgroup has listed the rows.
     listed: Any
-    # 2 barriers, for even and for odd steps: each completes when the worker warpgroups have sent
-    # the sums of a step.
+    # 2 barriers, for even and odd steps: complete when the workers have sent a step's sums.
     put: Any
-    # 2 barriers, for even and for odd steps: each completes when the worker warpgroups have read
-    # the sums that this rank received for a step.
+    # 2 barriers, for even and odd steps: complete when the workers have read the sums received for
+    # a step.
     read: Any
 
 
@@ -341,9 +336,8 @@ class _Combine:
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
-            # This signal says that the sums received for step `step - 1` have been read, so that
-            # peers may overwrite them by those of step `step - 1 + receive_steps`, if there is such
-            # a step.
+            # This signal says that the sums received for step `step - 1` have been read. Peers may
+            # overwrite them in step `step - 1 + receive_steps`, if there is one.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def signal_read() -> None:
                 plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
@@ -517,8 +511,7 @@ class _Combine:
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns the columns of a sum that tile number `tile` covers, as a list of slices.
 
-        The first is a slice of the sum's values; if sums are quantized, a second one is of its
-        scales.
+        The first is of the sum's values; if sums are quantized, a second one is of its scales.
         """
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]

@@ -89,8 +89,7 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: the `fair` argument of the dispatch, which says how a rank dropped rows if more than R
-        would have arrived.
+      fair: the dispatch's argument `fair`: how a rank dropped rows if more than R would have come.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
       into: None, or the dy of the previous call if the tokens of one dispatch are divided among
         several calls. This call writes its tokens' rows into it; all other rows keep their values.
@@ -98,8 +97,7 @@ def combine_grad(
 
     Returns:
       dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in
-        float32 and rounded once. A row without a token is zero, except as `zero_unused` and `into`
-        say.
+        float32 and rounded once. Other rows are zero, except as `zero_unused` and `into` say.
       dweights: [T, K] float32, the inner product of the token's cotangent and the choice's row of
         y, summed in the same order on every run. It is zero for choices that are of no expert or
         were dropped.
@@ -338,8 +336,7 @@ class _CombineGrad:
     ) -> jax.Array:
         """Fills a stage of the ring with a token's cotangent and the list of the token's rows of y.
 
-        Also writes zero to the owner's dweights, the gradient of the weights, for each dropped
-        choice.
+        Also writes zero to the owner's dweights, the weights' gradient, for each dropped choice.
 
         Args:
           token: the token's index in its owner.
@@ -401,8 +398,7 @@ class _CombineGrad:
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
             )
             lax.fori_loop(0, parts, weigh_rows, None)
-            # This fence orders the scout's next bulk copy into the stage after this warpgroup's
-            # reads.
+            # This fence orders the scout's next copy into the stage after this warpgroup's reads.
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[stage])
             return turn + self.plan.num_workers, count != _END
@@ -513,8 +509,7 @@ class _CombineGrad:
         """Returns the owner in the i-th (token, owner) pair of this block, a scalar int32.
 
         The owner of a token is the rank that dispatched it. The block handles each token index for
-        all N owners in succession. Blocks use different orders of the owners, to spread the load
-        over the links.
+        all N owners in succession. Blocks use different orders, to spread the load over the links.
         """
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))

@@ -388,9 +388,8 @@ class _Kernel:
         """Copies each token listed in `scratch.step_copies` from its first row to its other rows.
 
         `count` is the number of listed tokens. `begun` is the number of tokens copied in earlier
-        steps, so the first listed token uses stage `begun` modulo C of the receiver's ring of C
-        stages. `tokens` is the receive buffer: an array of values and, if rows are quantized, one
-        of scales.
+        steps, so the first listed token uses stage `begun` modulo C of the receiver's C stages.
+        `tokens` is the receive buffer: an array of values and, if quantized, one of scales.
         """
         num_copies = self.sender.plan.num_copy_stages
 
@@ -550,9 +549,8 @@ class _Dispatch(_Kernel):
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
         """Counts this rank's choices by expert, and sends the counts to all ranks, itself included.
 
-        The counts are [count_width] int32. Only block 0 does this, since a GPU starts it first.
-        `choices` is [T·K] int32 with padding in global memory, the experts that this rank's tokens
-        choose.
+        The counts are [count_width] int32. Only block 0, which a GPU starts first, does this.
+        `choices` is [T·K] int32 with padding in global memory, the experts of this rank's tokens.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -650,8 +648,7 @@ class _KnownRoutes(_Routes):
     def sources(self) -> list[Any]:
         """Returns a reference into the global memory of each of the N ranks, [T·K] int32.
 
-        Reference r has, for each choice of this rank's tokens, its row in the receive buffer of
-        rank r.
+        Reference r has the row of each choice of this rank's tokens in rank r's receive buffer.
         """
         fabric = self.kernel.fabric
         return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
@@ -659,9 +656,8 @@ class _KnownRoutes(_Routes):
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Reads a token's list for each of `ranks` from shared memory.
 
-        A list has the rows of the token's K choices in the receive buffer of the rank. `entry` is
-        the column of `SenderScratch.words`, the loaded routing data, where the token's choices
-        begin.
+        A list has the rows of the token's K choices in the rank's receive buffer. `entry` is the
+        column of `SenderScratch.words`, the loaded routing data, where the token's choices begin.
         """
         entries = [entry + choice for choice in range(self.kernel.top_k)]
         return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]

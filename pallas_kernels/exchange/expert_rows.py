@@ -2,8 +2,7 @@
 
 The positions follow from how often each rank chose each expert. The rows of one expert are a group.
 A group consists of a row for each choice of the expert, and of rows of zeros that pad the group to
-a multiple of the alignment. The rows after the last group are unused. R is the number of rows of a
-rank's buffer:
+a multiple of the alignment. The rows after the last group are unused. A rank's buffer has R rows:
 
     rows of a rank:   group of expert 0    group of expert 1               R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
@@ -41,11 +40,9 @@ class ExpertScratch(NamedTuple):
 
     # [N, W] int32: for each source rank, how many choices of its tokens are of each expert.
     all_counts: Any
-    # [2 · W] int32: workspace in which `_ends` computes prefix sums over experts. The first half
-    # stays zero.
+    # [2 · W] int32: workspace for prefix sums over experts. The first half stays zero.
     scan: Any
-    # [2, W] int32: for each expert, [0] is the row after its last token, and [1] the row after its
-    # padding.
+    # [2, W] int32: for each expert, the row after its last token, and the row after its padding.
     group_ends: Any
     # A row of zeros, which `fill` copies to the receive buffer: an array of values and, if rows are
     # quantized, one of scales.
@@ -202,8 +199,7 @@ class ExpertRows:
         """Returns the row after each expert's rows and padding, [count_width] int32.
 
         `sizes` holds each expert's number of rows with padding. The result is the running sum of
-        `sizes` over the experts of each rank. `scan` is workspace in shared memory,
-        `ExpertScratch.scan`.
+        `sizes` over the experts of each rank. `scan` is `ExpertScratch.scan`.
         """
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         # This is an inclusive scan in log2(experts of a rank) rounds. The second half of `scan`
@@ -227,8 +223,7 @@ class ExpertRows:
         `total`, [count_width] int32, is each expert's number of rows before any is dropped. All
         experts of a rank have the same quota: the largest number with which the rows of the rank's
         experts fit in the capacity. A binary search over the bits of the quotas, from the highest
-        to the lowest, finds the quotas of all ranks together. If the rows of every rank fit, the
-        result is `total`.
+        to the lowest, finds the quotas of all ranks together. If all rows fit, it is `total`.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -259,8 +254,7 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        # No expert can keep more rows than the capacity, so a quota has no more bits than the
-        # capacity.
+        # No expert can keep more rows than the capacity, so a quota needs no more bits.
         num_bits = jnp.int32(self.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
@@ -327,10 +321,8 @@ class ExpertRows:
         Args:
           scratch: shared memory in which `find_groups` has written `group_ends`.
           group_sizes: [L] int32 in global memory, gets each group's number of rows with padding.
-          expert_counts: [L] int32 in global memory, gets each group's number of rows without
-            padding.
-          num_dropped: [1] int32 in global memory, gets the number of this rank's rows that did not
-            fit in the capacity.
+          expert_counts: [L] int32 in global memory, gets each group's number without padding.
+          num_dropped: [1] int32 in global memory, gets how many of this rank's rows did not fit.
           rows_needed: [1] int32 in global memory, gets the capacity with which all rows would fit.
         """
         fabric, per_rank = self.fabric, self.num_local_experts

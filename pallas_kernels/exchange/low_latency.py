@@ -67,8 +67,7 @@ class Rows:
 
         `token` is the token's index in its rank, a scalar int32. The lists of all blocks have the
         same length, since kernels unroll the loops over them. If the last block has fewer tokens,
-        `exists`, a scalar bool, is false for the surplus items, and their `token` is the rank's
-        last token.
+        `exists`, a scalar bool, is false for the surplus items, whose `token` is the rank's last.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -243,8 +242,7 @@ class GatherScratch(NamedTuple):
     # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the token's rows of y
     # on this rank. The owner is the rank that dispatched the token.
     places: Any
-    # [pairs, rows_of_pair] int32: for each row in `places`, which of the token's K choices has the
-    # row.
+    # [pairs, rows_of_pair] int32: for each row in `places`, the choice (0 to K - 1) that has it.
     choices: Any
     # [pairs] int32: for each (token, owner) pair, the number of rows in `places`. NOWHERE if the
     # token chose no expert of this rank.
@@ -253,8 +251,7 @@ class GatherScratch(NamedTuple):
     full: Any
     # [S] barriers, one for each stage: it completes when all warpgroups have read the stage's row.
     empty: Any
-    # A barrier that completes when the scout warpgroup has filled `places`, `choices` and
-    # `num_rows`.
+    # A barrier that completes when the scout has filled `places`, `choices` and `num_rows`.
     listed: Any
     # A barrier at which all warpgroups but the scout, which fills the ring, wait for each other.
     together: Any
@@ -441,8 +438,7 @@ class Gather:
 
         Copies them to `weights`, [pairs, K] float32 in shared memory, where a pair is a token and
         its owner, the rank that dispatched it. All warpgroups that read the weights must call this
-        method: each receives those of some pairs, and waits until the weights of all pairs have
-        arrived.
+        method: each receives those of some pairs, and waits for those of all pairs.
         """
         for pair, _, token, _, owner in self.pairs():
 

@@ -105,8 +105,7 @@ class _Combine:
 
     Attributes:
       weighted: whether rows are multiplied by routing weights.
-      gather: finds the rows of y, the expert outputs, of the block's tokens, and copies them to
-        shared memory.
+      gather: copies the expert outputs of the block's tokens, rows of y, to shared memory.
     """
 
     weighted: bool

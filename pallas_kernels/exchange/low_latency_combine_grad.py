@@ -42,9 +42,8 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-# A rank sends 32-bit values to another rank by `send_values`, which numbers them. The first half of
-# the numbers is for routing weights. This is the first number for the inner products that go back
-# to the tokens' ranks.
+# `send_values` numbers the values that a rank sends. The first half of the numbers is for routing
+# weights. From this one on they are for the inner products that go back to the tokens' ranks.
 _RETURNED = MAX_VALUES // 2
 
 
@@ -110,8 +109,7 @@ class _Scratch(NamedTuple):
 
     gather: GatherScratch
     experts: ExpertScratch
-    # [pairs, K] float32: for each pair (token, its owner), the routing weights of the token's
-    # choices.
+    # [pairs, K] float32: for each (token, owner) pair, the token's routing weights.
     weights: Any
     # [pairs · K · parts_of_sum] float32 with padding: the partial sums of each inner product, one
     # from each warp of the weigher warpgroups.
@@ -128,8 +126,7 @@ class _CombineGrad:
     """The kernel of `combine_grad`.
 
     Attributes:
-      gather: finds the rows of y, the expert outputs, of the block's tokens, and copies them to
-        shared memory.
+      gather: copies the expert outputs of the block's tokens, rows of y, to shared memory.
       experts: finds where each expert's rows are, and zeroes unused rows of dy.
     """
 
@@ -281,9 +278,8 @@ class _CombineGrad:
     def _return(self, refs: Refs, scratch: _Scratch) -> None:
         """Sends this block's inner products to the tokens' ranks, and writes dweights.
 
-        First adds up the partial sums of the inner products. dweights, the gradient of the weights,
-        are the inner products that ranks send back for this rank's tokens. One warpgroup calls this
-        method.
+        First adds up the products' partial sums. dweights, the gradient of the weights, has the
+        inner products that ranks send back for this rank's tokens. One warpgroup calls this method.
         """
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)

@@ -132,8 +132,8 @@ def dispatch_like(
       expert_alignment: the rows of each expert start at a multiple of this number, as given to
         `dispatch`.
       fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
-        true, none of its experts kept more rows than a common limit. If false, the rank dropped the
-        rows from row R on.
+        true, none of its experts kept more rows than a common limit. If false, it dropped the rows
+        from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
@@ -384,8 +384,7 @@ class _Dispatch:
         """Returns the row of this rank's receive buffer for one choice of a token, a scalar int32.
 
         `source` is the token's rank, `token` its index in that rank, and `i` its index in the
-        block. `choice` is from 0 to K - 1. The row is NOWHERE if the choice is of another rank's
-        expert.
+        block. `choice` is from 0 to K - 1. The row is NOWHERE for another rank's expert.
         """
         if self.routes_known:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]

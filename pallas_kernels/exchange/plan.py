@@ -30,9 +30,8 @@ Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 # The size of a row that is sent must be a multiple of this many bytes.
 ROW_BYTES = 128
-# The number of columns of a quantized row must be a multiple of this number: each of a warpgroup's
-# 4 warps then quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte
-# vectors.
+# A quantized row must have a multiple of this many columns: each of a warpgroup's 4 warps then
+# quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte vectors.
 ROW_MULTIPLE = 512
 # This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
 _PADDING_BYTES = 16 * 1024
@@ -426,8 +425,7 @@ def _group_words(num_ranks: int, num_experts: int) -> int:
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     """Returns how many int32 words a dispatch keeps in shared memory for purposes other than rows.
 
-    The words are slices of the routing data, lists of tokens' receive-buffer rows, and how often
-    each expert is chosen.
+    They are slices of the routing data, lists of tokens' rows, and counts of choices by expert.
     """
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
@@ -523,8 +521,8 @@ def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
     """Returns how many 32-bit words a combine keeps in shared memory.
 
     For each rank whose tokens it sums, it keeps the receive-buffer rows and the routing weights of
-    the choices of one step's tokens. For each sum of two steps, it keeps a list of the rows to add
-    and of their weights.
+    the choices of one step's tokens. For each sum of two steps, it keeps the rows to add and their
+    weights.
     """
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
@@ -566,8 +564,7 @@ def combine_tile(row: Row) -> int:
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
     # All tiles have the same length, so their number must divide `units`, the number of the
     # smallest possible tiles. With `least` tiles or more, a thread holds at most _TILE_VECTORS
-    # vectors of a tile. If none of `least` to 4 · `least` divides `units`, there are fewer, longer
-    # tiles.
+    # vectors of a tile. If none of `least` to 4 · `least` divides it, there are fewer tiles.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 

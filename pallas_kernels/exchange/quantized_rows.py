@@ -84,8 +84,7 @@ def put_row(
       row: [H or more] float32, in the register layout of `vectors.load_each`.
       parts: two references in global memory, to which the values [H] and the scales [H / 128] are
         stored. H is a multiple of `ROW_MULTIPLE`.
-      elements: how many neighbouring values of the row each thread holds in that layout; a divisor
-        of 128.
+      elements: how many neighbouring values a thread holds in that layout; a divisor of 128.
     """
     values, scales = parts
     if fabric.interpret:
@@ -121,8 +120,7 @@ def _quantize_vector(
     """Quantizes the vector of float32 values that a thread holds in a register.
 
     `elements` is the vector's length. A block of 128 values, which share a scale, is spread over
-    `threads` neighbouring threads. Returns the thread's float8 values, packed 4 to an int32, and
-    the block's scale.
+    `threads` neighbouring threads. Returns the float8 values, 4 to an int32, and the scale.
     """
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
@@ -228,8 +226,7 @@ def add_rows(
 
         totals, ahead = [], load(0)
         for i in range(num_vectors):
-            # The next vectors are loaded before the present ones are added, so that loads and
-            # additions overlap.
+            # Loads the next vectors before it adds the present ones, so that both overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
             totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)

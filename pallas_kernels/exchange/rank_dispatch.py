@@ -186,8 +186,7 @@ class _RankDispatch:
 
         Args:
           lists: [N, T·num_words] int32 in global memory: for each source rank, the words that it
-            sends for each of its tokens, which begin with the token's K local expert ids on this
-            rank, or -1.
+            sends for each of its tokens, beginning with K local expert ids, or -1.
           tokens: the receive buffer: an array [N · T, H] of values and, if rows are quantized, one
             of scales.
           scratch: the kernel's shared memory.

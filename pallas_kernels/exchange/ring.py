@@ -28,8 +28,7 @@ class Ring:
 
     A warpgroup that waits for a barrier must wait for each of its completions. So the same
     consumers must read all rows of a stage, and the producer must wait for every completion of
-    `empty`: it calls `fabric.drain` at its end, or consumers arrive at `empty` only if the stage is
-    filled again.
+    `empty`: it calls `fabric.drain` at its end, or consumers arrive only if the stage is reused.
     """
 
     # [S, columns] in shared memory, the S stages: each holds one row.
@@ -64,8 +63,7 @@ class Ring:
     def fetch(self, stage: jax.Array, row: Any) -> None:
         """Starts an asynchronous copy of a row in global memory to a stage that `open` returned.
 
-        The row may have fewer columns than the stage. Barrier `full` of the stage completes when
-        the copy has arrived.
+        The row may be shorter than the stage. The stage's `full` completes when it has arrived.
         """
         place = self.rows.at[stage, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, place, self.full.at[stage], oob_mode=fb.IN_BOUNDS)

@@ -218,8 +218,7 @@ class Sender:
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
         """Loads routing data of the block's tokens from the i-th on into `scratch.words`.
 
-        Routing data is what `routes.sources()` returns. A call loads it for `self.window.tokens`
-        tokens.
+        Routing data is what `routes.sources()` returns; a call loads `window.tokens` tokens' data.
         """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
@@ -289,9 +288,8 @@ class Sender:
 
         The caller has issued the writes of step `step`, which has `num_sent` tokens, as one group
         of copies for each token. Groups complete in order. So the earlier steps' tokens have
-        arrived once only the last `num_sent` groups are under way. A wait takes only a constant
-        number of groups, so if `step` is shorter than other steps, this method waits for all
-        groups.
+        arrived once only the last `num_sent` groups are under way. This number must be constant in
+        a wait, so if `step` is shorter than others, all groups are awaited.
         """
         lax.cond(
             num_sent == self.step_tokens,

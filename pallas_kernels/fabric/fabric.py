@@ -59,13 +59,12 @@ class Ranks(Protocol):
         """The arrays that communication needs; every kernel takes them before its own operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch, by name, by which peers access `num_buffers` buffers of a kernel."""
+        """Returns the scratch, by name, that communication by `num_buffers` buffers needs."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that a buffer has on a device, given its `shape` on one rank.
 
-        On GPUs this is `shape` itself. If the buffers are `stacked`, it has a leading axis of
-        num_ranks.
+        It is `shape` itself or, if buffers are `stacked`, has a leading axis of num_ranks.
         """
 
     def enter(
@@ -93,8 +92,7 @@ class Fabric(Ranks, Protocol):
     def mine(self, ref: Any) -> Any:
         """Returns a reference to this rank's own buffer, given the reference `ref` of the kernel.
 
-        It is `ref` itself, or if the buffers of all ranks are `stacked` in one array, this rank's
-        entry.
+        It is `ref` itself or, if all ranks' buffers are `stacked` in one array, this rank's entry.
         """
 
     def peer(self, ref: Any, rank: Any) -> Any:

@@ -147,8 +147,8 @@ class Endpoint:
             None if all peers send all tiles.
 
         Returns:
-          For each index, the tile of each of `peers`, in registers. A tile that the peer does not
-          send is undefined.
+          For each index, the tile of each of `peers`, in registers. A tile that is not sent is
+          undefined.
         """
         numbers = [
             self._buffer(gpu, self._here, calls, index)

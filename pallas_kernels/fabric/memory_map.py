@@ -38,9 +38,8 @@ MAGIC_VALUE = 0x6A61785F65700000 + VERSION
 # covers all addresses, since all are then valid on all GPUs.
 ANY_ADDRESS = (0, 1 << 63)
 
-# Limits of a kernel that uses symmetric memory: the number of its thread blocks, of its buffers
-# that peers access, of the 32-bit values that a rank sends to a peer in a call, and of kinds of
-# signals.
+# Limits of a kernel in symmetric memory: the numbers of thread blocks, of buffers that peers
+# access, of 32-bit values that a rank sends to a peer in a call, and of kinds of signals.
 MAX_BLOCKS = 2048
 MAX_BUFFERS = 4
 MAX_VALUES = 4096
@@ -85,8 +84,7 @@ TILE_BUFFER_BYTES = TILE_BYTES + 128
 def num_senders(num_gpus: int) -> int:
     """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
 
-    It is the number of other GPUs of the domain, which has `num_gpus`, but at least 1 and at most
-    7.
+    It is the number of other GPUs of the domain of `num_gpus`, but at least 1 and at most 7.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 

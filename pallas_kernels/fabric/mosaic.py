@@ -31,8 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# The names of JAX and Mosaic that must exist, since this module and the kernels use them. The keys
-# are modules.
+# The names of JAX and Mosaic that this module and the kernels use, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -206,8 +205,7 @@ def inline(
 # MLIR's canonicalizer, which visits a block from top to bottom and takes seconds for loops that
 # carry hundreds of registers. The passes `_SIMPLIFY` run it earlier, from bottom to top, which
 # takes hundredths of a second and leaves Mosaic's own run nothing to change. The pass
-# `_FORGET_PLACES` strips source locations, so that kernels that differ only in these are compiled
-# once.
+# `_FORGET_PLACES` strips source locations, so that otherwise equal kernels are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
 # The attribute of a kernel's MLIR module with the name of the files to which Mosaic dumps it. By
@@ -257,8 +255,7 @@ _labels = map(str, itertools.count())
 def compiled_anew() -> Iterator[None]:
     """Opens a context in which every kernel is compiled again, to measure compile times.
 
-    Outside the context, Mosaic compiles a kernel once in a process, even if JAX's caches are
-    cleared.
+    Outside it, Mosaic compiles a kernel once in a process, even if JAX's caches are cleared.
     """
     global _label
     before, _label = _label, next(_labels)
@@ -637,8 +634,7 @@ def store_rows(
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    Each thread stores the elements that it holds directly, not through shared memory. No other row
-    of `out` is written.
+    No other row is written. Threads store the elements that they hold, not through shared memory.
 
     Args:
       out: a reference to the 2D output.
@@ -696,8 +692,7 @@ def store_rows_of(
 ) -> None:
     """Stores rows [begin, end) of an array in shared memory to global memory.
 
-    No other row of `out` is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a
-    row.
+    No other row is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a row.
 
     Args:
       out: a reference to the 2D output.
@@ -754,8 +749,8 @@ def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
     """Stores an array from registers to shared memory with a 128-byte swizzle.
 
     The array has the layout `plgpu.Layout.WGMMA` of tensor core accumulators. `ref` has the same
-    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`. If it is float8,
-    they must be float32.
+    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`, and must be
+    float32 for float8.
     """
     if interpreted or ref.dtype.itemsize > 1:
         ref[...] = values.astype(ref.dtype)
@@ -1010,8 +1005,7 @@ def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: b
     """Returns a * b + total, rounded once, by FMA instructions.
 
     The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. For the
-    operators `*` and `+`, LLVM may emit separate instructions, since it may move the product out of
-    a branch.
+    operators `*` and `+`, LLVM may emit two instructions, if it moves the product out of a branch.
     """
     if interpreted:
         return a * b + total

@@ -89,10 +89,7 @@ class Gpus(RanksOfMesh):
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch that `enter` takes, by name: shared memory for `_Call.table`.
-
-        `num_buffers` is the number of the kernel's buffers that peers read or write.
-        """
+        """Returns the scratch of `enter`: `_Call.table`, for `num_buffers` shared buffers."""
         return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
 
     def enter(
@@ -108,8 +105,7 @@ class Gpus(RanksOfMesh):
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
         For each peer, finds the sequence number of this call: how many calls the peer and this rank
-        have made with each other, this one included. Block 0 sends the buffers' addresses to the
-        peers.
+        have made with each other, this one included. Block 0 sends peers the buffers' addresses.
 
         Args:
           operands: references to `self.operands`.
@@ -246,8 +242,8 @@ class Gpus(RanksOfMesh):
                     word = _load(place)
                     # A peer does not wait for a block of this rank that has no work, so it may
                     # already have sent the word of a later call. Poll only while the word's tag,
-                    # the low bits of the peer's call number, is behind this call's number, modulo
-                    # the range of tags.
+                    # the low bits of the peer's call number, is behind this call's, modulo the
+                    # tags' range.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -458,8 +454,7 @@ class Gpus(RanksOfMesh):
 
         They are the values with the indices start to start + total - 1 among all that `rank` sends
         in the call. If `halves` is set, a value is a pair of 16-bit integers, which becomes two
-        int32 in `words`; else it is one 32-bit word. `what` names the wait in the error message of
-        a timeout.
+        int32 in `words`; else it is one 32-bit word. `what` names the wait in a timeout's message.
         """
         call, (num_words,) = self._call, words.shape
 
@@ -542,8 +537,7 @@ class Gpus(RanksOfMesh):
         """Returns the address in GPU `owner`'s heap of a value that GPU `sender` sends.
 
         `index` is the index of the value among those that `sender` sends to `owner` in a call.
-        `number` is the number of the call between these GPUs; even and odd calls use different
-        memory.
+        `number` is the call's number; even and odd calls use different memory.
         """
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, memory_map.MAX_GPUS))

@@ -157,9 +157,9 @@ def store_part(
 ) -> None:
     """Stores the first elements of a 1D array in registers to `ref` in any rank's global memory.
 
-    Stores as many elements as `ref` has, a multiple of `elements`. The array `value` may be longer.
-    Each thread stores vectors of `elements` neighbouring elements. If the scalar `held` is false,
-    nothing is stored.
+    Stores as many elements as `ref` has, a multiple of `elements`. `value` may be longer. Each
+    thread stores vectors of `elements` neighbouring elements. If `held` is false, nothing is
+    stored.
     """
     if fabric.interpret:
 
@@ -191,9 +191,8 @@ def store_part(
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
 
-    With the operator `*`, the compiler could fuse the product with an addition that follows (an
-    FMA), which does not round the product. Each thread holds vectors of `elements` neighbouring
-    elements.
+    With the operator `*`, the compiler could fuse product and a later addition to an FMA, which
+    does not round the product. Each thread holds vectors of `elements` neighbouring elements.
     """
     if fabric.interpret:
         return value * factor

@@ -196,8 +196,7 @@ class _Drhs(Kernel):
     def _tile_rows(self) -> int:
         """Returns how many output tiles, one below the other, cover the K rows of a group's output.
 
-        The last tile may reach past row K. For rows past it, the copies of lhs read zeros, and
-        nothing is stored.
+        The last tile may reach past row K. There, copies of lhs read zeros, and nothing is stored.
         """
         return -(-self.height // BLOCK_M)
 
@@ -207,8 +206,7 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # The tiles at one position of all outputs have consecutive indices, because they read the
-        # same tiles of lhs.
+        # Tiles of all outputs at one position have consecutive indices: they read the same lhs.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -220,8 +218,7 @@ class _Tile(NamedTuple):
     """An output tile, and the rows of lhs and grad over which its sum runs. All are int32.
 
     Attributes:
-      which: the index of the array `grad` that is multiplied, and of the output to which the tile
-        belongs.
+      which: the index of the array `grad` to multiply, and of the output that has the tile.
       group: the group to whose output matrix the tile belongs.
       top, left_edge: the tile's first row and first column in this matrix.
       steps: the number of steps of 64 rows in the sum.

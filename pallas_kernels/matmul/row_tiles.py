@@ -36,8 +36,7 @@ ROW_ALIGNMENT = 8
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
 # A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher. So
-# the tables of all matmuls with tiles of 64 rows or more have one size, and one compiled kernel
-# computes them.
+# the tables of all matmuls with tiles of 64 rows or more are computed by one compiled kernel.
 _LOW = 64
 
 

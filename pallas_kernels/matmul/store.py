@@ -83,8 +83,7 @@ class Place(NamedTuple):
 
     Attributes:
       top: the output row of the tile's first row.
-      begin, end: the output rows [begin, end) are the tile's rows that belong to its group. Only
-        these are stored.
+      begin, end: only output rows [begin, end), which belong to the tile's group, are stored.
       left_edge: the output column of the tile's first column.
     """
 
@@ -126,8 +125,8 @@ class Store:
         """Stores `count` chunks of this warpgroup's half of a tile to the outputs.
 
         They are the chunks number `first`, `first` + 1 and so on of `_chunks`. Numbers past the
-        last chunk are ignored. `place` is the position of the half in the outputs, and `results`
-        returns its elements.
+        last chunk are ignored. `place` is the half's position in the outputs, and `results` returns
+        its elements.
         """
         lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
 
@@ -224,8 +223,7 @@ class Store:
     ) -> None:
         """Copies rows [begin, end) of a buffer in shared memory to `out`, an output.
 
-        The range may begin and end at any row. Element [0, 0] of the buffer belongs to out[top,
-        left_edge].
+        They may be any rows. Element [0, 0] of the buffer belongs to out[top, left_edge].
         """
         if self.interpreted:
             self._copy_rows_in_parts(buffer, out, top, left_edge, begin, end)
