@@ -172,10 +172,9 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
-            and the metrics.
-          placement: the placement of the experts, for a layer with `num_slots`; see
-            `jax_ep.moe_layer`.
+          mask: [...] bool or integer, or None: False or 0 leaves a token out of routed experts and
+            metrics.
+          placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
             their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
           quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same

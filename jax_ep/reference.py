@@ -51,8 +51,7 @@ class Dispatched(NamedTuple):
         of its block.
       num_dropped: [] int32: the number of (token, choice) pairs that chose this rank's experts and
         were dropped.
-      rows_needed: [] int32: the least capacity R with which no row that is sent to this rank is
-        dropped.
+      rows_needed: [] int32: the least capacity R with which no row sent to this rank is dropped.
       dropped_counts: [L] int32: the number of dropped (token, choice) pairs of each local expert.
       routes: the ranks and rows that this rank's own tokens were sent to.
     """
@@ -375,8 +374,7 @@ def rank_dispatch(
 
     Args:
       x_per_rank: N arrays [T, H], floating.
-      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; a value outside 0 ... E - 1
-        chooses no expert.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; others choose no expert.
       topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
       num_experts: E, a multiple of N.
 

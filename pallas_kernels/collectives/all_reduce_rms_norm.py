@@ -57,8 +57,7 @@ def all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
 
-    If all N ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N.
+    If one device simulates all N ranks (`fabric.stacked`), arrays have a leading axis of N.
 
     Args:
       x: [T, H] floating; a row is a whole number of 16-byte vectors, and at least one tile.
@@ -119,8 +118,7 @@ def low_latency_all_reduce_rms_norm(
 
     Raises:
       ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the plan has too many
-        warpgroups for the protocol; or a warpgroup sends more tiles than its channels have room
-        for.
+        warpgroups for the protocol; or a warpgroup sends too many tiles.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)

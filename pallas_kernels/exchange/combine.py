@@ -139,8 +139,7 @@ class _Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
-    # of its tokens.
+    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
     rows: Any
     # [T·K] float32, the routing weights, which peers read from this rank; None without weights.
     weights: Any

@@ -159,8 +159,7 @@ class Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
-    # of its tokens.
+    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
     rows: Any
     # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
     counts: Any

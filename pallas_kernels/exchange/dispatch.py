@@ -83,8 +83,7 @@ def dispatch(
         more rows than a common limit, the largest with which the remaining rows fit; the result
         `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
       A tuple of seven:
@@ -152,25 +151,21 @@ def dispatch_like(
 ) -> tuple[jax.Array, ...]:
     """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
 
-    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N.
+    If one device simulates all ranks (`fabric.stacked`), every array has a leading axis of N.
 
     Args:
       x: [T, H], a row for each of this rank's tokens; H · itemsize is a multiple of 128 bytes.
       rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
         each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
-        each expert.
+      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
       fabric: how ranks reach each other.
       plan: the number of blocks, the number of tokens that a block sends between two signals (a
         step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: the rows of each expert start at a multiple of this number, as given to
-        `dispatch`.
+      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
       fair: how rows that do not fit are dropped, as given to `dispatch`.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
       into: None, or the result of the previous call if the tokens of one dispatch are divided among
         several calls. This call writes its tokens' rows into it; all other rows keep their values.
         `counts` is then that of the whole dispatch.

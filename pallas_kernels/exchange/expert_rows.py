@@ -64,8 +64,7 @@ class ExpertRows:
       num_experts: E, the number of experts on all ranks together.
       capacity: R, the number of rows of each rank's receive buffer.
       alignment: the rows of each expert start at a multiple of this number.
-      parts: the number of columns and the dtype of each part of a row: its values and, if rows are
-        quantized, its scales.
+      parts: (columns, dtype) of a row's values and, if rows are quantized, of its scales.
       fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
         more rows than a common limit, the largest with which the remaining rows fit. If false, the
         rank drops the rows from row R on.
@@ -150,8 +149,7 @@ class ExpertRows:
           next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds, for
             each expert, the number of choices by this rank's tokens that blocks with lower indices
             handle. On return it holds the row that this block's first choice of each expert gets.
-          group_starts: [count_width] int32 in shared memory, or None. The first row of each expert
-            is written to it.
+          group_starts: [count_width] int32 in shared memory, gets each expert's first row; or None.
           all_counts_ref: [N, count_width] int32 in global memory, or None. Block 0 writes the
             counts of `scratch.all_counts` to it, as a result of the kernel.
         """

@@ -122,15 +122,13 @@ def dispatch_like(
       topk_idx: [T, K] int32, the experts that each token chooses, as given to `dispatch`.
       rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
         each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
-        each expert.
+      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
       fabric: how ranks reach each other.
       channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
       plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: the rows of each expert start at a multiple of this number, as given to
-        `dispatch`.
+      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
       fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
         true, none of its experts kept more rows than a common limit. If false, it dropped the rows
         from row R on.

@@ -65,8 +65,7 @@ def rank_dispatch(
       fabric: how ranks reach each other.
       plan: the number of blocks, the number of tokens that a block sends between two signals (a
         step), and the number of rows in its ring in shared memory.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
       tokens: the receive buffer ([N · T, H],), or with a quantized wire ([N · T, H], scales

@@ -73,8 +73,7 @@ class Channels(fb.RanksOfMesh):
 class Endpoint:
     """One warpgroup's connection to its peers by the low-latency protocol, during one kernel call.
 
-    Each warpgroup that communicates makes one endpoint, and calls `close` after it has sent and
-    received all tiles.
+    Each warpgroup that communicates makes one endpoint, and calls `close` after its last tile.
 
     Attributes:
       channels: the ranks, and the symmetric memory through which they communicate.

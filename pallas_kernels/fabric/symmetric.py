@@ -6,8 +6,7 @@ rank's buffers. `connect` waits for the addresses that the peers send. After it,
 computes an address, and Pallas' copies, loads and stores access a peer's buffer.
 
 A signal is a 64-bit word that only grows: its high bits are the number of the call, and its low
-bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip over the
-link.
+bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip.
 
 A call may reuse the memory of the previous call, because the peers no longer read it. A call ends
 at a rank when every peer's last signal has arrived. A peer's block sends this signal after it has
@@ -49,8 +48,7 @@ class Gpus(RanksOfMesh):
     """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host.
 
     Attributes:
-      place: [1] int32, the row-major index of this rank's device in the mesh; an operand of every
-        kernel.
+      place: [1] int32, the row-major mesh index of this rank's device; an operand of every kernel.
       base: the address of GPU 0's heap.
     """
 
@@ -109,8 +107,7 @@ class Gpus(RanksOfMesh):
 
         Args:
           operands: references to `self.operands`.
-          buffers: references to the buffers that peers read or write, in the same order on every
-            rank.
+          buffers: references to the buffers that peers read or write, in one order on all ranks.
           name: the kernel's name, for messages.
           num_blocks: the kernel's number of thread blocks.
           reads: whether peers read data that this rank wrote to its buffers before the call.
@@ -320,8 +317,7 @@ class Gpus(RanksOfMesh):
         Args:
           kind: the kind of the signals, 0 or 1.
           count: int32. The wait ends when all signals are at least `count`, or at once if it is 0.
-          what: names the wait in the message that is printed when the program aborts after
-            `timeout_s` seconds.
+          what: names the wait in the message of a program that aborts after `timeout_s` seconds.
         """
         call = self._call
 
@@ -442,8 +438,7 @@ class Gpus(RanksOfMesh):
           start: int32, the index of the first value to read among those that `rank` sends.
           words: [n] 32-bit elements in shared memory, for the n values from `start` on. The caller
             must put a barrier between this call and other threads' reads of `words`.
-          what: names the wait in the message that is printed when the program aborts after
-            `timeout_s` seconds.
+          what: names the wait in the message of a program that aborts after `timeout_s` seconds.
         """
         self._read(rank, start, words, words.shape[0], what)
 

@@ -145,8 +145,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns a table [L, 4] int32 of the steps of 64 rows of the sum over each group's rows.
 
     For each group it has the number of steps (at least one), the first row of the first step (a
-    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is R, the number of
-    rows of lhs.
+    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is R.
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT

@@ -1,8 +1,7 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
 The kernel cuts each group's rows into row tiles, and the output's columns into tiles of `block_n`.
-In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box of the output is an
-output tile:
+In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
 
   rows [R, K]    matrices [L, K, N]      output [R, N]
   a              a        b              +---+---+---+
@@ -66,8 +65,7 @@ class Tiles:
       block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
       num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
         long along K, the contraction dimension.
-      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results to
-        global memory.
+      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results.
       band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
         over the whole height of the output. The thread blocks compute the output band by band, and
         within a band row of tiles by row of tiles.
