@@ -43,7 +43,7 @@ class MXFloat4(Format):
 
     @property
     def relative_error(self) -> float:
-        # The error of 1/4 is that of a number just below 8 times the scale, stored as 6 times it.
+        # The largest error is that of a number just below 8 times the scale, stored as 6 times it.
         return 1 / 4
 
     def encode(self, x: Array) -> tuple[Array, Array]:

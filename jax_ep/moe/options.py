@@ -95,7 +95,7 @@ def options_of(cls: type[T], holder: Any) -> T:
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes an instance of `cls` from keyword arguments, which it removes from `keywords`."""
+    """Removes the fields of `cls` from `keywords`, and makes an instance of `cls` from them."""
     return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 

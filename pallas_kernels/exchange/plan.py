@@ -355,7 +355,7 @@ class LowLatencyPlan(Sizes):
         return {"routes": WORD_BYTES * self.num_ranks * words}
 
     def fits(self) -> bool:
-        """Returns whether the low-latency protocol and shared memory have room for these sizes."""
+        """Returns whether the low-latency protocol and shared memory have room for this plan."""
         return (
             1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile

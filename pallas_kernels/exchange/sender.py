@@ -142,7 +142,7 @@ class Sender:
 
     @property
     def step_window(self) -> Window:
-        """The slice of the words received from one source rank that belongs to one step's tokens.
+        """The slice, for one step's tokens, of the words received with one source rank's tokens.
 
         A step is the tokens that are sent between two signals.
         """
