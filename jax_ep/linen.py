@@ -180,10 +180,9 @@ class MoE(nn.Module, _Fields):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
-            and the metrics.
-          placement: the placement of the experts, for a layer with `num_slots`; see
-            `jax_ep.moe_layer`.
+          mask: [...] bool or integer, or None: False or 0 leaves a token out of routed experts and
+            metrics.
+          placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
             their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
           quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
@@ -251,8 +250,8 @@ class MoE(nn.Module, _Fields):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
                 return given
-            # Inside the caller's shard_map, a parameter may hold only this rank's experts and
-            # columns, so its own sizes replace the global ones in the shape that Flax checks.
+            # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
+            # parameter may hold only this rank's experts and columns, so its own sizes are used.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
@@ -261,7 +260,7 @@ class MoE(nn.Module, _Fields):
         return self.param(name, boxed, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step, with the collection "router_state" mutable: from the
         parent module, or from outside as
@@ -269,7 +268,7 @@ class MoE(nn.Module, _Fields):
 
         Args:
           expert_counts: [R]: `MoEMetrics.expert_counts` of the step. R is the number of experts
-            that the router chooses among, with those that have no weights (free experts).
+            that the router chooses among, free experts included.
           rate: the change of the bias per step.
 
         Raises:
@@ -281,10 +280,7 @@ class MoE(nn.Module, _Fields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer whose result is boxed with the logical axes of parameter `name`.
-
-    `init` makes the parameter itself; the box is a `LogicallyPartitioned`.
-    """
+    """Returns an initializer that boxes the result of `init` with the logical axes of `name`."""
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])

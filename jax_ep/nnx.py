@@ -114,8 +114,7 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # Tells type checkers the type of all parameters except wi_0 and wo, which are declared
-        # above.
+        # For type checkers: the type of all parameters except wi_0 and wo.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -146,8 +145,7 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
         self.axis_rules = _hashable(spmd.get_logical_axis_rules())
-        # NNX does not let an attribute change from None to a module, so `gate` is assigned only
-        # once.
+        # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
         init = options.gate_init
         self.gate = None if init is None else make_gate(kernel_init=init)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
@@ -174,10 +172,9 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
-            and the metrics.
-          placement: the placement of the experts, for a layer with `num_slots`; see
-            `jax_ep.moe_layer`.
+          mask: [...] bool or integer, or None: False or 0 leaves a token out of routed experts and
+            metrics.
+          placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
             their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
           quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
@@ -231,7 +228,7 @@ class MoE(nnx.Module):
         return MoEParams(**arrays)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias against the load; see `jax_ep.update_expert_bias`.
+        """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step.
 
@@ -252,11 +249,10 @@ class MoE(nnx.Module):
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
 
-    The mesh is the ambient mesh or else `config.mesh`. Flax's own eager sharding is used if all
-    mesh axes are Auto axes; it needs an ambient mesh and a rule for each logical axis. Otherwise
-    this function shards the value itself. On Explicit axes, the state of an optimizer then gets its
-    sharding from the parameter's type. Flax would derive this sharding from the logical axes, but a
-    stack of layers made without `transform_metadata` lacks the logical axis of its layers.
+    The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
+    Flax shards the parameter, by its eager sharding. Otherwise this function does. On Explicit
+    axes, an optimizer's state then gets its sharding from the parameter's type. (Flax would take it
+    from the logical axes, of which a stack of layers may lack one.)
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()

@@ -51,8 +51,7 @@ class Dispatched(NamedTuple):
         of its block.
       num_dropped: [] int32: the number of (token, choice) pairs that chose this rank's experts and
         were dropped.
-      rows_needed: [] int32: the least capacity R with which no row that is sent to this rank is
-        dropped.
+      rows_needed: [] int32: the least capacity R with which no row sent to this rank is dropped.
       dropped_counts: [L] int32: the number of dropped (token, choice) pairs of each local expert.
       routes: the ranks and rows that this rank's own tokens were sent to.
     """
@@ -80,8 +79,8 @@ def dropless_capacity(
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case, all N * T * K pairs (token, choice) go to one rank, since a token may choose
-    an expert repeatedly, and each expert's block is padded by `expert_alignment` - 1 rows.
+    A token may choose an expert repeatedly. So in the worst case, all N * T * K pairs (token,
+    choice) go to one rank, and each expert's block is padded by `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -158,8 +157,7 @@ def dispatch(
             row = start
             for source in range(num_ranks):
                 chosen = topk_idx_per_rank[source] == rank * num_local + local
-                # Visits the (token, choice) pairs in the order of tokens, and of choices within a
-                # token.
+                # Visits the (token, choice) pairs by token, then by choice.
                 for token, choice in zip(*np.nonzero(chosen), strict=True):
                     if row < min(capacity, start + quota):
                         tokens[row] = x_per_rank[source][token]
@@ -190,9 +188,9 @@ def _within_host_capacity(
 ) -> Array:
     """Masks the choices of one rank, [T, K], that exceed `host_capacity`.
 
-    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose
-    experts on it keep these choices. Later tokens' choices of experts on it become -1. If
-    `host_capacity` is None, no choice is masked.
+    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose the
+    host's experts keep these choices. For later tokens they become -1. If `host_capacity` is None,
+    no choice is masked.
     """
     kept = np.array(topk_idx)
     for other in range(num_hosts):
@@ -264,7 +262,7 @@ def combine(
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Sends other arrays of the same tokens, [T, H'], to the rows that a dispatch sent them to.
+    """Sends other data [T, H'] of the same tokens to the rows that a dispatch sent the tokens to.
 
     Takes and returns one array per rank; the results are [R, H'], zero in rows without a pair.
     """
@@ -376,8 +374,7 @@ def rank_dispatch(
 
     Args:
       x_per_rank: N arrays [T, H], floating.
-      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; a value outside 0 ... E - 1
-        chooses no expert.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; others choose no expert.
       topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
       num_experts: E, a multiple of N.
 
@@ -485,7 +482,7 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # For the sigmoid, groups are ordered by the log odds of their mean score. log_score -
+            # For the sigmoid, groups are ordered by the log odds of their mean score; log_score -
             # logit is log(1 - score).
             if score == "sigmoid":
                 of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
@@ -501,8 +498,7 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # The weights and epsilon are first divided by the largest of them, so that they do not all
-        # underflow to 0.
+        # Weights and epsilon are first divided by the largest, so that not all underflow to 0.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -656,10 +652,7 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
 
 
 def _float8_block(x: Array) -> Array:
-    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C].
-
-    Returns the rounded numbers in float64.
-    """
+    """Rounds x [..., R, C] float32 as `float8` does, with one scale for each [R, C]; in float64."""
     finite = np.isfinite(x)
     largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
     # `largest` is multiplied by a little less than 1 / 448, so that 448 * scale, the largest number
@@ -698,10 +691,7 @@ def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
 def float8_expert_mlp(
     tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> Array:
-    """Computes `expert_mlp` of rows [R, H] with the operands of all matmuls rounded to float8.
-
-    Everything else is computed in float64.
-    """
+    """Computes `expert_mlp` of [R, H] in float64, with all matmuls' operands rounded to float8."""
     gate, up = (float8_matmul(tokens, wi, group_sizes) for wi in (wi_0, wi_1))
     return float8_matmul(_silu(gate) * up, wo, group_sizes)
 
@@ -709,11 +699,11 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp`, as if rounding were the identity.
+    """Computes the gradients of `float8_expert_mlp`, with rounding differentiated as the identity.
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
-    and the backward pass computes from these. For the gradients of the matrices, tokens and output
-    cotangents are first quantized along their rows, and then again along the rows of each group.
+    and the backward pass computes from these. Tokens and cotangents are rounded with the same
+    scales. For the matrices' gradients, `float8_matmul_drhs` rounds them again.
 
     Args:
       grad: [R, H], the cotangents of the output.

@@ -43,8 +43,7 @@ class MXFloat4(Format):
 
     @property
     def relative_error(self) -> float:
-        # The relative error is largest for a number just below 8 times the scale, which is stored
-        # as 6 times the scale.
+        # The largest error is that of a number just below 8 times the scale, stored as 6 times it.
         return 1 / 4
 
     def encode(self, x: Array) -> tuple[Array, Array]:
@@ -76,10 +75,7 @@ class MXFloat4(Format):
 
 
 def _numbers(codes: Array) -> Array:
-    """Decodes int32 codes of float4 to float32 numbers.
-
-    A code has four bits: the sign, two exponent bits, and one fraction bit.
-    """
+    """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
     xp = namespace(codes)
     size = codes & 7
     normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)
@@ -88,10 +84,7 @@ def _numbers(codes: Array) -> Array:
 
 
 def _codes(numbers: Array) -> Array:
-    """Returns the uint8 code of the float4 nearest to each number.
-
-    A number halfway between two float4 numbers gets the even code.
-    """
+    """Returns the uint8 code of the float4 nearest to each number; of two, the even code."""
     xp = namespace(numbers)
     size = xp.abs(numbers)
     below = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)

@@ -116,8 +116,8 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
     """Makes a `QuantizedArray` of any two leaves, without the checks of the constructor.
 
-    JAX also makes trees of this structure whose leaves are not arrays but PartitionSpecs, the axes
-    of a vmap, or None. The checks would refuse these.
+    JAX also makes such trees of leaves that are not arrays, which the checks would refuse:
+    PartitionSpecs, the axes of a vmap, or None.
     """
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
@@ -171,7 +171,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
         raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
     values, scales = format.encode(x)
     if isinstance(values, jax.Array):
-        # XLA for GPUs may omit a rounding to a narrow dtype if the program widens the result
-        # again. The barrier keeps it from omitting the rounding of the values.
+        # XLA for GPUs may omit the rounding to a narrow dtype if the program widens the result
+        # again. The barrier prevents this.
         values = lax.optimization_barrier(values)
     return QuantizedArray(values, scales, format, x.dtype)

@@ -71,7 +71,7 @@ def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
     """Raises TypeError unless `dtype` is a floating dtype of 16 bits or more, as matmuls need.
 
-    The message calls the argument `name` and ends with `hint`.
+    The message uses `name` as the argument's name, and ends with `hint`.
     """
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
@@ -257,7 +257,7 @@ class MoEConfig:
 
     @property
     def num_choosable(self) -> int:
-        """The number of experts that the router chooses among: E plus `num_free`."""
+        """The number of experts that the router chooses among: the E experts and the free ones."""
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
@@ -267,8 +267,8 @@ class MoEConfig:
     def expert_options(self) -> ExpertOptions:
         """Returns the fields that are options of the experts.
 
-        The result is also the function between an expert's matmuls: called with x @ wi_0 and
-        x @ wi_1, it returns the hidden values.
+        The result is callable: it is the function between an expert's matmuls, which maps x @ wi_0
+        and x @ wi_1 to the hidden values.
         """
         return options_of(ExpertOptions, self)
 
@@ -294,10 +294,7 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def further_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns `fsdp_axes` as a dict from logical axes, such as "embed", to tuples of axes.
-
-        The dict is empty if `fsdp_axes` is None.
-        """
+        """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes, {} for None."""
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -309,9 +306,8 @@ class MoEConfig:
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle stores a function by the name that the function has. It refuses a jitted one such
-        # as jax.nn.silu, because it finds another object under that name. So functions are stored
-        # as a `_Reference` instead.
+        # pickle stores functions by name, and refuses a jitted one such as jax.nn.silu, because it
+        # finds another object under that name. So a `_Reference` is stored instead.
         references = {name: _Reference.of(value) for name, value in self.functions().items()}
         return self.__dict__ | references
 
@@ -360,7 +356,7 @@ class _Reference:
 
     @classmethod
     def of(cls, function: Any) -> Any:
-        """Returns a reference from which `resolve` gets `function`.
+        """Returns a `_Reference` whose `resolve` returns `function`.
 
         Returns `function` itself if no module has it under its name, as for a lambda.
         """

@@ -297,10 +297,7 @@ def _hidden(
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the index of each row's group, [R] int32.
-
-    The index is in [0, L), and L for the rows past the last group.
-    """
+    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
@@ -332,8 +329,8 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
 
     `groups` [R] has the index of each row's group. The sum is a matmul with one-hot vectors of
     these indices, which is deterministic, unlike a scatter-add. In this matmul, zero times a NaN or
-    an infinity would spoil other groups' sums. So NaN and infinities are replaced by zero, and are
-    added to their own group's sum afterwards.
+    an infinity would make other groups' sums NaN. So these are replaced by zero, and are added to
+    their own group's sum afterwards.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -343,7 +340,7 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    # A group with both infinities, or with a NaN, gets inf + (-inf) added, which makes its sum NaN.
+    # The sum of a group that has both infinities, or a NaN, gets inf + (-inf) added and is NaN.
     for value, found in (
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
@@ -425,8 +422,8 @@ def check_operands(
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
     """Raises ValueError unless the unit's activation or gating is elementwise and returns floats.
 
-    `rows` is the type [R, F] of its arguments. Raises ValueError, too, if the function reads a
-    traced array besides its arguments, since such a value would get no gradient.
+    `rows` is the type [R, F] of its arguments. Also raises ValueError if the function reads a
+    traced array that is not an argument, since such an array would get no gradient.
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
@@ -446,11 +443,11 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 
 
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
-    """Wraps a unit, the function between an expert's matmuls, in `Traced`, and traces it at once.
+    """Traces a unit, the function between an expert's matmuls, and returns it as a `Traced`.
 
-    It is traced for pre-activations [R, F] in float32 or wider, and for float32 scalars, because
-    the kernels evaluate the function element by element. Tokens and experts must have been checked
-    and must have the same varying manual axes (vma).
+    The unit is traced for pre-activations [R, F] in float32 or wider, and for float32 scalars, on
+    which the kernels evaluate it. Tokens and experts must have been checked and must have the same
+    varying manual axes (vma).
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
     count = 1 if experts.wi_1 is None else 2
@@ -463,14 +460,13 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        # If the function cannot be traced for scalars, the kernels do not support it, and XLA
-        # computes it instead. So the error is ignored.
+        # XLA, not a kernel, runs a function that cannot be traced for scalars: ignore the error.
         with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens
 
     run_as_here(tokens)
-    # Traces the unit again, for types that are replicated over the mesh's Explicit axes, as the
-    # operands of the matmul primitives are.
+    # The operands of the matmul primitives have types that are replicated over the mesh's Explicit
+    # axes. So the unit is traced for such types, too.
     replicated_over_explicit_axes(run_as_here, tokens)
     return traced

@@ -3,8 +3,7 @@
 MoE++ (arXiv:2410.07348) adds free experts to the E experts of a layer, for tokens that need less
 computation; LongCat-Flash has identity experts. The router chooses among all experts. The ids from
 E on are the zero experts, then the identity experts, then the constant experts. Every rank computes
-the free experts of its own tokens, so a choice of a free expert is not sent and takes no row of a
-receive buffer.
+the free experts of its own tokens, so choices of free experts are not sent.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
     """Replaces the free experts' ids in `topk_idx` [T, K] by -1, so that dispatch skips them.
 
-    Free experts are the zero, identity and constant experts; their ids follow those of the E
-    experts.
+    Free experts are the zero, identity and constant experts, whose ids are E or more.
     """
     return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
 
@@ -59,8 +57,7 @@ def output(
         assert params.constant_value is not None and params.constant_gate is not None
         ids = first_constant + jnp.arange(config.constant_experts, dtype=jnp.int32)
         chosen = topk_idx[:, :, None] == ids[None, None, :]
-        # The weight of each constant expert for each token, [T, constant_experts]; 0 if it is not
-        # chosen.
+        # Each token's weight of each constant expert, [T, constant_experts]; 0 if not chosen.
         weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)
         exact = jax.lax.Precision.HIGHEST
         gate = params.constant_gate.astype(jnp.float32)

@@ -1,11 +1,11 @@
 """Gathers parameters that fully sharded data parallelism (FSDP) splits over further mesh axes.
 
 Further axes are mesh axes besides the expert axes, which split the experts, and the tensor axes,
-which split F. A parameter that is split over them enters the layer's `jax.shard_map` as shards, and
-is gathered inside, where it is used. Matrices are gathered in the compute dtype, or in float8 if
-the experts multiply float8. The transpose of the gather is a reduce-scatter: it sums the ranks'
-gradients in the parameter's dtype, and leaves each rank its own shard. `LayerMesh.further_axes`
-has the further axes of each parameter.
+which split F. `LayerMesh.further_axes` has them for each parameter. A parameter that is split over
+them enters the layer's `jax.shard_map` as shards, and is gathered inside, where it is used.
+Matrices are gathered in the compute dtype, or in float8 if the experts multiply float8. The
+transpose of the gather is a reduce-scatter: it sums the ranks' gradients in the parameter's dtype,
+and leaves each rank its own shard.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _given(
 ) -> tuple[Axes, ...]:
     """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
 
-    They are those of `config.fsdp_axes`, which `given` holds as a dict from logical axes to mesh
-    axes. Raises ValueError if the ranks along these axes do not divide a dimension of `array`.
+    `given` is `config.fsdp_axes` as a dict from logical axes to mesh axes. Raises ValueError if the
+    ranks along the mesh axes that split a dimension of `array` do not divide it.
     """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
@@ -190,9 +190,9 @@ def _all_axes(name: str, where: LayerMesh) -> tuple[Axes, ...]:
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
-    """Returns a `LayerMesh` with the axes that split the float8 copies of wi_0, wi_1 and wo.
+    """Returns `where` with the axes that split the float8 copies of wi_0, wi_1 and wo.
 
-    The axes are those that split the matrices themselves, if each rank's shard then consists of
+    They are the axes that split the matrices themselves, if each rank's shard then consists of
     whole blocks of 128 x 128. Otherwise they are only the expert and tensor axes.
     """
     arrays = {name: getattr(params, name) for name in QuantizedExperts._fields}
@@ -201,10 +201,7 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether matrices [L, K, N] of all `shapes` consist of whole float8 blocks.
-
-    They do if K and N are multiples of 128, since a block is 128 x 128 numbers with one scale.
-    """
+    """Returns whether matrices [L, K, N] of all `shapes` consist of whole 128 x 128 blocks."""
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 
@@ -215,10 +212,9 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 
 
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
-    """Gathers a parameter along its FSDP axes, from the shards `part` of all ranks along them.
+    """Gathers the parameter `name` along its FSDP axes, from each rank's shard `part`.
 
-    `name` is the name of the parameter. The shard is cast to `dtype` first; None keeps its dtype. A
-    parameter without FSDP axes is only cast.
+    The shard is first cast to `dtype`, if not None. Without FSDP axes, it is only cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -236,10 +232,9 @@ GATHERED = "gathered_parameters"
 def stand_in(name: str, part: jax.Array, where: LayerMesh, dtype: Any) -> jax.Array:
     """Returns zeros instead of the gathered parameter `name`, without communication.
 
-    This is for matrices whose numbers no matmul reads, because the matmuls multiply float8 copies.
-    The zeros have the shape and `dtype` of the gathered matrices. In the backward pass, the
-    gradient that is computed for them is reduce-scattered to the shard `part`, as after `gather`. A
-    parameter without FSDP axes is only cast.
+    This is for matrices that no matmul reads, because the matmuls multiply float8 copies. The zeros
+    have the shape and `dtype` of the gathered matrices. The backward pass reduce-scatters their
+    gradient to the shard `part`, as after `gather`. Without FSDP axes, `part` is only cast.
     """
     dims = _dims(name, where)
     if not dims:
@@ -279,8 +274,8 @@ def _dims(name: str, where: LayerMesh) -> _Dims:
 def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
     """Casts a shard so that its type varies over all mesh axes of the tokens (vma).
 
-    Ranks that hold the same shard must sum their gradients. Thanks to the cast, they sum them after
-    the reduce-scatter, when the gradients are smaller, and not before it.
+    Ranks that hold the same shard must sum their gradients. With this type they sum them after the
+    reduce-scatter, when the gradients are smaller.
     """
     return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
 
@@ -295,9 +290,9 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
     """Casts a rank's shard `part` to `dtype`, and gathers it along mesh axes.
 
-    `dims` has pairs of a dimension and the mesh axes along which it is gathered. With `zeros`,
-    nothing is gathered, and the result is zeros of the same shape, for `stand_in`. In both cases,
-    the backward pass casts the gradient to `grad_dtype` and reduce-scatters it.
+    `dims` is pairs (dimension, mesh axes along which it is gathered). With `zeros`, nothing is
+    gathered, and the result is zeros of the gathered shape (see `stand_in`). The backward pass
+    casts the gradient to `grad_dtype` and reduce-scatters it.
     """
     if not zeros:
         return _all_gather(part.astype(dtype), dims)

@@ -229,9 +229,8 @@ def balance_sums(
 def _shares(probs: jax.Array) -> jax.Array:
     """Divides each row of probs [T, E] by the row's sum; returns [T, E] float32.
 
-    A row of zeros or subnormal numbers becomes zeros. Each row is divided by its largest number
-    first. The row's sum is then at least 1, so neither the division by the sum nor its derivative
-    overflows.
+    A row of zeros or subnormal numbers becomes zeros. Each row is first divided by its largest
+    number. The sum is then at least 1, so neither the division by it nor its derivative overflows.
     """
     if probs.dtype.itemsize < 4:
         probs = probs.astype(jnp.float32)
@@ -321,10 +320,7 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Sums each array of the pytree `sums` over the ranks along `axis_name`.
-
-    Returns the arrays unchanged if `axis_name` is None.
-    """
+    """Sums each array of the pytree `sums` over the ranks along `axis_name`, if it is not None."""
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

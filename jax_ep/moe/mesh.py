@@ -139,8 +139,8 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
     """Returns the mesh axes `axes` of the option `name`, if the caller's shard_map binds them.
 
-    Returns () if the mesh `ambient` has none of them. Raises ValueError if the mesh has some of
-    them, but the shard_map does not bind all.
+    Returns () if the mesh `ambient` has none of them. Raises ValueError if it has some of them, but
+    the shard_map does not bind all.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()
@@ -157,8 +157,8 @@ def _on_mesh(
 ) -> tuple[str, ...]:
     """Returns the mesh axes `axes` of the option `name`, if the mesh has all of them.
 
-    Returns () if the mesh has none of them. Raises ValueError if it has only some of them, or if it
-    lacks one and is `config.mesh`, which must have all of them.
+    Returns () if the mesh has none of them. Raises ValueError if it has only some of them, or if
+    the mesh is `config.mesh` and lacks one.
     """
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(axes)):
@@ -169,12 +169,12 @@ def _on_mesh(
 def check_mesh_of_experts(
     experts: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules
 ) -> None:
-    """Raises or warns if every rank would gather all experts [E, H, F] on each call.
+    """Warns or raises an error if every rank would gather all experts [E, H, F] on each call.
 
-    `experts` is wi_0, an array or a `QuantizedArray`. Every rank gathers it if it is sharded over a
-    mesh that is not set, or only over axes that `config` does not name. The results are right, but
-    each call is slow. The type of a traced array on Auto axes shows its mesh, but not its sharding.
-    The sharding is then guessed from the caller's axis rules, or from the names of the mesh's axes.
+    The results would be right, but each call slow. This happens if the experts are sharded over a
+    mesh that is not set, or only over axes that `config` does not name. `experts` is wi_0, an array
+    or a `QuantizedArray`. The type of a traced array on Auto axes shows its mesh, but not its
+    sharding, which is then guessed from the caller's axis rules, or the axes' names.
 
     Raises:
         ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.
@@ -236,10 +236,7 @@ def _warns_that_no_mesh_is_set(
 
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns those mesh axes of `part`, one entry of a `PartitionSpec`, that have several ranks.
-
-    The entry is None, a name or a tuple of names.
-    """
+    """Returns the mesh axes in `part`, an entry of a `PartitionSpec`, that have several ranks."""
     axes = (part,) if isinstance(part, str) else part
     return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
 
@@ -280,17 +277,14 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # For a dimension that only an Explicit axis shards, the entry None would gather the dimension.
-    # UNCONSTRAINED leaves it sharded.
+    # For a dimension that only an Explicit axis shards, the entry None would gather the dimension,
+    # and UNCONSTRAINED leaves it sharded.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Returns `part`, one entry of a `PartitionSpec`, without the mesh axes that are not in `axes`.
-
-    The entry is None, a name or a tuple of names.
-    """
+    """Returns those mesh axes of `part`, an entry of a `PartitionSpec`, that are in `axes`."""
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None
@@ -305,13 +299,12 @@ def _callers_batch_axes(
 ) -> tuple[str, ...]:
     """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over.
 
-    They are read from the type of x. Under check_vma=False, the type does not show them, so they
-    are taken from `config.batch_axes`.
+    They are read from the type of x, or from `config.batch_axes` under check_vma=False, where the
+    type does not show them.
     """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    # If not even the type of an axis index shows varying axes, the shard_map has check_vma=False,
-    # under which no type shows any.
+    # Under check_vma=False no type shows its varying axes, not even that of an axis index.
     if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(
@@ -367,9 +360,9 @@ def _batch_axes(
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
     """Returns the mesh axes that split the sequence dimension of x [..., sequence, H].
 
-    The axes are `config.sequence_axes`. If that is None, they are the Explicit axes that split this
-    dimension by x's type, or () if one of these is not among `batch_axes`. If x has fewer than 3
-    dimensions, the result is ().
+    The axes are `config.sequence_axes` or, if that is None, the Explicit axes that split this
+    dimension in x's type. They are () if one of the Explicit axes is not among `batch_axes`, or if
+    x has fewer than 3 dimensions.
     """
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")

@@ -145,12 +145,12 @@ def metrics_of(
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
-    # With the convention "transformers", `balance.choices` counts the top-k of the logits instead
-    # of the router's choices, so the router's choices are counted here.
+    # The convention "transformers" takes the top-k of the logits for `balance.choices`. The
+    # router's own choices are counted here.
     if config.balance_convention == "transformers":
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
-    # The ranks along the tensor axes dispatch the same tokens and drop the same rows. The sum over
-    # all ranks counts each dropped row once for each of them, so it is divided by their number.
+    # The ranks along the tensor axes dispatch the same tokens and drop the same rows, so the sum
+    # over all ranks counts each dropped row once for each of them.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
     return MoEMetrics(

@@ -90,18 +90,12 @@ def function_names(cls: Any) -> tuple[str, ...]:
 
 
 def options_of(cls: type[T], holder: Any) -> T:
-    """Makes an instance of `cls` from the attributes of `holder`, such as a layer.
-
-    For each field of `cls`, `holder` must have an attribute with the field's name.
-    """
+    """Makes an instance of `cls` from attributes of `holder` that are named like its fields."""
     return cls(**{name: getattr(holder, name) for name in _names(cls)})
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes an instance of `cls` from keyword arguments; leaves other keywords in the dictionary.
-
-    The keywords that are fields of `cls` are removed from the dictionary `keywords`.
-    """
+    """Removes the fields of `cls` from `keywords`, and makes an instance of `cls` from them."""
     return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 
@@ -151,8 +145,7 @@ def optional(check: Check) -> Check:
 def number_or_none(otherwise: str = ", or None") -> Check:
     """Returns a check that allows None and finite numbers above 0.
 
-    `otherwise` is the part of the error message that says that None is allowed, too. It may also
-    say what None means.
+    `otherwise` is the part of the error message that says that None is allowed or what it means.
     """
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 

@@ -79,7 +79,7 @@ class ParameterOptions:
 
         Initializers and `param_dtype` keep their defaults.
         """
-        # Maps each option to the names of the parameters that it enables.
+        # Maps each option to the names of the parameters that a layer has only with this option.
         names: dict[str, list[str]] = {}
         for name, parameter in PARAMETERS.items():
             for needed in parameter.needs:
@@ -169,8 +169,8 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps a parameter to another one that it needs: if the other one is None, this one must be None,
-# too.
+# Maps a parameter to another one without which it makes no sense: where the other one is None, the
+# parameter must be None, too.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
@@ -275,8 +275,7 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for name, parameter in PARAMETERS.items():
-        # In the Flax layers, the selection bias is state and not a parameter, so the table leaves
-        # it out.
+        # The table leaves out the selection bias, which is state in the Flax layers.
         if name == "bias":
             continue
         shown = "gate.kernel" if name == "gate" else name
@@ -330,8 +329,7 @@ def per_expert(init: Initializer) -> Initializer:
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
-        # `out_sharding` is passed on only if it is given, because `init` may not have this
-        # argument.
+        # `out_sharding` is passed on only if given: `init` may not have this argument.
         options = () if out_sharding is None else (out_sharding,)
         if len(shape) == 2:
             return init(key, shape, dtype, *options)

@@ -72,7 +72,7 @@ def route(
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
         scale = params.expert_scale.astype(jnp.float32)
-        # An id that names no expert, such as -1, gets the factor 0, and contributes to no gradient.
+        # An id that names no expert, such as -1, gets the factor 0 and adds to no gradient.
         topk_weights *= scale.at[topk_idx].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )

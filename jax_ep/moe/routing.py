@@ -34,9 +34,9 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# If the largest logit of a token is lower than this number, a constant is added to all logits of
-# the token before `Routing.probs` are computed, so that the largest becomes this number. Otherwise
-# all sigmoids of the token could underflow to 0.
+# If a token's largest logit is lower than this, a constant is added to the token's logits before
+# `Routing.probs` are computed, so that the largest becomes this number. Otherwise all sigmoids of
+# the token could underflow to 0.
 _LOWEST_LOGIT = -64.0
 
 
@@ -96,8 +96,7 @@ def router_logits(
         checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     if dtype.itemsize < 4:
-        # Rounds to `dtype` by reduce_precision, because XLA may skip a cast to a narrower dtype and
-        # back.
+        # Rounds by reduce_precision, because XLA may skip a cast to a narrower dtype and back.
         bits = jnp.finfo(dtype)
         logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
     return logits
@@ -117,9 +116,8 @@ def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # The products of x with the parts of the gate are summed by one `jnp.sum`. If XLA splits the
-    # matmul along H, as it may for few rows, it can fuse its own sum of the partial results with
-    # this sum.
+    # One `jnp.sum` adds the products of x with all parts of the gate. If XLA splits the matmul
+    # along H, as it may for few rows, it can fuse the sum of its partial results with this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
@@ -146,9 +144,8 @@ _bfloat16_logits.defvjp(
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
     """Splits x, a float32 array, into `count` bfloat16 arrays that add up to about x.
 
-    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on,
-    so the numbers get smaller. Three arrays add up to x exactly. A bfloat16 array needs no split,
-    so the result is a list with this array only.
+    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on.
+    Three arrays add up to x exactly. A bfloat16 x is returned unsplit, in a list.
     """
     if x.dtype == jnp.bfloat16:
         return [x]
@@ -171,10 +168,7 @@ def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies matrices a and b, contracting axis `a_axis` of a with axis `b_axis` of b.
-
-    `dtype` is the dtype of the result.
-    """
+    """Multiplies matrices, contracting a's axis `a_axis` with b's axis `b_axis`, into `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
@@ -270,9 +264,8 @@ def choose_experts(
     best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
-    # Experts are compared by their logits alone, which have the order of the scores. Sums of scores
-    # are needed only if there is a bias, or if a group is compared by the sum of its two best
-    # scores.
+    # The logits have the order of the scores. Sums of scores are needed only if there is a bias, or
+    # if groups are compared by the sum of their two best scores.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -331,9 +324,8 @@ def _weighing(options: RoutingOptions) -> Weighing:
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     """Returns the numbers [T, E] float32 from which `weigh` computes the weights of chosen experts.
 
-    Without normalization, these numbers are the scores. With normalization, they are logits or
-    logarithms of scores, from which `weigh` can compute the ratios of the scores even if the scores
-    underflow. `score` names the score function.
+    They are the scores, if weights are not normalized. Otherwise they are logits or logarithms of
+    scores, whose ratios `weigh` can compute even if the scores underflow.
     """
     if not weighing.normalize:
         return _SCORES[score](logits)
@@ -383,8 +375,7 @@ def check_choosing(
 ) -> tuple[int, int, int]:
     """Raises TypeError or ValueError unless a token can choose k of the experts by `options`.
 
-    Returns k, num_groups and groups_kept as ints. A message names the option that does not fit, and
-    calls k by `k_name`.
+    Returns k, num_groups and groups_kept as ints. Messages name the option, and call k `k_name`.
     """
     k = checks.check_integer(k_name, k)
     num_groups = checks.check_integer("num_groups", options.num_groups)
@@ -460,8 +451,7 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # The least count is subtracted while the counts are integers, which is exact. float32 would
-    # round large counts.
+    # Subtracts the least count as an integer, exactly: float32 would round large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

@@ -59,8 +59,7 @@ def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Sums counts [P / N] of this rank's slots over the copies of each expert; returns [E] int32.
 
-    Experts without a slot on this rank get 0. `axes` are the mesh axes that the slots are spread
-    over.
+    Experts without a slot here get 0. `axes` are the mesh axes that the slots are spread over.
     """
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
@@ -72,9 +71,8 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Returns the weights [P / N, ...] of this rank's slots unchanged; sums gradients of copies.
 
-    In the backward pass, each slot gets the sum of the gradients of all copies of its expert. The
-    gradients of experts with several copies, at most P - E experts, are summed over ranks by an
-    all-reduce in float32.
+    In the backward pass, each slot gets the sum of the gradients of all copies of its expert. A
+    float32 all-reduce over ranks sums those of experts with several copies, at most P - E experts.
     """
     return weights
 

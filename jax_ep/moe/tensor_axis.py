@@ -61,10 +61,7 @@ def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementat
 
 
 def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather.
-
-    `algorithm` is that of `jax_ep.collectives.all_gather`.
-    """
+    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
     # The collectives support only floats, so integers are gathered as float32, which represents

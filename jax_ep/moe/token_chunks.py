@@ -68,8 +68,8 @@ def run(
         experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
-    # The arrays whose gradients are summed over the chunks in float32. Matrices that are stored
-    # quantized have no gradient, so they are not among them.
+    # The arrays whose gradients are summed over the chunks in float32; matrices that are stored
+    # quantized have no gradient.
     floats = {
         name: array
         for name, array in experts._asdict().items()
@@ -93,10 +93,7 @@ def run(
 
 
 def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Array:
-    """Splits an array [T, ...] into chunks of `size` rows, [num_chunks, size, ...].
-
-    The last chunk is filled up with the value `padding`.
-    """
+    """Splits an array [T, ...], filled up with `padding`, into chunks: [num_chunks, size, ...]."""
     missing = num_chunks * size - array.shape[0]
     if missing:
         widths = [(0, missing), *[(0, 0)] * (array.ndim - 1)]
@@ -108,8 +105,7 @@ def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Ar
 def _with_gradient_to(value: jax.Array, wide: jax.Array) -> jax.Array:
     """Returns `value`, but sends its gradient to `wide`, the same numbers in a wider dtype.
 
-    If `value` is used several times, once in each chunk for example, its gradients are then summed
-    in the wider dtype, which is float32 for bfloat16.
+    The gradients of several uses of `value` are then summed in that dtype, float32 for bfloat16.
     """
     return value
 

@@ -50,9 +50,9 @@ def choose(
         logits: [T, E] float32.
         k: the number of experts that each token chooses.
         weighing: how the weights are computed from the scores of the chosen experts.
-        scores: the function of the logits that gives the scores to which the bias is added and by
-            which groups are compared: a key of `order.OF_TWO`, such as "sigmoid", or "logit" for
-            the logits themselves.
+        scores: the name of the function that gives an expert's score for its logit, such as
+            "sigmoid", or "logit" for the logit itself; a key of `order.OF_TWO`. It gives the scores
+            to which the bias is added and by which groups are compared.
         rounded: [T, E] float32: these scores, if a bias or groups need them. None if they are not
             needed, or if they are logits or sigmoids, which are computed from `logits`.
         bias: [E] float32, the selection bias; or None.
@@ -91,9 +91,9 @@ def _weighed(
     return logits if probs is None or weighing.normalize else probs
 
 
-# Each of the next three functions returns a result that the primitive has already computed (the
-# softmax, the chosen numbers or the weights), and gives it a custom JVP rule. The rules call these
-# functions, too, so derivatives of higher order work.
+# Each of the next three functions returns its argument that the primitive has already computed (the
+# softmax, the numbers of the chosen experts, or the weights), and gives it a custom JVP rule. The
+# rules call these functions, too, so derivatives of higher order work.
 
 
 @jax.custom_jvp
@@ -131,12 +131,11 @@ def _weights_derivative(weighing, primals, tangents):
 
 
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
-    """Computes the weights [T, k] float32 of the chosen experts from their entries `chosen` [T, k].
+    """Computes the weights [T, k] float32 of the chosen experts from their numbers `chosen` [T, k].
 
-    `weighing` says what these entries are (scores, logarithms of scores, or logits), and whether
-    the weights are normalized. To normalize them, the scores and epsilon are divided by the largest
-    of them first. Their sum is then at least 1/2, however small they are, so it can be divided by.
-    If all scores are 0, the weights are 0.
+    `weighing` says what these numbers are (scores, logarithms of scores, or logits), and whether
+    the weights are normalized. To normalize them, the scores and epsilon are first divided by the
+    largest of them, so that their sum is at least 1/2. If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -181,9 +180,8 @@ class _Arrays:
 
 
 _ARRAYS = _Arrays()
-# A token's experts are first guessed by the first sort key, and the guess may be in doubt. If it is
-# for at most one in `_FEW` tokens, experts are compared by all keys for these tokens only. If it is
-# for more tokens, experts are compared by all keys for all tokens.
+# Experts are first compared by their first sort key alone, which may choose wrong experts for some
+# tokens. If these are at most one in `_FEW`, only their experts are compared by all keys.
 _FEW = 64
 
 
@@ -192,10 +190,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _total_order(x: jax.Array) -> jax.Array:
-    """Maps float32 numbers to int32 numbers that have the order of `lax.top_k`.
-
-    This order is -NaN < -inf < -0 < 0 < inf < NaN.
-    """
+    """Maps float32 to int32 in the order of `lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN."""
     bits = _bits(x)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
@@ -228,11 +223,10 @@ def _topk_idx(
 ) -> jax.Array:
     """Returns the ids of each token's k best experts, [T, k] int32, best first.
 
-    Experts are ordered by several sort keys: if there is a bias, first by the rounded sum of score
-    and bias, then by numbers that tell equal sums apart. Most choices follow from the first key
-    alone, which is fast to compare. They are corrected by all keys for the tokens where it may not
-    decide. `operands` holds those of the arrays `rounded`, `bias` and `gathered` of `choose` that
-    are not None. `scores` and `groups` are those of `choose`.
+    Experts are compared by several sort keys (see `_all_keys`). For most tokens the first key alone
+    decides, which is fast to compare; only for the others are all keys compared. `operands` holds,
+    by name, those of the arguments `rounded`, `bias` and `gathered` of `choose` that are not None.
+    `scores` and `groups` are arguments of `choose`.
     """
     guess = _by_first_key(logits, operands, k, scores, groups)
     by_all_keys = functools.partial(_by_all_keys, k=k, scores=scores, groups=groups)
@@ -244,8 +238,8 @@ def _kept_groups(
 ) -> jax.Array:
     """Returns the ids of the groups from which each token may choose experts, [T, kept] int32.
 
-    Guesses them by the first sort key, and corrects the guess by the other keys. The arguments are
-    those of `_topk_idx`.
+    Groups are compared by the first sort key and, where that may not decide, by all keys. The
+    arguments are those of `_topk_idx`.
     """
     first = _first_key(logits, operands, scores, groups)
     guess = _groups_by_first_key(first, groups, is_all=first is logits)
@@ -255,20 +249,18 @@ def _kept_groups(
 
 @dataclasses.dataclass(frozen=True)
 class _Guess:
-    """A guess of each token's n best experts or groups by the first sort key alone.
+    """Each token's n best experts or groups by the first sort key alone, which may be wrong.
 
-    The guess may be wrong where the first keys of two experts or groups are equal, since then the
-    other keys decide. If groups are compared by sums of two first keys, it may also be wrong where
-    the sums of two groups are nearly equal.
+    They may be wrong where the first keys of two experts or groups are equal, since then further
+    keys decide. If groups are compared by the sum of two first keys, they may also be wrong where
+    two groups' sums are nearly equal.
 
     Attributes:
-        choices: [T, n] int32: the guessed ids of experts or groups.
-        may_differ: [T] bool: True for a token whose guess may be wrong. None means that no guess
-            is.
-        in_doubt: a function that looks more closely at the tokens of `may_differ`. It returns [T]
+        choices: [T, n] int32: the ids of the experts or groups.
+        may_differ: [T] bool: True for a token whose choices may be wrong; None if all are right.
+        in_doubt: a function that checks the tokens of `may_differ` more closely: it returns [T]
             bool, True for a token whose experts or groups must be compared by all keys. It is
-            called only if `may_differ` is True for any token. None means that all tokens of
-            `may_differ` must be compared by all keys.
+            called only if `may_differ` is True for any token. None stands for `may_differ`.
     """
 
     choices: jax.Array
@@ -282,11 +274,11 @@ def _settled(
     logits: jax.Array,
     operands: Mapping[str, jax.Array],
 ) -> jax.Array:
-    """Returns the right choices [T, n] int32: the guess, corrected where it is in doubt.
+    """Returns the right choices [T, n] int32: those of `guess`, corrected where they may be wrong.
 
-    For the tokens in doubt, `by_all_keys(logits, operands)` chooses again, by all sort keys. This
-    is rarely needed: in only about one of thousands of tokens, the first keys, which are rounded,
-    are equal for experts between which the other keys decide.
+    For tokens whose choices may be wrong, `by_all_keys(logits, operands)` chooses again. This is
+    rare: only about one of thousands of tokens has experts whose first keys, which are rounded, are
+    equal, while their other keys differ.
     """
     may_differ = guess.may_differ
     if may_differ is None:
@@ -294,7 +286,7 @@ def _settled(
     num_tokens = logits.shape[0]
 
     def settle() -> jax.Array:
-        # With a symbolic T, the number of tokens to correct could not be a static number.
+        # With a symbolic T, the number of tokens to compare again could not be static.
         if checks.is_symbolic(num_tokens):
             return by_all_keys(logits, operands)
         in_doubt = guess.in_doubt() if guess.in_doubt else may_differ
@@ -320,11 +312,10 @@ def _by_first_key(
     scores: str,
     groups: Groups | None,
 ) -> _Guess:
-    """Guesses each token's k best experts by the first of their sort keys.
+    """Chooses each token's k best experts by the first of their sort keys.
 
-    The keys are computed from `logits` and `operands`; the arguments are those of `_topk_idx`. The
-    guess is wrong only where first keys are equal, or where the guess of the token's groups is
-    wrong; then the other keys decide.
+    A choice may be wrong where first keys are equal, or where the choice of the token's groups may
+    be wrong. The arguments are those of `_topk_idx`.
     """
     num_experts = logits.shape[1]
     bias = operands.get("bias")
@@ -347,8 +338,8 @@ def _by_first_key(
         may_differ |= groups_may_differ
 
     def in_doubt() -> jax.Array:
-        # Two experts that are equal in all arrays of `alike` are equal in all sort keys. If their
-        # first keys are equal, the guess is therefore right, since the lower id wins in any case.
+        # Two experts that are equal in all arrays of `alike` are equal in all sort keys. For them
+        # the guess is right, since the lower id wins in any case.
         alike = [logits, bias]
         if "rounded" in operands:
             alike.append(operands["rounded"])
@@ -373,7 +364,7 @@ def _by_first_key(
 
 
 def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns the entries of x [T, E] in the columns `indices` [T, n] of each token, [T, n].
+    """Returns x[t, indices[t]] for each token t, for x [T, E] and indices [T, n]: [T, n].
 
     If x is [1, E], its row holds the entries for all tokens.
     """
@@ -383,22 +374,22 @@ def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
-    """Compares arrays bit by bit, some[i] with others[i]; returns a bool array of their shape.
+    """Returns for each element whether some[i] and others[i] differ in any bit for any i.
 
-    An element of the result is True if it differs between some[i] and others[i] for any i.
+    All arrays have one shape, which is that of the bool result.
     """
     pairs = zip(some, others, strict=True)
     return functools.reduce(jnp.logical_or, (_bits(a) != _bits(b) for a, b in pairs))
 
 
 def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _Guess:
-    """Guesses the groups from which each token may choose, by the first sort key `first` [T, E].
+    """Chooses the groups from which each token may choose, by the first sort key `first` [T, E].
 
-    Groups are compared either by their best expert or by the sum of their two best experts, as
-    `groups.best` says. `is_all` says that `first` is the experts' only sort key. A choice by best
-    experts is then certain, so `may_differ` of the returned `_Guess` is None. A choice by sums may
-    be wrong even then, because the sums are rounded. For choices that may be wrong, `may_differ`
-    marks the tokens for which two groups tie, or for which rounding errors could matter.
+    Groups are compared by their best expert or by the sum of their two best experts, as
+    `groups.best` says. `is_all` is whether experts have no further sort key. With it, choices by
+    best experts are right, and `may_differ` of the result is None. Otherwise `may_differ` marks the
+    tokens for which two groups tie or, since sums are rounded, for which two groups' sums are
+    nearly equal.
     """
     tokens, num_experts = first.shape
     size = num_experts // groups.number
@@ -419,19 +410,13 @@ def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _
 
 
 def _is_among(chosen: jax.Array, number: int) -> jax.Array:
-    """Returns which of the ids 0 ... number - 1 each token has chosen, [T, number] bool.
-
-    `chosen` [T, k] holds the chosen ids, of groups for example.
-    """
+    """Returns which ids from 0 to number - 1 each row of `chosen` [T, k] has: [T, number] bool."""
     numbers = jnp.arange(number, dtype=chosen.dtype)
     return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
 
 
 def _is_in_groups(kept: jax.Array, groups: Groups, num_experts: int) -> jax.Array:
-    """Returns for each token which experts are in its groups, [T, E] bool.
-
-    `kept` [T, kept] holds the ids of the token's groups, from which it may choose experts.
-    """
+    """Returns which experts are in the groups `kept` [T, kept] of each token: [T, E] bool."""
     return jnp.repeat(_is_among(kept, groups.number), num_experts // groups.number, axis=1)
 
 
@@ -472,10 +457,7 @@ def _by_all_keys(
     scores: str,
     groups: Groups | None,
 ) -> jax.Array:
-    """Returns the ids of each token's k best experts, [T, k] int32, compared by all sort keys.
-
-    The arguments are those of `_topk_idx`.
-    """
+    """Returns what `_topk_idx` does for the same arguments, but compares all tokens by all keys."""
     keys = _all_keys(logits, operands, scores, groups) if "bias" in operands else [logits]
     if groups is not None:
         kept = _groups_by_all_keys(logits, operands, scores, groups)
@@ -487,11 +469,10 @@ def _by_all_keys(
 def _groups_by_all_keys(
     logits: jax.Array, operands: Mapping[str, jax.Array], scores: str, groups: Groups
 ) -> jax.Array:
-    """Returns the groups from which each token may choose, compared by all sort keys.
+    """Returns the ids of the groups from which each token may choose, [T, kept] int32.
 
-    The result is the groups' ids, [T, kept] int32. Groups are compared by the keys of their best
-    expert, or by the sum of their two best experts, as `groups` says. The arguments are those of
-    `_topk_idx`.
+    Groups are compared by all sort keys of their best expert, or of the sum of their two best
+    experts, as `groups` says. The arguments are those of `_topk_idx`.
     """
     tokens, num_experts = logits.shape
     size = num_experts // groups.number
@@ -528,9 +509,9 @@ def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
 def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
     """Selects candidates that include the k largest elements along the last axis, for `_sorted`.
 
-    Each key contributes k candidates. The first key selects from all elements, and each later key
-    only from the elements that equal the k-th largest in all earlier keys. This takes one
-    `lax.top_k` per key, which is much faster than a sort of all elements by several keys.
+    Each key contributes k candidates: the largest by this key among the elements that equal the
+    k-th largest in all earlier keys. This takes one `lax.top_k` per key, which is much faster than
+    a sort of all elements by several keys.
 
     Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore, because a
     later key selects it again, or because it differs from the k-th largest in an earlier key. Both
@@ -585,10 +566,7 @@ def _lower(program: Program, *operands: Any, **params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What an implementation of `choose` is selected for: k choices per token, and a program.
-
-    The program is the one in which the primitive is being lowered.
-    """
+    """What decides which implementation can run: k, and the program that is being lowered."""
 
     program: Program
     k: int
@@ -598,8 +576,7 @@ class _Problem:
 class _TopK(Implementation):
     """An implementation of `choose`, by the GPU kernel or by XLA.
 
-    `compute` takes the operands and parameters of the primitive, and returns the primitive's
-    results.
+    `compute` is the primitive's computation: it maps operands and parameters to results.
     """
 
     compute: Callable[..., Any]
@@ -628,7 +605,7 @@ def _kernel_reason(problem: _Problem) -> str | None:
     )
 
 
-# The implementations, in the order in which they are tried. Callers cannot name one, because both
+# The implementations, in the order in which they are tried. Callers cannot choose one, because all
 # choose the same experts.
 IMPLEMENTATIONS = Implementations(
     (
@@ -645,7 +622,7 @@ def _types(logits: Any, *_: Any, k: int, softmax: bool, **__: Any) -> Any:
 
 
 def _batch(operands: Any, axes: Any, *, given: tuple[str, ...], **params: Any) -> Any:
-    """Runs the primitive on a batch, for `jax.vmap`: the batch's elements become further tokens.
+    """Runs the primitive for `jax.vmap`, as one call for the tokens of all elements of the batch.
 
     `axes` has the batch axis of each operand, or None. `given` names the operands after the logits.
     """

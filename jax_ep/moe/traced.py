@@ -2,8 +2,7 @@
 
 JAX caches compiled programs by static arguments, such as functions. The identity of a function does
 not show what it computes, because a value that it reads besides its arguments, such as an attribute
-of a bound method, may change between two calls. `Traced` objects are compared by their jaxprs
-instead.
+of a bound method, may change between two calls. So `Traced` compares jaxprs.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import numpy as np
 
 from jax_ep.runtime import jax_compat
 
-# Two functions are equal if their jaxprs are, with the constants that they read. But to avoid
-# comparing large arrays, a function that reads a constant of more bytes than this equals only
-# itself.
+# A function that reads a constant of more bytes than this equals only itself, to avoid comparing
+# large arrays. Others are equal if their jaxprs, including constants, are.
 _MOST_BYTES = 1 << 16
 
 
@@ -83,14 +81,14 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 
     Returns the closed jaxpr and the type of the function's result.
     """
-    # JAX caches traces by the identity of the function, so it traces a new lambda again.
+    # JAX caches traces by the identity of the function, and this lambda is new in every call.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes the value of `function` and its gradient.
 
-    If `function` has a custom gradient, the trace of the returned function therefore shows it.
+    So the trace of the returned function includes a custom gradient of `function`.
     """
 
     def both(*arrays: Any) -> Any:
@@ -118,8 +116,7 @@ def _trace_key(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 def _jaxpr_key(jaxpr: Any) -> Any:
     """Returns a hashable key of a jaxpr: its constants, and its equations.
 
-    Variables are replaced by numbers in the order of their first use, so that their names do not
-    matter.
+    Variables are numbered in the order of their first use, so that names do not matter.
     """
     consts = tuple(map(_value_key, getattr(jaxpr, "consts", ())))
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -133,8 +130,8 @@ def _jaxpr_key(jaxpr: Any) -> Any:
 
     def equation(e: Any) -> Any:
         # The parameters of these two primitives hold functions, which would never compare equal, so
-        # they are left out of the key. What they compute is in the key all the same, as a part of
-        # the traced gradient.
+        # they are left out of the key. What the functions compute is in the key all the same, in
+        # the trace of the gradient.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))

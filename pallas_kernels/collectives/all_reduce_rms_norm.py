@@ -57,8 +57,7 @@ def all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
 
-    If all N ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N.
+    If one device simulates all N ranks (`fabric.stacked`), arrays have a leading axis of N.
 
     Args:
       x: [T, H] floating; a row is a whole number of 16-byte vectors, and at least one tile.
@@ -119,8 +118,7 @@ def low_latency_all_reduce_rms_norm(
 
     Raises:
       ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the plan has too many
-        warpgroups for the protocol; or a warpgroup sends more tiles than its channels have room
-        for.
+        warpgroups for the protocol; or a warpgroup sends too many tiles.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -147,8 +145,7 @@ def low_latency_all_reduce_rms_norm(
 class _Refs(NamedTuple):
     """The operands and results of the kernel, in global memory."""
 
-    # [T, H], the input. Peers read it, except over the low-latency protocol, where this rank sends
-    # it.
+    # [T, H], the input, which peers read, or which is sent over the low-latency protocol.
     x: Any
     # [T, H], the residual.
     residual: Any
@@ -164,10 +161,10 @@ class _Refs(NamedTuple):
 class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
-    # [2, warps] float32: each warp's part of the sum of a row's squares. Consecutive rows alternate
-    # between the two halves, so that a row does not overwrite sums that are still being read.
+    # [2, warps] float32: each warp's part of the sum of squares over a row. Consecutive rows use
+    # the two halves in turn, so that a row does not overwrite sums that are still being read.
     squares: Any
-    # A barrier by which the block's warpgroups wait for each other.
+    # A barrier at which the block's warpgroups wait for each other.
     together: Any
 
 
@@ -246,8 +243,7 @@ class _Body:
     def _one_row(self) -> bool:
         """Whether each block has exactly one row.
 
-        The block then loads the row's residual before it waits for peers, so that the load takes no
-        extra time.
+        The block then loads the row's residual before it waits for peers, which hides the load.
         """
         return self.plan.num_blocks == self.num_rows
 
@@ -351,10 +347,7 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of ref[row], a row in global memory, into registers.
-
-        `row` is empty if `ref` is a single row, [H].
-        """
+        """Loads this warpgroup's tiles of the row ref[row], or `ref` itself, in global memory."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
@@ -385,9 +378,8 @@ class _Body:
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
         """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
 
-        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, each
-        rank has already written its share of the sums to this rank's output, `refs.normalized`. The
-        sums are loaded from there, and their normalized values overwrite them later.
+        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, ranks
+        have already written the sums to `refs.normalized` of this rank, from where they are loaded.
         """
         if not self.two_shot:
             return [
@@ -432,8 +424,8 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        # On a GPU, `_meet` suffices. The simulator that checks kernels in tests runs a warpgroup as
-        # one thread, and needs this barrier to see that its threads have met.
+        # On a GPU, `_meet` suffices. The simulator of the tests runs a warpgroup as one thread, and
+        # needs this barrier to see that the warpgroup's threads have met.
         fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -448,8 +440,7 @@ class _Body:
 
         All tiles have the same length, so the last tile of a row is moved back until it ends with
         the row, and may overlap the tile before. Every warpgroup has `tiles_of_warpgroup` tiles. If
-        the row has too few tiles for that, several warpgroups have its last tile, and store the
-        same values to it.
+        the row has too few, several warpgroups have its last tile, and store equal values to it.
         """
         return [self._slice(index) for index in self._my_indices()]
 
@@ -463,10 +454,10 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes the elements of a tile that the row's previous tiles contain too.
+        """Zeroes the elements of a tile that an earlier tile of the row contains, too.
 
-        So a sum over the tiles of all warpgroups counts each column of the row once. `value` has an
-        element for each column of this warpgroup's i-th tile: the square of the row there.
+        A sum over the tiles of all warpgroups then counts each column of the row once. `value` has
+        an element for each column of this warpgroup's i-th tile: the square of the row there.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded

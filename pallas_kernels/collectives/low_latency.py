@@ -231,8 +231,7 @@ def call(
       num_sends: the number of tiles that `body` sends to each peer in each warpgroup. A warpgroup
         receives as many tiles from each peer.
       name: the kernel's name in profiles and messages.
-      scratch_types: the types of the shared memory that `body` takes, by the name of the keyword
-        argument.
+      scratch_types: the types of the shared memory that `body` takes, by keyword.
 
     Returns:
       The kernel's results, as `out_type` describes them.

@@ -52,10 +52,7 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns the index of this warpgroup among the warpgroups of all blocks, a scalar int32.
-
-        It may only be called within a kernel.
-        """
+        """Returns the index of this warpgroup among those of all blocks of the kernel, int32."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 
@@ -72,9 +69,9 @@ class FlatTiles:
     """Distributes the tiles of `num_shards` shards of equal size over a kernel's warpgroups.
 
     A shard is a flat array, cut into tiles of the same length. The last tile of a shard is moved
-    back until it ends with the shard, and may overlap the tile before. The two tiles must then
-    store the same values to the overlap. So the size of a shard may be any whole number of 16-byte
-    vectors that is at least one tile.
+    back until it ends with the shard, and may overlap the tile before; both must then store the
+    same values to the overlap. So the size of a shard may be any whole number of 16-byte vectors
+    that is at least one tile.
     """
 
     # The number of elements of a shard.
@@ -97,7 +94,7 @@ class FlatTiles:
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """Calls `body(shard, where)` for every tile that this warpgroup handles.
 
-        `shard` is the index of the tile's shard, and `where` the slice of that shard.
+        `shard` is the index of the tile's shard, and `where` the tile, as a slice of the shard.
         Neighbouring warpgroups take different shards, to spread the load over the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
@@ -171,8 +168,7 @@ def call(
 
     Args:
       fabric: the ranks, and how they reach each other.
-      body: the kernel's body, called in every warpgroup with references to the operands and the
-        output.
+      body: called in every warpgroup with references to the operands and the output.
       plan: the number of blocks, and of warpgroups per block.
       operands: the kernel's inputs.
       out_type: the shape and dtype of the output on one rank.

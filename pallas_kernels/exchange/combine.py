@@ -54,9 +54,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The two kinds of signal between ranks. _PUT says that the sender's sums for a step are in the
-# receiver's buffer. _READ says that the receiver has read the sums of a step, so that they may be
-# overwritten.
+# The kinds of signal between ranks. _PUT: the sender's sums for a step are in the receiver's
+# buffer. _READ: the receiver has read the sums of a step, which may be overwritten.
 _PUT, _READ = 0, 1
 
 
@@ -140,44 +139,43 @@ class _Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32, the row of y of each choice, by the rank that owns the token.
+    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
     rows: Any
     # [T·K] float32, the routing weights, which peers read from this rank; None without weights.
     weights: Any
     # [T, H], the result.
     out: Any
-    # The receive buffer, which peers write their sums to: an array for each part of a sum (values,
-    # then scales). Its axes are block, step, source rank, token of the step, and column.
+    # The receive buffer for peers' sums: an array of values and, if sums are quantized, one of
+    # scales. Its axes are block, step, source rank, token of the step, and column.
     received: Sequence[Any]
 
 
 class _Scratch(NamedTuple):
     """The shared memory of the combine kernel.
 
-    A step is the tokens between two signals. It has a sum for each of its tokens and each owner,
-    the rank whose token it is; the index of a sum is token · N + owner. Arrays whose first axis is
-    2 have one half for even steps and one for odd steps.
+    The owner of a token is the rank that dispatched it. A step is the tokens between two signals.
+    It has a sum for each of its tokens and each owner, with the index token · N + owner. Arrays
+    whose first axis is 2 have one half for even steps and one for odd steps.
     """
 
-    # [N, window] int32: for each owner, the row of y of each choice of its tokens of a step.
+    # [N, window] int32: for each owner (the rank that dispatched a token), the row of y, the expert
+    # outputs, of each choice of its tokens of a step.
     window_rows: Any
     # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
-    # [2, sums] int32, how many rows of y each sum adds. NOWHERE if the sum is not sent, since the
-    # token chose no expert of this rank.
+    # [2, sums] int32: for each sum of a step, how many rows of y it adds. NOWHERE if the sum is not
+    # sent, since the token chose no expert of this rank.
     list_counts: Any
-    # [2, sums, listed_rows] int32, the rows of y that each sum adds.
+    # [2, sums, listed_rows] int32: for each sum of a step, the rows of the expert outputs to add.
     list_rows: Any
-    # [2, sums, listed_rows] float32, the weights of the rows in `list_rows`.
+    # [2, sums, listed_rows] float32: the routing weights of the rows in `list_rows`.
     list_weights: Any
-    # 2 barriers, for even and for odd steps: each completes when the scout has listed the rows of a
-    # step's sums.
+    # 2 barriers, for even and odd steps: complete when the scout warpgroup has listed the rows.
     listed: Any
-    # 2 barriers, for even and for odd steps: each completes when the workers have sent the sums of
-    # a step.
+    # 2 barriers, for even and odd steps: complete when the workers have sent a step's sums.
     put: Any
-    # 2 barriers, for even and for odd steps: each completes when the workers have read the sums
-    # that this rank received for a step.
+    # 2 barriers, for even and odd steps: complete when the workers have read the sums received for
+    # a step.
     read: Any
 
 
@@ -236,9 +234,9 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """The length of the list of the rows that one sum adds.
+        """The length, with padding, of a list of the rows to add: K, or 1 if y is rank-major.
 
-        It is K, or 1 if y is rank-major, padded to a multiple of `rows_at_once`.
+        It is rounded up to a multiple of `rows_at_once`.
         """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
@@ -249,9 +247,9 @@ class _Combine:
 
     @property
     def reused(self) -> bool:
-        """Whether the receive buffer holds fewer steps than a block sends.
+        """Whether later steps overwrite earlier steps' sums in the receive buffer.
 
-        Later steps then overwrite the sums of earlier steps, which the receiver must have read.
+        If so, a rank may send sums only after the receiver has read the sums that they overwrite.
         """
         return self.steps_per_block > self.receive_steps
 
@@ -309,7 +307,7 @@ class _Combine:
         return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs the scout warpgroup: lists the rows of each step's sums, and signals to peers.
+        """Runs the scout warpgroup: lists the rows to add in each step, and signals to peers.
 
         The lists are in shared memory, where the workers read them. The signals say that the sums
         of a step have been sent, and that received sums have been read.
@@ -317,10 +315,10 @@ class _Combine:
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
-            """Lists the rows of a step's sums, and lets the workers begin the step.
+            """Lists the rows to add in a step, and lets the workers begin the step.
 
-            Before that, waits until peers have read the sums of the earlier step that this step's
-            sums overwrite in their receive buffers.
+            First waits until peers have read the earlier sums that the step's sums will overwrite
+            in their receive buffers.
             """
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
@@ -330,16 +328,15 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Steps `step - 1` and `step + 1` use the same half of the lists. Every worker has sent
-            # the sums of step `step - 1`, so its lists may be overwritten.
+            # Steps `step - 1` and `step + 1` use the same half of the lists. It may be overwritten,
+            # since every worker has sent the sums of step `step - 1`.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
-            # This signal says that the sums received for step `step - 1` have been read. Peers wait
-            # for it before they send step `step - 1 + receive_steps`, which overwrites those sums.
-            # It is sent only if there is such a step.
+            # This signal says that the sums received for step `step - 1` have been read. Peers may
+            # overwrite them in step `step - 1 + receive_steps`, if there is one.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def signal_read() -> None:
                 plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
@@ -349,10 +346,10 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists the rows of y, with their weights, that each sum of a step adds.
+        """Lists for each sum of a step the rows of y to add, with their weights, in shared memory.
 
-        A step has a sum for each owner and each of `step_tokens` tokens, where the owner is the
-        rank whose token it is. Writes the lists to shared memory, where the workers read them.
+        A step has a sum for each of its `step_tokens` tokens and each owner. The owner of a token
+        is the rank that dispatched it.
         """
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
@@ -394,12 +391,12 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs a worker warpgroup: for each step, sends sums, then adds up sums of the step before.
+        """Runs a worker warpgroup: sums and sends the rows of each step, and adds up received sums.
 
         A step is `step_tokens` tokens of every rank. For each step, the warpgroup sums the rows of
         the step's tokens and sends these sums to the tokens' ranks. Then it adds up the sums that
-        other ranks have sent for this rank's tokens of the previous step; they have had time to
-        arrive. `worker` is the index of the warpgroup among the workers of the block.
+        all ranks sent for this rank's tokens of the previous step; they have had time to arrive.
+        `worker` is the index of the warpgroup among the workers of the block.
         """
         num_steps = self._range()[2]
 
@@ -494,8 +491,8 @@ class _Combine:
 
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # The sum starts from -0.0, and entries of the list without a row add -0.0. Both
-                # change no bit of the sum, since x + -0.0 has the bits of x for every x.
+                # The sum starts from -0.0, and unused entries of the list add -0.0. Neither changes
+                # a bit of the sum, since x + -0.0 has the bits of x for every x.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
@@ -511,27 +508,26 @@ class _Combine:
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
-        """Returns the columns that tile number `tile` covers of a sum.
+        """Returns the columns of a sum that tile number `tile` covers, as a list of slices.
 
-        They are a slice of the sum's values and, if sums are quantized, a second slice, of the
-        sum's scales.
+        The first is of the sum's values; if sums are quantized, a second one is of its scales.
         """
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]
 
     @property
     def held(self) -> int:
-        """The number of elements that a warpgroup's registers hold of a tile.
+        """The number of elements of a tile in registers: the tile's length, padded.
 
-        It is the tile's length, padded so that all threads hold the same number of whole vectors.
+        The padding gives all threads of the warpgroup the same number of whole vectors.
         """
         return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
-        """Waits for all ranks' sums for this rank's tokens of a step, and writes totals to `out`.
+        """Waits for all ranks' sums for this rank's tokens of a step, and adds them up into `out`.
 
-        A token's total is the sum of the sums that all ranks sent for it, in float32 and in rank
-        order. This worker, number `worker`, handles its share of the totals' tiles.
+        The sums for a token are added in float32, in rank order. This worker, number `worker`,
+        handles its share of the tiles.
         """
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)

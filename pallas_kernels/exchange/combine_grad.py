@@ -49,8 +49,8 @@ from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vect
 
 # The kind of signal by which a block says that it has made its last access to its peers' memory.
 _DONE = 0
-# In the ring, each cotangent comes with its number of rows of y. After the last cotangent, the
-# scout passes this value instead of that number, to tell a worker to stop.
+# The scout warpgroup passes each cotangent through the ring with its number of rows of y. After the
+# last cotangent it passes this value instead of the number, to tell a worker to stop.
 _END = -1
 # A thread holds this many 16-byte vectors of a row in registers at a time.
 _VECTORS_AT_ONCE = 2
@@ -89,23 +89,21 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: the `fair` argument of the dispatch, which says how a rank dropped rows if more than R
-        would have arrived.
+      fair: the dispatch's argument `fair`: how a rank dropped rows if more than R would have come.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
-      into: the dy of the previous call if the tokens of one dispatch are divided among several
-        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
-        rows of this call's tokens are written into it, and all its other rows keep their values.
+      into: None, or the dy of the previous call if the tokens of one dispatch are divided among
+        several calls. This call writes its tokens' rows into it; all other rows keep their values.
+        `counts` is then that of the whole dispatch.
 
     Returns:
       dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in
-        float32 and rounded once. A row without a token is zero, except as `zero_unused` and `into`
-        say.
+        float32 and rounded once. Other rows are zero, except as `zero_unused` and `into` say.
       dweights: [T, K] float32, the inner product of the token's cotangent and the choice's row of
         y, summed in the same order on every run. It is zero for choices that are of no expert or
         were dropped.
     """
-    # A worker must wait for every completion of the barriers of the stages that it reads. So a
-    # stage must always be read by the same worker.
+    # A warpgroup must wait for every completion of a barrier that it uses. So the same worker must
+    # read all cotangents in a stage.
     if plan.num_stages % plan.num_workers:
         raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
@@ -150,7 +148,7 @@ def combine_grad(
 class Refs(NamedTuple):
     """The operands and results of a kernel for a combine's gradient, in global memory.
 
-    Peers of this file's kernel read `g` and `weights`, and write to `dweights`.
+    Peers read `g` and `weights` and write to `dweights`, except over the low-latency protocol.
     """
 
     # [T, H], the cotangent of the combine's result.
@@ -161,8 +159,7 @@ class Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each owner (the rank that dispatched a token), the row of y of each choice
-    # of its tokens.
+    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
     rows: Any
     # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
     counts: Any
@@ -180,16 +177,17 @@ class _Scratch(NamedTuple):
     """
 
     experts: ExpertScratch
-    # [N, window] int32: for each owner, the row of y of each choice of its next tokens.
+    # [N, window] int32: for each owner (the rank that dispatched a token), the row of y, the expert
+    # outputs, of each choice of the loaded tokens.
     window_rows: Any
     # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
     # [S, columns], the cotangents in the S stages of the ring.
     stages: Any
-    # [S, 2] int32. For stage s, [s, 0] is the number of listed rows of y, or _END; [s, 1] is the
-    # owner of the token.
+    # [S, 2] int32: for the token in stage s, [s, 0] is its number of rows of y, or _END if the
+    # worker is to stop, and [s, 1] is its owner.
     notes: Any
-    # [S, listed_rows] int32: for the token in each stage, its rows of y on this rank.
+    # [S, listed_rows] int32: for the token in each stage of the ring, its rows of y on this rank.
     list_rows: Any
     # [S, listed_rows] int32: for each row in `list_rows`, the index of its choice in the owner's
     # dweights, token · K + choice.
@@ -239,9 +237,9 @@ class _CombineGrad:
 
     @property
     def listed_rows(self) -> int:
-        """The length of the list of rows of y that belong to one cotangent.
+        """The length, with padding, of a list of one token's rows of y: K or more.
 
-        It is K, padded to a multiple of ROWS_OF_COTANGENT.
+        It is a multiple of ROWS_OF_COTANGENT.
         """
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
@@ -290,10 +288,10 @@ class _CombineGrad:
         first_token, end_token = self.token_range()
 
         def scout_window(index: jax.Array, turn: jax.Array) -> jax.Array:
-            """Passes the cotangents of some tokens to the workers.
+            """Passes the cotangents of the tokens of window number `index` to the workers.
 
-            They are the tokens of slice number `index` of the routing data. `turn` is how many
-            cotangents have been passed before. Returns how many have been passed after the slice.
+            A window is the slice of the routing data that is loaded at a time. `turn` is the number
+            of cotangents passed before. Returns the number passed after the window.
             """
             window_token = first_token + index * window.tokens
             owners = [self.owner(i) for i in range(num_ranks)]
@@ -323,7 +321,7 @@ class _CombineGrad:
 
         lax.fori_loop(0, self.plan.num_workers, end, None)
         fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_stages)
-        # The ring is empty now, so the workers have read all cotangents and written all dweights.
+        # `drain` has waited until the workers have read all cotangents and written all dweights.
         self.finish()
 
     def _scout_pair(
@@ -335,9 +333,9 @@ class _CombineGrad:
         refs: Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Fills a stage of the ring with a token's cotangent and the list of the token's rows.
+        """Fills a stage of the ring with a token's cotangent and the list of the token's rows of y.
 
-        Also writes zero to the owner's dweights for each dropped choice.
+        Also writes zero to the owner's dweights, the weights' gradient, for each dropped choice.
 
         Args:
           token: the token's index in its owner.
@@ -399,8 +397,7 @@ class _CombineGrad:
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
             )
             lax.fori_loop(0, parts, weigh_rows, None)
-            # The scout next overwrites the stage by an asynchronous bulk copy. This fence orders
-            # that copy after this warpgroup's reads.
+            # This fence orders the scout's next copy into the stage after this warpgroup's reads.
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[stage])
             return turn + self.plan.num_workers, count != _END
@@ -418,8 +415,8 @@ class _CombineGrad:
     ) -> None:
         """Multiplies a cotangent with up to ROWS_OF_COTANGENT rows of y, and with their weights.
 
-        For each row, writes the inner product of cotangent and row to the owner's dweights, and the
-        cotangent times the row's weight to dy.
+        For each row, writes the inner product of cotangent and row to the owner's dweights (the
+        gradient of the weights), and the cotangent times the row's weight to dy.
 
         Args:
           worker: the index of this warpgroup among the workers of the block.
@@ -442,9 +439,9 @@ class _CombineGrad:
             """Multiplies the cotangent with the rows in some neighbouring blocks of columns.
 
             The first block begins at column `start`, and `sizes` has the number of columns of each
-            block. Writes the cotangent times the weight to each row of dy. `totals` has for each
-            row an array of partial inner products, one for each column of a block. Returns `totals`
-            plus the products of these blocks.
+            block. Writes the cotangent times the weight to each row of dy. `totals` has, for each
+            row, the products with the cotangent summed over earlier blocks, one sum for each column
+            of a block. Returns `totals` plus the products of these blocks.
             """
             parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
             loaded = [
@@ -462,8 +459,8 @@ class _CombineGrad:
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
                     if columns.size > part.size:
-                        # The loads of the cotangent pass the end of the row, where its stage holds
-                        # undefined values. Their products must not count.
+                        # The load of the cotangent passes the end of the row. The stage has
+                        # undefined values there, whose products must not count.
                         inside = fb.iota(fabric, columns.size, vector) < part.size
                         product = jnp.where(inside, product, jnp.zeros_like(product))
                     if fabric.interpret:
@@ -494,7 +491,7 @@ class _CombineGrad:
                 choice = scratch.list_choices[stage, first + i]
                 vectors.store_total(fabric, scratch.sums.at[worker, i], of_owner, choice)
 
-        # The next call overwrites `scratch.sums`, which all threads must have read before.
+        # All threads must have read `scratch.sums` before the next call overwrites it.
         fabric.barrier()
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:
@@ -503,15 +500,15 @@ class _CombineGrad:
         return first, first + count
 
     def num_windows(self) -> jax.Array:
-        """Returns in how many slices this block loads its routing data, a scalar int32."""
+        """Returns the number of slices in which this block loads routing data, a scalar int32."""
         first, end = self.token_range()
         return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
 
     def owner(self, i: jax.Array | int) -> jax.Array:
         """Returns the owner in the i-th (token, owner) pair of this block, a scalar int32.
 
-        The block handles each of its token indices for all N owners in succession. The order of the
-        owners differs between blocks, to spread the load over the links.
+        The owner of a token is the rank that dispatched it. The block handles each token index for
+        all N owners in succession. Blocks use different orders, to spread the load over the links.
         """
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
@@ -531,8 +528,8 @@ class _CombineGrad:
     def _fill(self, refs: Refs, scratch: _Scratch) -> None:
         """Runs the filler warpgroup: zeroes the elements of dy and dweights that no worker writes.
 
-        In dy they are the rows without a token, which `ExpertRows.fill` zeroes. In dweights they
-        are the choices of this rank's tokens whose id is no expert's.
+        In dy, the gradient of y, they are the rows without a token. In dweights, the gradient of
+        the weights, they are the choices of this rank's tokens whose id is no expert's.
         """
         fabric, top_k, num_experts = self.fabric, self.top_k, self.experts.num_experts
         self.experts.fetch_counts(refs.counts, scratch.experts)

@@ -83,8 +83,7 @@ def dispatch(
         more rows than a common limit, the largest with which the remaining rows fit; the result
         `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
       A tuple of seven:
@@ -152,28 +151,24 @@ def dispatch_like(
 ) -> tuple[jax.Array, ...]:
     """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
 
-    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N.
+    If one device simulates all ranks (`fabric.stacked`), every array has a leading axis of N.
 
     Args:
       x: [T, H], a row for each of this rank's tokens; H · itemsize is a multiple of 128 bytes.
       rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
         each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
-        each expert.
+      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
       fabric: how ranks reach each other.
       plan: the number of blocks, the number of tokens that a block sends between two signals (a
         step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: the rows of each expert start at a multiple of this number, as given to
-        `dispatch`.
+      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
       fair: how rows that do not fit are dropped, as given to `dispatch`.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
-      into: the result of the previous call if the tokens of one dispatch are divided among several
-        calls, each with the `counts` of the whole dispatch; None in the first or only call. The
-        rows of this call's tokens are written into it, and all its other rows keep their values.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
+      into: None, or the result of the previous call if the tokens of one dispatch are divided among
+        several calls. This call writes its tokens' rows into it; all other rows keep their values.
+        `counts` is then that of the whole dispatch.
 
     Returns:
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
@@ -203,8 +198,8 @@ def dispatch_like(
         num_warpgroups=3,
         out_type=tokens if into is None else [],
         scratch_types=dict(scratch=kernel.scratch()),
-        # Peers read operand 1, which has the rows that their tokens get here, and write to the
-        # receive buffer, which follows the 3 operands.
+        # Peers read operand 1, `rows`, and write to the receive buffer, which follows the 3
+        # operands.
         shared=(1, *range(3, 3 + len(row.parts))),
     )
     operands = (
@@ -220,26 +215,26 @@ def dispatch_like(
 class _Scratch(NamedTuple):
     """The shared memory of the kernels of `dispatch` and `dispatch_like`.
 
-    The receiver has a ring of C stages. A stage holds the received row of a token while the
-    receiver copies it to the token's further rows on this rank.
+    The receiver warpgroup has a ring of C stages. A stage holds a received row while it is copied
+    to the other rows that the token has on this rank.
     """
 
     sender: SenderScratch
     experts: ExpertScratch
-    # [N, window] int32: for each source rank, the rows of this rank's receive buffer that the
-    # choices of one step's tokens get.
+    # [N, window] int32: for each source rank, the receive-buffer row of each choice of the tokens
+    # of one step (the tokens that are sent between two signals).
     step_rows: Any
-    # [tokens of a step · N, K] int32: a list of the step's tokens that have several rows on this
-    # rank, with the row of each of their K choices. NOWHERE where a choice has no row here.
+    # [tokens of a step · N, K] int32: for each of the step's tokens that has several rows on this
+    # rank, the rows of its K choices; NOWHERE where a choice has no row here.
     step_copies: Any
-    # The stages of the receiver's ring: an array [C, columns] of values and, if rows are quantized,
-    # one of scales.
+    # The C stages of the receiver's ring: an array [C, columns] of values and, if rows are
+    # quantized, one of scales.
     copies: Sequence[Any]
     # [C] barriers, one for each stage of `copies`: it completes when a row has arrived there.
     copy_full: Any
-    # A barrier that completes when the sender has found where each expert's rows are.
+    # A barrier that completes when the sender warpgroup has found where each expert's rows are.
     groups_known: Any
-    # [count_width + LANES] int32, the next free row of each expert of all ranks, in the receive
+    # [count_width + LANES] int32: for each expert of all ranks, the next free row in the receive
     # buffer of the expert's rank. None in `dispatch_like`.
     next_rows: Any = None
     # A barrier that completes when the receiver has called `fabric.connect`, after which the sender
@@ -249,10 +244,10 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The common base of the kernels of `dispatch` and `dispatch_like`.
+    """The base class of the kernels of `dispatch` and `dispatch_like`.
 
-    It implements the receiver warpgroup, which copies a received token to its further rows on this
-    rank, and describes the shared memory.
+    It has what both share: the types of the shared memory, and the receiver warpgroup, which copies
+    a received row to the other rows that the token has on this rank.
 
     Attributes:
       sender: sends this rank's tokens to all ranks.
@@ -287,8 +282,7 @@ class _Kernel:
     def kept(self, row: jax.Array) -> jax.Array:
         """Returns whether `row`, a scalar int32, is a row of the receive buffer; a scalar bool.
 
-        The result is false for the row of a dropped choice, which is R or more, and for NOWHERE,
-        which is -1.
+        A row is not if it is R or more (its choice was dropped) or NOWHERE, which is -1.
         """
         return (row >= 0) & (row < self.experts.capacity)
 
@@ -300,17 +294,16 @@ class _Kernel:
         Args:
           rows: [N, T·K] int32 in global memory, the row on this rank of each choice of each source
             rank's tokens. In `dispatch` it arrives with the tokens.
-          tokens: the receive buffer, an array [R, columns] for each part of a row (values, then
-            scales).
+          tokens: the receive buffer: an array of values and, if rows are quantized, one of scales.
           scratch: the kernel's shared memory.
         """
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Waits for a step, a few tokens of each rank, and copies the tokens to further rows.
+            """Waits for a step of tokens, and copies those that have several rows on this rank.
 
-            Only tokens with several rows on this rank are copied. `begun` is the number of tokens
-            that earlier steps copied. Returns `begun` plus the number that this step copied.
+            A step is the tokens that each rank sends between two signals. `begun` is the number of
+            tokens that earlier steps copied. Returns `begun` plus the number that this step copied.
             """
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
@@ -323,8 +316,8 @@ class _Kernel:
 
         @pl.when(num_tokens == 0)
         def wait_for_peers() -> None:
-            # A block without tokens has no steps to wait for. It waits for its peers all the same,
-            # since in `dispatch_like` they may still be reading this rank's `rows`.
+            # A block without tokens receives no step. It still waits for its peers' signal, since
+            # in `dispatch_like` they may be reading this rank's `rows`.
             self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -339,13 +332,13 @@ class _Kernel:
     ) -> jax.Array:
         """Lists the tokens of a step that have several rows on this rank.
 
-        A step is `sender.step_tokens` consecutive tokens of every source rank. Writes the list to
-        scratch.step_copies[:count, :K]: for each listed token, the receive-buffer rows of its K
-        choices, with NOWHERE for choices without a row here. Tokens of this rank itself are left
-        out, since the sender writes them to all their rows.
+        Writes the list to scratch.step_copies[:count, :K]: for each listed token, the
+        receive-buffer rows of its K choices, with NOWHERE for choices without a row here. This
+        rank's own tokens are left out, since the sender writes them to all their rows.
 
         Args:
-          step: the number of the step, from 0.
+          step: the number of the step, from 0. A step is the tokens sent between two signals:
+            `sender.step_tokens` consecutive tokens of every source rank.
           first_token: the first token of this block, the same for every source rank.
           num_tokens: the number of tokens of this block from every source rank.
           rows: [N, T·K] int32 in global memory, the row on this rank of each choice.
@@ -389,9 +382,9 @@ class _Kernel:
     ) -> None:
         """Copies each token listed in `scratch.step_copies` from its first row to its other rows.
 
-        `count` is the number of listed tokens, and `begun` the number of tokens that earlier steps
-        have copied through the receiver's ring of C stages. So the first listed token uses stage
-        `begun` modulo C. `tokens` is the receive buffer, an array for each part of a row.
+        `count` is the number of listed tokens. `begun` is the number of tokens copied in earlier
+        steps, so the first listed token uses stage `begun` modulo C of the receiver's C stages.
+        `tokens` is the receive buffer: an array of values and, if quantized, one of scales.
         """
         num_copies = self.sender.plan.num_copy_stages
 
@@ -413,10 +406,11 @@ class _Kernel:
     def _begin_copy(
         self, i: jax.Array, begun: jax.Array, tokens: Sequence[Any], scratch: _Scratch
     ) -> None:
-        """Starts to copy the first row of the i-th listed token to a stage of the receiver's ring.
+        """Starts to copy the first row of the i-th token of `scratch.step_copies` into the ring.
 
-        The ring has C stages, and the token uses stage (begun + i) modulo C, since earlier steps
-        have copied `begun` tokens. `tokens` is the receive buffer, an array for each part of a row.
+        The ring of the receiver warpgroup has C stages. The token uses stage (begun + i) modulo C,
+        since `begun` tokens were copied in earlier steps. `tokens` is the receive buffer: an array
+        of values and, if rows are quantized, one of scales.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         first = jnp.int32(fb.NOWHERE)
@@ -444,16 +438,16 @@ class _Kernel:
     ) -> None:
         """Waits until a token's first row is in the ring, and writes it to the token's other rows.
 
-        The token is the i-th of the `count` tokens listed in `scratch.step_copies`. `begun` is the
-        number of tokens that earlier steps have copied. `tokens` is the receive buffer, an array
-        for each part of a row.
+        The token is the i-th of the `count` tokens listed in `scratch.step_copies`. `begun` tokens
+        were copied in earlier steps. `tokens` is the receive buffer: an array of values and, if
+        rows are quantized, one of scales.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         stage = lax.rem(begun + i, jnp.int32(num_copies))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
-            # The ring is kept full: num_copies - 1 copies have been started after this one, and may
-            # stay under way. Near the end of the list there are fewer, so all are waited for.
+            # Up to num_copies - 1 later copies are under way, and may stay so. Near the end of the
+            # list there are fewer of them, so this waits for all copies.
             lax.cond(
                 i + num_copies <= count,
                 lambda: short_copies.wait(fabric, num_copies - 1),
@@ -504,8 +498,8 @@ class _Dispatch(_Kernel):
     """The kernel of `dispatch`, which computes the row of each choice and sends the tokens."""
 
     def scratch(self) -> _Scratch:
-        # The entry at `count_width`, after those of the experts, is for choices whose id is no
-        # expert's: `take_rows` takes their rows from this entry, and the rows are ignored.
+        # `take_rows` looks up a row for every choice. For a choice whose id names no expert it uses
+        # the extra entry at `count_width`, and the result is ignored.
         next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
         return super().scratch()._replace(next_rows=next_rows, connected=plgpu.Barrier())
 
@@ -548,11 +542,10 @@ class _Dispatch(_Kernel):
             self.receive(rows, tokens, scratch)
 
     def _send_counts(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts how many of this rank's choices are of each expert, and sends the counts to all.
+        """Counts this rank's choices by expert, and sends the counts to all ranks, itself included.
 
-        The counts are [count_width] int32 and go to every rank, this one included. Block 0 alone
-        counts, since a GPU starts it before other blocks. `choices` is [T·K] int32 with padding in
-        global memory, the experts that this rank's tokens choose.
+        The counts are [count_width] int32. Only block 0, which a GPU starts first, does this.
+        `choices` is [T·K] int32 with padding in global memory, the experts of this rank's tokens.
         """
         fabric, width = self.fabric, self.experts.count_width
 
@@ -566,11 +559,10 @@ class _Dispatch(_Kernel):
             fabric.barrier()
 
     def _count_earlier(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts how often each expert is chosen by the tokens before this block's.
+        """Counts by expert the choices of this rank's tokens that blocks with lower indices handle.
 
-        These are this rank's tokens that blocks with lower indices handle. Writes the counts to
-        `scratch.next_rows`. `choices` is [T·K] int32 with padding in global memory, the experts
-        that this rank's tokens choose.
+        Writes the counts to `scratch.next_rows`. `choices` is [T·K] int32 with padding in global
+        memory, the experts that this rank's tokens choose.
         """
         fb.clear(scratch.next_rows, self.experts.count_width)
         self.fabric.barrier()
@@ -600,7 +592,7 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Implements the methods of `sender.Routes` that find a token's rows in its list for a rank.
+    """Finds a token's rows in its list for a rank; a part of the interface `sender.Routes`.
 
     The list has K words: for each of the token's choices, its row in the rank's receive buffer, or
     NOWHERE if the choice is of another rank's expert.
@@ -612,9 +604,8 @@ class _Routes:
     def row(self, words: List, i: jax.Array) -> jax.Array:
         """Returns the row of a rank's receive buffer to which the sender writes a token.
 
-        It is the row of the token's first choice that has one on the rank. Returns NOWHERE if no
-        choice has one, or if all are dropped. `words` is the token's list for the rank, the row of
-        each choice. `i` is not used.
+        `words` is the token's list for the rank: the row there of each of its K choices. The result
+        is the first of these rows in the buffer, or NOWHERE if there is none. `i` is not used.
         """
         del i
         place = jnp.int32(fb.NOWHERE)
@@ -623,11 +614,11 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns a token's rows on this rank except the one that `row` returns.
+        """Returns the rows that a token has on this rank besides the one that `row` returns.
 
-        `words` is the token's list for this rank, the row of each choice. The result has K - 1
-        scalar int32, one for each choice but the first, which never has a further row. An entry is
-        NOWHERE if its choice is of another rank's expert, is dropped, or has the row of `row`.
+        `words` is the token's list for this rank: the row of each of its K choices. The result has
+        K - 1 scalar int32, for the second to the last choice. It has NOWHERE for a choice that has
+        no row in the buffer, or whose row is the one that `row` returns.
         """
         found, places = jnp.bool_(False), []
         for row in words:
@@ -641,18 +632,18 @@ class _Routes:
 class _KnownRoutes(_Routes):
     """Implements `sender.Routes` with the rows that an earlier dispatch computed.
 
-    Each rank knows only the rows of its own receive buffer, for the tokens that it received. So the
-    sender reads the rows that its tokens have at a rank from that rank's memory.
+    Each rank has stored only the rows of its own receive buffer. So the sender reads from the
+    memory of every rank which rows its tokens have there.
     """
 
-    # Each rank has such an array in its global memory: [N, T·K] int32, the row of its own receive
-    # buffer that each choice of each source rank's tokens has.
+    # [N, T·K] int32 in global memory: the row of this rank's receive buffer that each choice of
+    # each source rank's tokens has.
     rows: Any
 
     def sources(self) -> list[Any]:
-        """Returns N references, [T·K] int32 each, in the memory of the N ranks.
+        """Returns a reference into the global memory of each of the N ranks, [T·K] int32.
 
-        Reference r has the row of each of this rank's choices in the receive buffer of rank r.
+        Reference r has the row of each choice of this rank's tokens in rank r's receive buffer.
         """
         fabric = self.kernel.fabric
         return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
@@ -660,8 +651,8 @@ class _KnownRoutes(_Routes):
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Reads a token's list for each of `ranks` from shared memory.
 
-        A list has the rows of the token's K choices in the receive buffer of the rank. `entry` is
-        the index of the token's first choice in the loaded slice of the routing data.
+        A list has the rows of the token's K choices in the rank's receive buffer. `entry` is the
+        column of `SenderScratch.words`, the loaded routing data, where the token's choices begin.
         """
         entries = [entry + choice for choice in range(self.kernel.top_k)]
         return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]
@@ -678,19 +669,16 @@ class _NewRoutes(_Routes):
     choices: Any
 
     def sources(self) -> list[Any]:
-        """Returns a list of one reference: [T·K] int32, the experts that this rank's tokens choose.
-
-        It is in global memory.
-        """
+        """Returns a list of one array: [T·K] int32, the experts that this rank's tokens choose."""
         return [self.kernel.fabric.mine(self.choices)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Computes a token's list for each of `ranks`.
 
         A list has the rows of the token's K choices in the receive buffer of the rank, with NOWHERE
-        for choices of other ranks' experts. `entry` is the index of the token's first choice in the
-        loaded slice of the routing data. Advances `scratch.next_rows`, the next free row of each
-        expert, so this method must be called once for each token, in order.
+        for choices of other ranks' experts. `entry` is the column of `SenderScratch.words`, the
+        loaded routing data, where the token's choices begin. Advances `scratch.next_rows`, the next
+        free row of each expert, so this method must be called once for each token, in order.
         """
         of_experts, scratch = self.kernel.experts, self.scratch
         experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]

@@ -2,8 +2,7 @@
 
 The positions follow from how often each rank chose each expert. The rows of one expert are a group.
 A group consists of a row for each choice of the expert, and of rows of zeros that pad the group to
-a multiple of the alignment. The rows after the last group are unused. R is the number of rows of a
-rank's buffer:
+a multiple of the alignment. The rows after the last group are unused. A rank's buffer has R rows:
 
     rows of a rank:   group of expert 0    group of expert 1               R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
@@ -41,14 +40,12 @@ class ExpertScratch(NamedTuple):
 
     # [N, W] int32: for each source rank, how many choices of its tokens are of each expert.
     all_counts: Any
-    # [2 · W] int32, the workspace of `_ends`, which computes prefix sums over experts. The first
-    # half stays zero.
+    # [2 · W] int32: workspace for prefix sums over experts. The first half stays zero.
     scan: Any
-    # [2, W] int32, where each expert's rows end: [0] has the row after the expert's last token, [1]
-    # the row after the padding.
+    # [2, W] int32: for each expert, the row after its last token, and the row after its padding.
     group_ends: Any
-    # A row of zeros, which `fill` copies to the receive buffer: an array for each part of a row
-    # (values, then scales).
+    # A row of zeros, which `fill` copies to the receive buffer: an array of values and, if rows are
+    # quantized, one of scales.
     zeros: Sequence[Any]
     # A barrier that completes when `all_counts` is filled.
     counts_full: Any
@@ -67,14 +64,13 @@ class ExpertRows:
       num_experts: E, the number of experts on all ranks together.
       capacity: R, the number of rows of each rank's receive buffer.
       alignment: the rows of each expert start at a multiple of this number.
-      parts: the number of columns and the dtype of each part of a row: its values and, if rows are
-        quantized, its scales.
+      parts: (columns, dtype) of a row's values and, if rows are quantized, of its scales.
       fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
         more rows than a common limit, the largest with which the remaining rows fit. If false, the
         rank drops the rows from row R on.
       zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
-      adds: whether the kernel writes into a receive buffer whose unused rows an earlier call has
-        zeroed; `fill` does nothing if true.
+      adds: whether the kernel writes into an existing receive buffer, whose unused rows an earlier
+        call has zeroed. `fill` then does nothing.
       count_arrivals: how many arrivals complete the barrier `ExpertScratch.counts_full`; None means
         one for each copy that `fetch_counts` starts.
     """
@@ -144,17 +140,16 @@ class ExpertRows:
     ) -> None:
         """Finds where each expert's rows start and end in the receive buffer of the expert's rank.
 
-        Writes `scratch.group_ends`. If `fair`, each expert of a rank keeps at most q rows, where q
-        is the largest number for which the rows that the rank's experts keep fit in the capacity. A
-        choice whose row would come after its expert's q rows is dropped.
+        Writes `scratch.group_ends`. With the attribute `fair`, each expert of a rank keeps at most
+        q rows, and later choices of the expert are dropped. q is the largest number for which the
+        kept rows of the rank's experts fit in the capacity.
 
         Args:
           scratch: shared memory. This method waits until its `all_counts` is filled.
-          next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds how
-            often each expert is chosen by this rank's tokens that blocks with lower indices handle.
-            On return it holds the row that this block's first choice of each expert gets.
-          group_starts: [count_width] int32 in shared memory, or None. The first row of each expert
-            is written to it.
+          next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds, for
+            each expert, the number of choices by this rank's tokens that blocks with lower indices
+            handle. On return it holds the row that this block's first choice of each expert gets.
+          group_starts: [count_width] int32 in shared memory, gets each expert's first row; or None.
           all_counts_ref: [N, count_width] int32 in global memory, or None. Block 0 writes the
             counts of `scratch.all_counts` to it, as a result of the kernel.
         """
@@ -202,8 +197,7 @@ class ExpertRows:
         """Returns the row after each expert's rows and padding, [count_width] int32.
 
         `sizes` holds each expert's number of rows with padding. The result is the running sum of
-        `sizes` over the experts of each rank, which begins anew at every rank. `scan` is workspace
-        in shared memory, `ExpertScratch.scan`.
+        `sizes` over the experts of each rank. `scan` is `ExpertScratch.scan`.
         """
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         # This is an inclusive scan in log2(experts of a rank) rounds. The second half of `scan`
@@ -226,9 +220,8 @@ class ExpertRows:
 
         `total`, [count_width] int32, is each expert's number of rows before any is dropped. All
         experts of a rank have the same quota: the largest number with which the rows of the rank's
-        experts fit in the capacity. A binary search finds the quotas of all ranks together, from
-        the highest bit to the lowest. A bit of a rank's quota is set if the rows still fit with it.
-        If the rows of every rank fit in the capacity, the result is `total`.
+        experts fit in the capacity. A binary search over the bits of the quotas, from the highest
+        to the lowest, finds the quotas of all ranks together. If all rows fit, it is `total`.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
@@ -259,12 +252,11 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        # No expert can keep more rows than the capacity, so a quota needs no more bits than it has.
+        # No expert can keep more rows than the capacity, so a quota needs no more bits.
         num_bits = jnp.int32(self.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        # If the rows of every rank fit, the loop has not run and the quotas are 0, so the result is
-        # `total`.
+        # If the rows of every rank fit, the loop has not run, and every expert keeps all its rows.
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(
@@ -327,10 +319,8 @@ class ExpertRows:
         Args:
           scratch: shared memory in which `find_groups` has written `group_ends`.
           group_sizes: [L] int32 in global memory, gets each group's number of rows with padding.
-          expert_counts: [L] int32 in global memory, gets each group's number of rows without
-            padding.
-          num_dropped: [1] int32 in global memory, gets the number of this rank's rows that did not
-            fit in the capacity.
+          expert_counts: [L] int32 in global memory, gets each group's number without padding.
+          num_dropped: [1] int32 in global memory, gets how many of this rank's rows did not fit.
           rows_needed: [1] int32 in global memory, gets the capacity with which all rows would fit.
         """
         fabric, per_rank = self.fabric, self.num_local_experts
@@ -340,11 +330,11 @@ class ExpertRows:
             return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
 
         def describe_tail(i: Any, carry: Any) -> Any:
-            """Writes the sizes of the group of local expert i if not `fair`.
+            """Writes the number of rows of local expert i, if `fair` is False.
 
-            The rows from the capacity on are then dropped, in whichever group they are. `carry` is
-            a pair: the group's first row, and the number of rows dropped from earlier groups.
-            Returns this pair for the next group.
+            The rows from the capacity on are dropped. A group is an expert's rows; `carry` is (the
+            first row of this group, the number of rows dropped from earlier groups). Returns the
+            pair for the next group.
             """
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
@@ -355,11 +345,12 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes the sizes of the group of local expert i if `fair`.
+            """Writes the number of rows of local expert i, if `fair` is True.
 
-            Quotas have then made all groups fit in the capacity. `carry` has three numbers: the
-            group's first row, how many rows earlier groups dropped, and how many rows earlier
-            groups would need with padding if none were dropped. Returns them for the next group.
+            The experts' quotas have made all rows fit in the capacity. A group is an expert's rows;
+            `carry` is (the first row of this group, the number of rows dropped from earlier groups,
+            the number of rows with padding that earlier groups would have without drops). Returns
+            the triple for the next group.
             """
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
@@ -386,8 +377,8 @@ class ExpertRows:
         """Writes zeros to the rows of this rank's receive buffer that receive no token.
 
         They are the padding after each expert's rows and, if `zero_unused`, the rows after the last
-        expert's padding; otherwise these stay undefined. `tokens` is the buffer, an array
-        [R, columns] for each part of a row (values, then scales).
+        expert's padding, which otherwise stay undefined. `tokens` is the buffer: an array of values
+        and, if rows are quantized, one of scales.
         """
         if self.adds:
             return

@@ -44,8 +44,8 @@ class Rows:
       channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
       plan: how rows are distributed over blocks and warpgroups.
       what: the kernel's name in the error messages of timeouts.
-      warpgroup: the index of this warpgroup in its block, or None before `for_warpgroup` has set
-        it. It is kept here since each call that asks the GPU for it costs a shuffle.
+      warpgroup: the index of this warpgroup in its block; None before `for_warpgroup` sets it. It
+        is kept here since each query of it on the GPU costs an instruction, a shuffle.
     """
 
     fabric: fb.Fabric
@@ -66,9 +66,8 @@ class Rows:
         """Returns a list of (token, exists), one for each of the tokens that this block handles.
 
         `token` is the token's index in its rank, a scalar int32. The lists of all blocks have the
-        same length, since kernels unroll the loops over them. The last block may have fewer tokens:
-        for the surplus items of its list, `exists`, a scalar bool, is false, and `token` is the
-        rank's last token.
+        same length, since kernels unroll the loops over them. If the last block has fewer tokens,
+        `exists`, a scalar bool, is false for the surplus items, whose `token` is the rank's last.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -78,11 +77,11 @@ class Rows:
     def tiles(self) -> list[tuple[Any, jax.Array]]:
         """Returns a pair (columns, own) for each of this warpgroup's tiles of a row.
 
-        `columns` is the slice of the row's columns that is the tile. All warpgroups have the same
-        number of tiles. If the row has too few tiles for that, some warpgroups have its last tile
-        as a substitute. For a substitute, `own`, a scalar bool, is false, and the tile must be
-        neither sent nor stored. All tiles have the same length, so the last tile of a row is moved
-        back until it ends with the row, and may overlap the tile before.
+        `columns` is the tile's slice of the columns. All tiles have the same length, so the row's
+        last tile is moved back until it ends with the row, and may overlap the tile before. All
+        warpgroups have the same number of tiles. If the row has too few, some warpgroups get the
+        last tile as a substitute: `own`, a scalar bool, is then false, and the tile must be neither
+        sent nor stored.
         """
         plan = self.plan
         indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
@@ -93,10 +92,10 @@ class Rows:
         ]
 
     def index(self, token: int, tile: int) -> int:
-        """Returns the number of a tile in the channel between two warpgroups of the same index.
+        """Returns the number by which the sender and the receiver of a tile find its tile buffer.
 
-        Sender and receiver find the tile's buffer by this number. `token` is the token's index in
-        the block, and `tile` the index of the tile among the warpgroup's tiles of a row.
+        `token` is the token's index in the block, and `tile` the index of the tile among the
+        warpgroup's tiles of a row.
         """
         return token * self.plan.tiles_of_worker + tile
 
@@ -108,8 +107,7 @@ class Rows:
     def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
         """Stores this warpgroup's i-th tile of a row to row `row` of `ref` if `predicate` is true.
 
-        `ref` is [rows, H] in global memory. A substitute tile, for which `tiles` says that `own` is
-        false, is not stored.
+        `ref` is [rows, H] in global memory. A substitute tile (see `tiles`) is not stored.
         """
         where, own = self.tiles()[i]
 
@@ -201,11 +199,11 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Zeroes the elements of a tile that another tile of the row contains too.
+        """Zeroes the elements of a tile that another tile of the row contains, too.
 
-        So a sum over all tiles of all warpgroups counts each element of the row once. `tile` is
-        this warpgroup's i-th tile. Only the last tile of a warpgroup may overlap another tile,
-        since it may be the last tile of the row or a substitute for a missing tile (see `tiles`).
+        A sum over all tiles of all warpgroups then counts each element of the row once. `tile` is
+        this warpgroup's i-th tile. Only a warpgroup's last tile may overlap another one: it may be
+        the last of the row, or a substitute for a missing tile (see `tiles`).
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -223,7 +221,7 @@ class Rows:
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank of each expert, a scalar int32; NOWHERE for an id not in 0 to E - 1."""
+        """Returns the rank of each expert, a scalar int32; NOWHERE for an id outside [0, E)."""
         num_experts = self.plan.num_experts
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
@@ -236,29 +234,26 @@ class Rows:
 class GatherScratch(NamedTuple):
     """The shared memory of a `Gather`: a ring of S stages for rows of y, and lists of rows.
 
-    y has the expert outputs. A pair is a token and its owner, the rank that dispatched it. Each
-    pair has a list of the token's rows of y on this rank.
+    y has the expert outputs. A pair is a token and its owner, the rank that dispatched it.
     """
 
-    # [S, H], the rows of y in the S stages of the ring.
+    # [S, H], the rows of y (the expert outputs) in the S stages of the ring.
     stages: Any
-    # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the list of the rows
-    # of y that belong to the token, as indices in y.
+    # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the token's rows of y
+    # on this rank. The owner is the rank that dispatched the token.
     places: Any
-    # [pairs, rows_of_pair] int32: for each row in `places`, the choice of the token, 0 to K - 1,
-    # that the row belongs to.
+    # [pairs, rows_of_pair] int32: for each row in `places`, the choice (0 to K - 1) that has it.
     choices: Any
-    # [pairs] int32: for each (token, owner) pair, the number of rows in its list. NOWHERE if the
+    # [pairs] int32: for each (token, owner) pair, the number of rows in `places`. NOWHERE if the
     # token chose no expert of this rank.
     num_rows: Any
     # [S] barriers, one for each stage: it completes when a row has arrived in the stage.
     full: Any
     # [S] barriers, one for each stage: it completes when all warpgroups have read the stage's row.
     empty: Any
-    # A barrier that completes when the scout warpgroup has listed, for every (token, owner) pair of
-    # the block, the rows of y that belong to the token.
+    # A barrier that completes when the scout has filled `places`, `choices` and `num_rows`.
     listed: Any
-    # A barrier by which all warpgroups but the scout wait for each other.
+    # A barrier at which all warpgroups but the scout, which fills the ring, wait for each other.
     together: Any
 
     @property
@@ -277,8 +272,8 @@ class Gather:
       rows: sends and receives rows between ranks; its `plan` has the sizes of the call.
       capacity: R, the number of rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: whether `pairs`, which lists N (token, owner) pairs for each token index, one for
-        each owner, begins them with the pair that this rank owns. Else this pair is the last of N.
+      own_first: whether this rank's pair comes first, rather than last, among the N pairs that
+        `pairs` lists for each token index, one for each owner.
     """
 
     rows: Rows
@@ -314,7 +309,7 @@ class Gather:
     def all_fit(self) -> bool:
         """Whether the ring has a stage for every row of y that a block may need.
 
-        No stage is then reused, so warpgroups need not say when they have read a stage.
+        No stage is then reused, so nobody has to signal that it has read a stage.
         """
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
@@ -396,10 +391,10 @@ class Gather:
             self._fetch_more(y, scratch)
 
     def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
-        """Copies the rows of y into the ring that follow the first S rows.
+        """Copies the rows of y after the first S into the ring, which has S stages.
 
-        The first S rows have filled the ring's S stages. So before each copy, this method waits
-        until all warpgroups have read the previous row of the stage.
+        The first S rows are already in the ring. Before each copy, waits until all warpgroups have
+        read the previous row of the stage.
         """
         ring = scratch.ring
 
@@ -417,15 +412,16 @@ class Gather:
             used = lax.fori_loop(0, scratch.num_rows[pair], of_pair, used)
 
     def num_turns(self, scratch: GatherScratch) -> jax.Array:
-        """Returns the total number of rows that the scout copies into the ring, a scalar int32."""
+        """Returns the total number of rows that pass through the ring, a scalar int32."""
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
         return functools.reduce(jnp.add, counts)
 
     def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
-        """Tells the scout that this warpgroup has read row number `turn` from the ring.
+        """Signals that this warpgroup has read row number `turn` from the ring.
 
-        The scout is only told if it will refill the row's stage, since otherwise it does not wait
-        for the stage. `num_turns` is the total number of rows that pass through the ring.
+        The scout, which fills the ring, waits for this signal before it refills the row's stage.
+        There is no signal if no later row uses the stage. `num_turns` is the total number of rows
+        that pass through the ring.
         """
         if self.all_fit:
             return
@@ -433,7 +429,7 @@ class Gather:
 
         @pl.when(turn + self.num_stages < num_turns)
         def free_stage() -> None:
-            # The fence orders the next copy to the stage after this warpgroup's reads.
+            # This fence orders the next copy to the stage after this warpgroup's reads.
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
@@ -441,9 +437,8 @@ class Gather:
         """Receives the routing weights of this block's tokens, which the tokens' ranks send.
 
         Copies them to `weights`, [pairs, K] float32 in shared memory, where a pair is a token and
-        its owner, the rank that dispatched it. All warpgroups but the scout must call this method.
-        Each receives the weights of some of the pairs, and then waits until the weights of all
-        pairs have arrived.
+        its owner, the rank that dispatched it. All warpgroups that read the weights must call this
+        method: each receives those of some pairs, and waits for those of all pairs.
         """
         for pair, _, token, _, owner in self.pairs():
 
@@ -477,6 +472,6 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Waits until all warpgroups that share the barrier `together` have called this function."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    # On a GPU, the barrier above suffices. The simulator that checks kernels in tests runs a
-    # warpgroup as one thread, and needs this barrier to see that its threads have met.
+    # On a GPU, the barrier above suffices. The simulator of the tests runs a warpgroup as one
+    # thread, and needs this barrier to see that the warpgroup's threads have met.
     fabric.barrier()

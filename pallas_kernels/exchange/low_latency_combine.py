@@ -94,8 +94,8 @@ class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
     gather: GatherScratch
-    # [pairs, K] float32: for each (token, owner) pair of the block, the routing weights of the
-    # token's choices. None if rows are summed without weights.
+    # [pairs, K] float32: the routing weights of each token of the block; a pair is a token and its
+    # owner, the rank that dispatched it. None if rows are summed without weights.
     weights: Any
 
 
@@ -105,7 +105,7 @@ class _Combine:
 
     Attributes:
       weighted: whether rows are multiplied by routing weights.
-      gather: finds the rows of y of the block's tokens, and copies them to shared memory.
+      gather: copies the expert outputs of the block's tokens, rows of y, to shared memory.
     """
 
     weighted: bool
@@ -144,9 +144,8 @@ class _Combine:
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
         """Runs a summer warpgroup: sends sums to the tokens' ranks, then adds the sums it receives.
 
-        The warpgroup handles its own tiles of every row. `topk_idx` [T·K], `weights` [T·K] (None
-        without weights) and `out` [T, H] are operands and the result of the kernel for this rank's
-        tokens, in global memory.
+        The warpgroup handles its own tiles of every row. `topk_idx` [T·K], `weights` [T·K] (or
+        None) and `out` [T, H] are the kernel's operands and result, in global memory.
         """
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.delay_point(0)
@@ -194,13 +193,15 @@ class _Combine:
     ) -> list[jax.Array]:
         """Adds the r-th row of a (token, owner) pair, times its weight, to this warpgroup's sums.
 
+        The owner of a token is the rank that dispatched it.
+
         Args:
-          r: the index of the row in the pair's list of rows of y.
+          r: the index of the row in the pair's list of rows of y, the expert outputs.
           sums: the sum so far for each tile that the warpgroup handles, in float32.
           pair: the index of the pair in the block.
-          begun: how many rows of y all earlier (token, owner) pairs have together. The rows of all
-            pairs pass through the ring one after the other, so this row is number `begun` + r.
-          num_turns: how many rows of y all pairs of the block have together.
+          begun: the number of rows of y of all earlier pairs. The rows of all pairs pass through
+            the ring one after the other, so this row is number `begun` + r.
+          num_turns: the number of rows of y of all pairs of the block.
           scratch: the kernel's shared memory.
 
         Returns:
@@ -238,8 +239,7 @@ class _Combine:
           token: the token's index in this rank, a row of `out`.
           exists: whether the rank has such a token; else nothing is received or stored.
           ranks: the rank whose expert the token chooses, for each of its K choices.
-          mine: the sum that this rank itself has computed for the token: the tiles of it that this
-            warpgroup handles.
+          mine: this warpgroup's tiles of the sum that this rank itself computed for the token.
           out: [T, H] in global memory, the result.
         """
         fabric, of_rows = self.fabric, self.rows

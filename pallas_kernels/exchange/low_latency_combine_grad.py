@@ -42,9 +42,8 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-# A rank sends 32-bit values to another rank, each under a number by which it is received. The first
-# half of the numbers is for routing weights. This is the first number for the inner products, which
-# go back to the tokens' ranks.
+# `send_values` numbers the values that a rank sends. The first half of the numbers is for routing
+# weights. From this one on they are for the inner products that go back to the tokens' ranks.
 _RETURNED = MAX_VALUES // 2
 
 
@@ -104,18 +103,18 @@ def combine_grad(
 class _Scratch(NamedTuple):
     """The shared memory of the kernel.
 
-    A pair is a token and its owner, the rank that dispatched it. Each choice of a pair has an inner
-    product of the token's cotangent and the choice's row of y.
+    A pair is a token and its owner, the rank that dispatched it. Each of a token's K choices has an
+    inner product: that of the token's cotangent and the choice's row of y, the expert outputs.
     """
 
     gather: GatherScratch
     experts: ExpertScratch
-    # [pairs, K] float32: for each (token, owner) pair, the routing weights of the token's choices.
+    # [pairs, K] float32: for each (token, owner) pair, the token's routing weights.
     weights: Any
     # [pairs · K · parts_of_sum] float32 with padding: the partial sums of each inner product, one
-    # for each warp of the weighers.
+    # from each warp of the weigher warpgroups.
     sums: Any
-    # [pairs · K] float32, the inner products: the totals of the parts in `sums`.
+    # [pairs · K] float32: the inner products, each the total of its partial sums in `sums`.
     totals: Any
     # [tokens of a block, N, K] float32: for each of this rank's tokens, the inner products that
     # each of the N ranks sends back.
@@ -127,7 +126,7 @@ class _CombineGrad:
     """The kernel of `combine_grad`.
 
     Attributes:
-      gather: finds the rows of y of the block's tokens, and copies them to shared memory.
+      gather: copies the expert outputs of the block's tokens, rows of y, to shared memory.
       experts: finds where each expert's rows are, and zeroes unused rows of dy.
     """
 
@@ -144,7 +143,7 @@ class _CombineGrad:
 
     @property
     def parts_of_sum(self) -> int:
-        """The number of partial sums of an inner product: one for each warp of the weighers."""
+        """The number of partial sums of an inner product: one from each warp of the weighers."""
         return self.rows.plan.warpgroups * vectors.SUMS_OF_WARPGROUP
 
     def scratch(self) -> _Scratch:
@@ -184,8 +183,8 @@ class _CombineGrad:
         """Runs a weigher warpgroup: multiplies each token's cotangent with the token's rows of y.
 
         The warpgroup handles its own tiles of every row. It sends the cotangents of this rank's
-        tokens, and receives the cotangents of other ranks' tokens that have rows of y here. It
-        writes the cotangents times the weights to dy.
+        tokens, and receives those of other ranks' tokens that have rows of y here. It writes the
+        cotangents times the weights to dy, the gradient of y.
         """
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
@@ -200,10 +199,9 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            # Each token index has N (token, owner) pairs, one for each owner, in the order of
-            # `source`: 0 is this rank, whose cotangent needs no receiving, and 1 is the first peer.
-            # When the first peer's turn comes, the cotangents of all peers for this token index are
-            # received together.
+            # Each token index has N (token, owner) pairs, in the order of `source`: owner 0 is this
+            # rank, whose cotangent is already here, and 1 is the first peer. At the first peer's
+            # pair, the cotangents of all peers for this token index are received together.
             if source == 1:
                 first = pair - source
                 comes = [
@@ -246,15 +244,15 @@ class _CombineGrad:
         """Multiplies a token's cotangent with one of the token's rows of y, and with its weight.
 
         Writes the weighted cotangent to `dy`, and this warpgroup's part of the inner product to
-        `scratch.sums`.
+        `scratch.sums`. A pair is a token and its owner, the rank that dispatched it.
 
         Args:
-          r: the index of the row in its pair's list of rows of y. A pair is a token and its owner.
+          r: the index of the row in its pair's list of rows of y.
           tiles: this warpgroup's tiles of the cotangent, in float32.
           pair: the index of the pair in the block.
-          begun: how many rows of y all earlier (token, owner) pairs have together. The rows of all
-            pairs pass through the ring one after the other, so this row is number `begun` + r.
-          num_turns: how many rows of y all pairs of the block have together.
+          begun: the number of rows of y of all earlier pairs. The rows of all pairs pass through
+            the ring one after the other, so this row is number `begun` + r.
+          num_turns: the number of rows of y of all pairs of the block.
           dy: [R, H] in global memory, the gradient of y.
           scratch: the kernel's shared memory.
         """
@@ -278,10 +276,10 @@ class _CombineGrad:
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
     def _return(self, refs: Refs, scratch: _Scratch) -> None:
-        """Adds up inner products, sends them to the tokens' ranks, and writes dweights.
+        """Sends this block's inner products to the tokens' ranks, and writes dweights.
 
-        The values of dweights are the inner products that ranks send back for this rank's tokens.
-        One warpgroup of the block calls this method.
+        First adds up the products' partial sums. dweights, the gradient of the weights, has the
+        inner products that ranks send back for this rank's tokens. One warpgroup calls this method.
         """
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
@@ -300,8 +298,8 @@ class _CombineGrad:
         """Receives the inner products of one of this rank's tokens, and writes its dweights.
 
         `i` is the token's index in the block and `token` its index in the rank. Every rank sends a
-        value for each choice; the value of the rank that has the choice's expert is written. If the
-        choice's id is no expert's, 0 is written.
+        value for each choice. The value from the rank that holds the choice's expert is written, or
+        0 if the choice's id is no expert's.
         """
         fabric, returned, start = self.fabric, scratch.returned, token * self.gather.top_k
         for rank in range(fabric.num_ranks):

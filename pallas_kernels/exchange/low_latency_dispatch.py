@@ -122,18 +122,16 @@ def dispatch_like(
       topk_idx: [T, K] int32, the experts that each token chooses, as given to `dispatch`.
       rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
         each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how many choices of each source rank are of
-        each expert.
+      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
       fabric: how ranks reach each other.
       channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
       plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: the rows of each expert start at a multiple of this number, as given to
-        `dispatch`.
+      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
       fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
-        true, none of its experts kept more rows than a common limit. If false, the rank dropped the
-        rows from row R on.
+        true, none of its experts kept more rows than a common limit. If false, it dropped the rows
+        from row R on.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
@@ -173,8 +171,9 @@ class _Refs(NamedTuple):
     counts: Any
     # [R, H], the receive buffer.
     tokens: Any
-    # In `dispatch`, the four results that `ExpertRows.describe` writes: the sizes of each expert's
-    # rows, and how many rows are dropped and needed. Empty in `dispatch_like`.
+    # In `dispatch`, the four results that `ExpertRows.describe` writes: each expert's number of
+    # rows with and without padding, and how many rows were dropped and needed. Empty in
+    # `dispatch_like`.
     groups: Sequence[Any] = ()
 
 
@@ -195,9 +194,9 @@ class _Scratch(NamedTuple):
     # [N, tokens of a block, K] int32: for each source rank, the row of this rank's receive buffer
     # that each choice of the block's tokens gets.
     token_rows: Any = None
-    # A barrier that completes when the planner has found where each expert's rows are.
+    # A barrier that completes when the planner warpgroup has found where each expert's rows are.
     groups_known: Any = None
-    # A barrier by which the mover warpgroups wait for each other.
+    # A barrier at which the mover warpgroups, which send and receive tiles, wait for each other.
     together: Any = None
 
 
@@ -218,10 +217,9 @@ class _Dispatch:
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
-        """Makes the kernel from the arguments of `dispatch` or `dispatch_like`.
+        """Makes the kernel from arguments of `dispatch` or `dispatch_like`.
 
-        `alignment` is their `expert_alignment`. `plan`, `capacity`, `fabric` and `channels` are
-        their arguments of the same names, and `options` their arguments `fair` and `zero_unused`.
+        `alignment` is their `expert_alignment`, and `options` are `fair` and `zero_unused`.
         `routes_known` is the attribute of this class.
         """
         of_experts = ExpertRows(
@@ -268,8 +266,8 @@ class _Dispatch:
         return _Scratch(
             self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-            # The element at `width`, after those of the experts, is for choices of other ranks'
-            # experts: `take_rows` takes their rows from this element, and the rows are ignored.
+            # `take_rows` looks up a row for every choice. For a choice of another rank's expert it
+            # uses the extra element at `width`, and the result is ignored.
             next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
@@ -381,10 +379,10 @@ class _Dispatch:
         refs: _Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Returns the row of this rank's receive buffer that a token's choice gets, a scalar int32.
+        """Returns the row of this rank's receive buffer for one choice of a token, a scalar int32.
 
-        The token is of rank `source`, where its index is `token`; its index in the block is `i`.
-        `choice` is from 0 to K - 1. The row is NOWHERE if the choice is of another rank's expert.
+        `source` is the token's rank, `token` its index in that rank, and `i` its index in the
+        block. `choice` is from 0 to K - 1. The row is NOWHERE for another rank's expert.
         """
         if self.routes_known:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
@@ -417,8 +415,8 @@ class _Dispatch:
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
         """Receives the choices of rank `source`, and counts how many are of each expert.
 
-        Counts the choices of all tokens of the rank in scratch.experts.all_counts[source]. Counts
-        the choices of only those tokens that blocks with lower indices handle in
+        Writes the counts of all its tokens' choices to scratch.experts.all_counts[source]. Writes
+        the counts for only the tokens that blocks with lower indices handle to
         scratch.next_rows_from[source].
         """
         fabric, of_experts = self.fabric, self.experts

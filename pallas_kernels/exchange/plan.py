@@ -30,9 +30,8 @@ Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 # The size of a row that is sent must be a multiple of this many bytes.
 ROW_BYTES = 128
-# The number of columns of a quantized row must be a multiple of this number: each of a warpgroup's
-# 4 warps then quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte
-# vectors.
+# A quantized row must have a multiple of this many columns: each of a warpgroup's 4 warps then
+# quantizes whole blocks of 128 values, and the float32 scales fill whole 16-byte vectors.
 ROW_MULTIPLE = 512
 # This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
 _PADDING_BYTES = 16 * 1024
@@ -96,8 +95,8 @@ class Plan:
       window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
         of their top-k choices) a block holds in shared memory at a time.
       step_tokens: the number of tokens that a block sends between two signals.
-      num_copy_stages: the number of rows in the ring that a dispatch's receiver uses to copy a
-        received row to further rows of this rank.
+      num_copy_stages: the number of rows in the ring through which a dispatch's receiver warpgroup
+        copies a received row to the other rows that the token has on this rank.
       receive_steps: the number of steps whose sums a combine's receive buffer holds.
       num_workers: the number of worker warpgroups in a block. They share the work of computing the
         sums of a combine, or of multiplying the cotangents of its gradient.
@@ -309,7 +308,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """The number of columns of a tile, the unit of 2 KiB in which the protocol sends a row."""
+        """The number of columns of a tile of 2 KiB, the unit in which the kernels send a row."""
         return LANES * self.vector
 
     @property
@@ -337,8 +336,8 @@ class LowLatencyPlan(Sizes):
         # A dispatch holds the top-k choices of all ranks' tokens, one word each.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
         # Combine's gradient needs up to 24 words for each choice of each token of a block, for
-        # every rank. They are 16 partial sums of the choice's inner product, the whole inner
-        # product, the choice's weight, and its entries in the list of rows.
+        # every rank: 16 partial sums of the choice's inner product, the whole inner product, the
+        # choice's weight, and its entries in lists of rows.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # A dispatch counts each expert's choices and finds where the expert's rows start and end,
         # in arrays of one word per expert. The number of arrays is rounded up.
@@ -356,7 +355,7 @@ class LowLatencyPlan(Sizes):
         return {"routes": WORD_BYTES * self.num_ranks * words}
 
     def fits(self) -> bool:
-        """Returns whether the low-latency protocol and shared memory have room for these sizes."""
+        """Returns whether the low-latency protocol and shared memory have room for this plan."""
         return (
             1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
@@ -426,8 +425,7 @@ def _group_words(num_ranks: int, num_experts: int) -> int:
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     """Returns how many int32 words a dispatch keeps in shared memory for purposes other than rows.
 
-    The words are slices of the routing data, lists of tokens' receive-buffer rows, and how often
-    each expert is chosen.
+    They are slices of the routing data, lists of tokens' rows, and counts of choices by expert.
     """
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
@@ -443,8 +441,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     measured to be fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    # In a call of many tokens, the rows of a step take about _DISPATCH_BYTES. Also, the routing
-    # data of a step, K words for each token, fits in LANES words.
+    # In a call of many tokens, the rows of a step (the tokens between two signals) take about
+    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in LANES words.
     if not few:
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
@@ -453,9 +451,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         return row.room(words)
 
     # The longer a step is, the longer are its lists in shared memory, and the fewer rows fit there.
-    # At least two rows must fit, one in the sender's ring and one in the receiver's, so steps are
-    # shortened until they do. Steps of 2 tokens are short enough, since `fits_shared_memory`
-    # requires that 3 rows fit with them.
+    # Two rows must fit, one in the sender's ring and one in the receiver's, so steps are shortened
+    # until they do. With 2 tokens they do, as `fits_shared_memory` requires.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -524,8 +521,8 @@ def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
     """Returns how many 32-bit words a combine keeps in shared memory.
 
     For each rank whose tokens it sums, it keeps the receive-buffer rows and the routing weights of
-    the choices of one step's tokens. For each sum of two steps, it keeps a list of the rows to add
-    and of their weights.
+    the choices of one step's tokens. For each sum of two steps, it keeps the rows to add and their
+    weights.
     """
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
@@ -565,10 +562,9 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles of a row have the same length, a multiple of the unit of `units`. So the number of
-    # tiles must divide `units`. `least` is the smallest number of tiles for which a thread holds at
-    # most _TILE_VECTORS vectors of a tile. If none of `least` to 4 · `least` divides `units`, a
-    # smaller number of longer tiles is used.
+    # All tiles have the same length, so their number must divide `units`, the number of the
+    # smallest possible tiles. With `least` tiles or more, a thread holds at most _TILE_VECTORS
+    # vectors of a tile. If none of `least` to 4 · `least` divides it, there are fewer tiles.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 
@@ -588,10 +584,7 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes per rank that `combine.combine` allocates, by buffer.
-
-    The one buffer, "receive buffer", holds the sums that arrive from all ranks.
-    """
+    """Returns the bytes per rank of the buffer in which `combine.combine` receives sums."""
     parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 
@@ -603,7 +596,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
     """Returns how many cotangents the kernel of combine's gradient can hold in shared memory.
 
     Each cotangent is a row of H columns. It is stored in a stage of the kernel's ring, with a list
-    of the rows of y to multiply with it.
+    of the rows of y, the expert outputs, to multiply with it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _group_words(num_ranks, num_experts)

@@ -28,11 +28,11 @@ _AT_ONCE = 7
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
-    """Quantizes one row in shared memory to another place in shared memory, by a whole warpgroup.
+    """Quantizes one row from shared memory to shared memory, by a whole warpgroup.
 
     `source` is the row, [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales`
     [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes a block of
-    128 values together, 4 in each thread. The caller needs a barrier before it reads `values` and
+    128 values at a time, 4 in each thread. The caller needs a barrier before it reads `values` and
     `scales`, or writes to `source`.
     """
     if fabric.interpret:
@@ -84,8 +84,7 @@ def put_row(
       row: [H or more] float32, in the register layout of `vectors.load_each`.
       parts: two references in global memory, to which the values [H] and the scales [H / 128] are
         stored. H is a multiple of `ROW_MULTIPLE`.
-      elements: how many neighbouring values of the row each thread holds in that layout; a divisor
-        of 128.
+      elements: how many neighbouring values a thread holds in that layout; a divisor of 128.
     """
     values, scales = parts
     if fabric.interpret:
@@ -121,8 +120,7 @@ def _quantize_vector(
     """Quantizes the vector of float32 values that a thread holds in a register.
 
     `elements` is the vector's length. A block of 128 values, which share a scale, is spread over
-    `threads` neighbouring threads. Returns the thread's float8 values, packed 4 to an int32, and
-    the block's scale.
+    `threads` neighbouring threads. Returns the float8 values, 4 to an int32, and the scale.
     """
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
@@ -149,8 +147,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
             yield element if element_type == f32 else arith.extf(f32, element)
 
     wide, finite, largest = _largest(widened())
-    # The instruction of `warp_max` expects all 32 threads of the warp, so no thread may branch
-    # around it.
+    # All 32 threads of the warp must execute `warp_max`, so no thread may branch around it.
     largest = mosaic.warp_max(largest)
     scale, scaled = _scaled(wire, wide, finite, largest)
     return float8.packed(_PTX_TYPES[wire], scaled), scale
@@ -229,8 +226,7 @@ def add_rows(
 
         totals, ahead = [], load(0)
         for i in range(num_vectors):
-            # The next vectors are loaded before the present ones are added, so that loads and
-            # additions overlap.
+            # Loads the next vectors before it adds the present ones, so that both overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
             totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
@@ -242,7 +238,7 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbouring values of `add_rows`' result each thread holds in registers.
+    """Returns how many neighbouring values of the result of `add_rows` each thread holds.
 
     The caller needs the number to store the result. `hidden` is the result's length.
     """
@@ -254,9 +250,9 @@ def _load_quantized(
 ) -> tuple[list[Value], Value]:
     """Loads `elements` neighbouring float8 values of a row, and the scale of their block.
 
-    Every thread loads other values: those from column `column` on. `values` and `scales` are the
-    row in global memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0
-    if `taken` is false, so that the row adds nothing to a sum.
+    This thread's values begin at column `column`. `values` and `scales` are the row in global
+    memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0 if `taken` is
+    false, so that the row adds nothing to a sum.
     """
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))

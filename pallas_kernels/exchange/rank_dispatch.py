@@ -65,8 +65,7 @@ def rank_dispatch(
       fabric: how ranks reach each other.
       plan: the number of blocks, the number of tokens that a block sends between two signals (a
         step), and the number of rows in its ring in shared memory.
-      wire: the format in which rows are sent and received. If it is quantized, H is a multiple of
-        512.
+      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
       tokens: the receive buffer ([N · T, H],), or with a quantized wire ([N · T, H], scales
@@ -102,8 +101,8 @@ class _Scratch(NamedTuple):
     # [N, window] int32: for each source rank, the lists of local expert ids and weights that have
     # arrived with the tokens of a step.
     step_lists: Any
-    # A row of zeros, which the receiver copies to rows without a token: an array for each part of a
-    # row (values, then scales).
+    # A row of zeros, which the receiver copies to rows without a token: an array of values and, if
+    # rows are quantized, one of scales.
     zeros: Sequence[Any]
 
 
@@ -179,16 +178,16 @@ class _RankDispatch:
         return fb.any_row(words[: self.top_k])
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Runs the receiver warpgroup: waits for all tokens, and zeroes the other tokens' rows.
+        """Runs the receiver warpgroup: waits for tokens, and zeroes rows of tokens not sent here.
 
-        The receive buffer has a row for every token of every rank, but a token is only sent here if
-        it chooses an expert of this rank. The rows of all other tokens are zeroed.
+        The receive buffer has a row for every token of every rank, but a token is only sent to this
+        rank if it chooses one of the rank's experts.
 
         Args:
-          lists: [N, T·num_words] int32 in global memory, the list that each token's rank sends for
-            it. It says whether the token has an expert on this rank.
-          tokens: the receive buffer, an array [N · T, columns] for each part of a row (values, then
-            scales).
+          lists: [N, T·num_words] int32 in global memory: for each source rank, the words that it
+            sends for each of its tokens, beginning with K local expert ids, or -1.
+          tokens: the receive buffer: an array [N · T, H] of values and, if rows are quantized, one
+            of scales.
           scratch: the kernel's shared memory.
         """
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
@@ -225,8 +224,8 @@ class _RankDispatch:
 
         @pl.when(num_steps == 0)
         def wait_for_peers() -> None:
-            # A block without tokens has no steps to wait for. It waits for the one signal of its
-            # peers all the same: a call may end only after the last signal of every peer.
+            # A block without tokens receives no step. It still waits for one signal of each peer,
+            # since a call may end only after the last signal of every peer.
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -250,18 +249,14 @@ class _Routes:
     scratch: _Scratch
 
     def sources(self) -> list[Any]:
-        """Returns a list of one reference: [T·num_words] int32, this rank's ids and weights.
-
-        For each token it has the experts that the token chooses and, if weights are sent, the
-        routing weights.
-        """
+        """Returns a list of one array: `words`, the experts and weights of this rank's tokens."""
         return [self.kernel.fabric.mine(self.words)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Returns one token's list for each of `ranks`: K local expert ids, then any weights.
 
-        A choice of another rank's expert has the id -1 and the weight 0. `entry` is the index of
-        the token's first word in the loaded slice of the routing data.
+        A choice of another rank's expert has the id -1 and the weight 0. `entry` is the column of
+        `SenderScratch.words`, the loaded routing data, where the token's words begin.
         """
         kernel = self.kernel
         words = [self.scratch.sender.words[0, entry + i] for i in range(kernel.sender.num_words)]

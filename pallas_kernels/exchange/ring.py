@@ -19,25 +19,27 @@ class Ring:
     """A ring buffer of S rows in shared memory, from a producer warpgroup to consumer warpgroups.
 
     The `turn` of a row is its number in the order in which the producer passes rows, from 0. Row
-    `turn` goes to stage `turn` modulo S. All rows of a stage must be read by the same consumers,
-    since a warpgroup that waits for a barrier must wait for each of the barrier's completions.
+    `turn` goes to stage `turn` modulo S. With a row, the producer may pass *notes*: some int32,
+    such as the row's source rank.
 
-    Each row completes both barriers of its stage once. `full` completes when the row that the
-    producer fetches has arrived. If the producer passes only notes, without a row, it arrives at
-    `full` itself. `empty` completes when the consumers, which have waited for `full`, arrive at
-    `empty`. The producer must wait for every completion of `empty`. So either the producer calls
-    `fabric.drain` at its end, or consumers arrive at `empty` only if the stage is filled again.
+    Each row completes the barriers `full` and `empty` of its stage once. `full` completes when the
+    copy that `fetch` starts has arrived. If the producer passes only notes, it arrives at `full`
+    itself. `empty` completes when all consumers have read the row and arrived at `empty`.
+
+    A warpgroup that waits for a barrier must wait for each of its completions. So the same
+    consumers must read all rows of a stage, and the producer must wait for every completion of
+    `empty`: it calls `fabric.drain` at its end, or consumers arrive only if the stage is reused.
     """
 
     # [S, columns] in shared memory, the S stages: each holds one row.
     rows: Any
-    # [S] barriers: `full[s]` completes when a row or notes for the consumers are in stage s.
+    # [S] barriers: `full[s]` completes when a row, or notes alone, are in stage s.
     full: Any
     # [S] barriers: `empty[s]` completes when the consumers have read stage s, so that the producer
     # may fill the stage again.
     empty: Any
-    # [S, words] int32 in shared memory: what the producer tells the consumers about the row of each
-    # stage, such as the row's source rank. None if it tells them nothing.
+    # [S, words] int32 in shared memory: the numbers that the producer passes with the row of each
+    # stage, such as the row's source rank. None if there are none.
     notes: Any = None
 
     def stage(self, turn: jax.Array) -> jax.Array:
@@ -46,8 +48,7 @@ class Ring:
     def open(self, turn: jax.Array, *notes: Any) -> jax.Array:
         """Waits until row number `turn` may be written to its stage, and returns the stage's index.
 
-        Writes the int32 scalars `notes` to self.notes[stage], where consumers read what the
-        producer tells them about the row.
+        Writes the int32 scalars `notes`, which consumers read with the row, to self.notes[stage].
         """
         stage = self.stage(turn)
 
@@ -62,8 +63,7 @@ class Ring:
     def fetch(self, stage: jax.Array, row: Any) -> None:
         """Starts an asynchronous copy of a row in global memory to a stage that `open` returned.
 
-        The row may have fewer columns than the stage. Barrier `full` of the stage completes when
-        the copy has arrived.
+        The row may be shorter than the stage. The stage's `full` completes when it has arrived.
         """
         place = self.rows.at[stage, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, place, self.full.at[stage], oob_mode=fb.IN_BOUNDS)

@@ -38,8 +38,8 @@ from pallas_kernels.fabric import fabric as fb
 # block without tokens sends it once.
 PUT = 0
 
-# The type of a token's list for one rank: K or more int32 scalars, for example the token's rows in
-# that rank's receive buffer.
+# The words that are sent to one rank along with a token: K or more int32 scalars, for example the
+# token's rows in that rank's receive buffer.
 List = Sequence[jax.Array]
 
 
@@ -50,24 +50,23 @@ class SenderRefs(NamedTuple):
     x: Any
     # The receive buffer: an array [R, columns] of values and, if quantized, one of scales.
     tokens: Sequence[Any]
-    # [N, T·num_words] int32: for each source rank, the lists received with its tokens. None if no
-    # lists are sent.
+    # [N, T·num_words] int32: for each source rank, the `num_words` words that arrive with each of
+    # its tokens. None if no words are sent.
     lists: Any
 
 
 class SenderScratch(NamedTuple):
     """The shared memory of a sender with a ring of S stages, one row in each."""
 
-    # [sources, window.width] int32: a slice of each array of routing data that `Routes.sources`
-    # returns, with the words of the next tokens.
+    # [sources, window.width] int32: the loaded slice of each array that `Routes.sources` returns:
+    # the routing data of the tokens to be sent next.
     words: Any
-    # The ring's S stages of rows in the format in which they are sent: an array [S, columns] of
-    # values and, if rows are quantized, one of scales.
+    # The ring's S stages, whose rows have the format in which they are sent: an array [S, columns]
+    # of values and, if rows are quantized, one of scales.
     stages: Sequence[Any]
-    # [S, H], the input rows of the ring's stages before they are quantized. None if rows are sent
-    # unquantized.
+    # [S, H], the rows of the S stages before they are quantized. None if rows are sent unquantized.
     wide_stages: Any
-    # [S, N, num_words] int32: for the token in each stage, the list that each of the N ranks gets.
+    # [S, N, num_words] int32: for the token in each stage, the words that each of the N ranks gets.
     lists: Any
     # [S] barriers, one for each stage: it completes when an input row has arrived in the stage.
     full: Any
@@ -94,16 +93,16 @@ class Routes(Protocol):
     def row(self, words: List, i: jax.Array) -> jax.Array:
         """Returns the row of a rank's receive buffer that the sender writes a token to.
 
-        The token is the i-th of the block, and `words` is its list for that rank. Returns NOWHERE
-        if the rank does not get the token.
+        The token is the i-th of the block, and `words` is its list for that rank, which `lists`
+        returned. Returns NOWHERE if the rank does not get the token.
         """
 
     def further_rows(self, words: List) -> Sequence[jax.Array]:
-        """Returns a token's rows in this rank's own receive buffer, except the one of `row`.
+        """Returns a token's rows in this rank's receive buffer, except the one that `row` returns.
 
-        The sender also writes the token to these rows. (At other ranks, the receiver there copies
-        the token to its further rows.) `words` is the token's list for this rank. Entries of the
-        result that are NOWHERE are skipped.
+        The sender writes the token to these rows, too. (At another rank, that rank's receiver
+        warpgroup copies the token to its other rows.) `words` is the token's list for this rank.
+        Entries of the result that are NOWHERE are skipped.
         """
 
 
@@ -120,8 +119,8 @@ class Sender:
         step), and the number of rows in its ring in shared memory.
       num_tokens: T, the number of this rank's tokens.
       row: the size of an input row, and of the row in the format it is sent in.
-      num_words: the number of int32 words that each array of routing data has for a token. The list
-        of a token for a rank has as many words.
+      num_words: the number of int32 words of routing data for a token in each array of
+        `Routes.sources`, and the number of words that a rank gets with a token.
       num_sources: the number of arrays that `Routes.sources` returns.
     """
 
@@ -138,12 +137,12 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The slice of each array of `Routes.sources` that the sender loads at a time."""
+        """The slice of the arrays of `Routes.sources` that the sender holds in shared memory."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
-        """The slice of a source rank's received lists that holds the lists of one step's tokens.
+        """The slice, for one step's tokens, of the words received with one source rank's tokens.
 
         A step is the tokens that are sent between two signals.
         """
@@ -200,12 +199,12 @@ class Sender:
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
         def quantize() -> None:
-            """Quantizes the input row of a stage, and starts to fetch a later row in its place."""
+            """Quantizes the row in a stage, then starts to copy a later token's row into it."""
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
             quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
-            # This fence makes sure that every thread has read the input row, so that it may be
-            # overwritten, and that the copies that send the quantized row see its values.
+            # After this fence, every thread has read the input row, so it may be overwritten, and
+            # the copies that send the quantized row see its values.
             plgpu.commit_smem()
             ahead = i + self.plan.num_stages
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
@@ -217,10 +216,9 @@ class Sender:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
-        """Loads routing data of the block's tokens from the i-th one on into `scratch.words`.
+        """Loads routing data of the block's tokens from the i-th on into `scratch.words`.
 
-        The routing data are the arrays of `routes.sources()`. The call loads the words of as many
-        tokens as `window` holds.
+        Routing data is what `routes.sources()` returns; a call loads `window.tokens` tokens' data.
         """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
@@ -229,9 +227,8 @@ class Sender:
     def send(self, refs: SenderRefs, routes: Routes, scratch: SenderScratch) -> None:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
-        A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived.
-        The caller must have loaded the first routing data (`open_window`) and waited for the first
-        row (`make_ready`).
+        A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived. The
+        caller must have called `open_window` and `make_ready` for the block's first token.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -241,8 +238,7 @@ class Sender:
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
             """Writes the row in a stage to row `row` of one rank's receive buffer, if `row` >= 0.
 
-            `locate` chooses that rank: it maps a reference of `refs.tokens` to the same array in
-            the rank's memory.
+            `locate` maps a reference to this rank's receive buffer to that of the destination rank.
             """
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
                 fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
@@ -252,10 +248,9 @@ class Sender:
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
-            # This rank is among `peers`, at a position that differs between blocks. Picking this
-            # rank's list out of `lists_of_peers` would cost a select for each word. So the list is
-            # computed a second time instead: this rank is also the last of the ranks given to
-            # `routes.lists`, so `list_here` is its list.
+            # `peers` contains this rank, at a position that differs between blocks. To find this
+            # rank's list in `lists_of_peers` would cost a select for each word. So it is computed a
+            # second time instead, as the last result of `routes.lists`.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
@@ -267,8 +262,8 @@ class Sender:
                 self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
             plgpu.commit_smem_to_gmem_group()
 
-            # A stage may be refilled once the copies that send its row have read the row. Only the
-            # copies of the last `lag` tokens may still be reading theirs after this wait.
+            # A stage may be refilled once the copies that send its row have read it. After this
+            # wait, only the copies of the last `lag` tokens may still be reading.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if not self.row.wire.quantized:
                 ahead = i - lag + num_stages
@@ -291,10 +286,10 @@ class Sender:
     def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
         """Signals to all peers that the tokens of all steps before `step` have been written.
 
-        The caller has issued the writes of step `step`, which has `num_sent` tokens. The copies of
-        each token are one group, and groups complete in order. So the tokens of all earlier steps
-        have arrived once only the last `num_sent` groups are still under way. This method waits for
-        that or, if `step` is shorter than other steps, for all groups.
+        The caller has issued the writes of step `step`, which has `num_sent` tokens, as one group
+        of copies for each token. Groups complete in order. So the earlier steps' tokens have
+        arrived once only the last `num_sent` groups are under way. This number must be constant in
+        a wait, so if `step` is shorter than others, all groups are awaited.
         """
         lax.cond(
             num_sent == self.step_tokens,
@@ -315,8 +310,8 @@ class Sender:
     ) -> None:
         """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory.
 
-        A list is written by a bulk copy from `scratch.lists` if its size is a multiple of 16 bytes,
-        and word by word otherwise.
+        A list whose size is a multiple of 16 bytes is written by a bulk copy from `scratch.lists`,
+        and any other word by word.
 
         Args:
           stage: the ring stage of the token, whose part of `scratch.lists` the copies read.
@@ -328,7 +323,7 @@ class Sender:
         """
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
-        # A bulk copy must be a multiple of 16 bytes, which 4 words are.
+        # The size of a bulk copy must be a multiple of 16 bytes, that is, of 4 words.
         if num_words % 4:
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 for i, word in enumerate(words):
@@ -346,7 +341,7 @@ class Sender:
             )
 
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: SenderScratch) -> None:
-        """Starts to copy a row of x into the ring: row `token`, that of the block's i-th token."""
+        """Starts to copy row `token` of x, the row of the block's i-th token, into the ring."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
         plgpu.copy_gmem_to_smem(

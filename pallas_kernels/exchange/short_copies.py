@@ -2,8 +2,7 @@
 
 An asynchronous copy of Pallas itself must be a multiple of 128 bytes: a barrier is told how many
 bytes to expect, and each of a warpgroup's 128 threads announces an equal share of them. With
-`cp.async`, each thread copies 16 bytes at a time, closes groups of its copies, and waits for its
-own groups.
+`cp.async`, each thread copies 16 bytes at a time, and waits for groups of its own copies.
 """
 
 from __future__ import annotations

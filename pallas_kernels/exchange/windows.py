@@ -27,18 +27,16 @@ def open_window(
 ) -> jax.Array:
     """Loads the same slice of several arrays into buffers in shared memory.
 
-    All threads of the calling warpgroup must call this function. The slice is that of the last
-    axis, and has `window.width` entries.
+    All threads of the calling warpgroup must call this function. The slice is taken on the arrays'
+    last axis, and has `window.width` entries.
 
     Args:
       fabric: how ranks reach each other.
       window: the length of the slice, and of the last axis of the arrays.
       entry: the index on the last axis of the first entry that the caller needs.
-      *held: the buffers to fill, each with the arrays to load: pairs (buffer, sources). The buffer
-        is [n, window.width] in shared memory. For each of its n rows, `sources` has a tuple (row,
-        array, *place): the row's index in the buffer, an array [..., window.total] in any rank's
-        global memory, and the indices of the array's leading axes. The row gets the slice of
-        array[place].
+      *held: pairs (buffer, sources). `buffer` is [n, window.width] in shared memory. `sources` has
+        a tuple (i, array, *place) for each row i of the buffer: the row gets the slice of
+        array[place], where `array` is [..., window.total] in any rank's global memory.
 
     Returns:
       The index of the slice's first entry on the last axis, a scalar int32. It is less than `entry`
@@ -50,8 +48,7 @@ def open_window(
         [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
         for _, sources in held
     ]
-    # The stores below overwrite the previous window, which other threads of the warpgroup may still
-    # be reading until this barrier.
+    # Other threads of the warpgroup may read the previous window until this barrier.
     fabric.barrier()
     for of_buffers in zip(*loaded, strict=True):
         for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):
@@ -63,8 +60,7 @@ def open_window(
 def places_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """Computes where each entry of a list goes if the kept entries are moved to the front.
 
-    The kept entries stay in order, and so do the other entries, which follow them. Callers use the
-    positions to list the rows that a token has on a rank.
+    The kept entries stay in order. The other entries follow them, in order, too.
 
     Args:
       kept: a scalar bool for each entry of the list, true if the entry is kept.

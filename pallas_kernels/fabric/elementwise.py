@@ -110,8 +110,8 @@ _quotient = _instruction("div.full.f32", 2)
 def _exp(x: Value) -> Value:
     """Emits e^x, by the same instructions as the function expf of NVIDIA's libdevice.
 
-    x / ln 2 is split into a sum of an integer j and a rest f; the result is 2^j * 2^f. j is clamped
-    to the range of float32 exponents.
+    They split x / ln 2 into an integer j, clamped to the range of float32 exponents, and a rest f,
+    and compute 2^j * 2^f.
     """
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
@@ -209,9 +209,9 @@ _EMIT: dict[str, Callable[..., Value]] = {
 
 
 def _inner(equation: Any) -> Any:
-    """Returns the closed jaxpr that an equation calls, such as one of `jit`; None if it calls none.
+    """Returns the closed jaxpr that an equation calls, such as one of `jit`, or None.
 
-    The result is None, too, if the called jaxpr captures arrays.
+    None means that the equation calls no jaxpr, or one that captures arrays.
     """
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
         return None

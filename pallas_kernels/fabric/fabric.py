@@ -37,7 +37,7 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 class Ranks(Protocol):
     """The ranks that a kernel runs on, and what the kernel's launch needs for communication.
 
-    `kernel` adds the operands and scratch that this class names to those of the kernel's body.
+    `kernel` gives the kernel the operands and scratch that this class names, besides the body's.
     """
 
     @property
@@ -59,16 +59,12 @@ class Ranks(Protocol):
         """The arrays that communication needs; every kernel takes them before its own operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch that communication needs, by name.
-
-        `num_buffers` is the number of the kernel's buffers that peers read or write.
-        """
+        """Returns the scratch, by name, that communication by `num_buffers` buffers needs."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that a buffer has on a device, given its `shape` on one rank.
 
-        On GPUs this is `shape` itself. If the buffers are `stacked`, it has a leading axis of
-        num_ranks.
+        It is `shape` itself or, if buffers are `stacked`, has a leading axis of num_ranks.
         """
 
     def enter(
@@ -96,8 +92,7 @@ class Fabric(Ranks, Protocol):
     def mine(self, ref: Any) -> Any:
         """Returns a reference to this rank's own buffer, given the reference `ref` of the kernel.
 
-        If the buffers of all ranks are `stacked` in one array, it is the entry of this rank in the
-        array; else it is `ref` itself.
+        It is `ref` itself or, if all ranks' buffers are `stacked` in one array, this rank's entry.
         """
 
     def peer(self, ref: Any, rank: Any) -> Any:
@@ -153,7 +148,7 @@ class Fabric(Ranks, Protocol):
         """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """Orders this warpgroup's next bulk copies (TMA) after writes for which it has waited.
+        """Orders this warpgroup's next bulk copies (TMA) after peers' writes it has waited for.
 
         Without this fence a bulk copy may still read what the memory held before these writes.
         """
@@ -199,11 +194,7 @@ class RanksOfMesh:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """Returns this rank's part of the buffer that `ref` refers to.
-
-        On a GPU that is `ref` itself. Where all ranks run on one device, a subclass returns a
-        rank's part of a buffer that holds those of all ranks.
-        """
+        """Returns this rank's part of the buffer that `ref` refers to: `ref` itself on a GPU."""
         return ref
 
     def barrier(self) -> None:
@@ -223,10 +214,7 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns a GPU's number among the GPUs of its host.
-
-        `place` is the GPU's row-major index in the mesh.
-        """
+        """Returns the number, on its host, of the GPU with the row-major mesh index `place`."""
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])
@@ -344,8 +332,8 @@ def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
 def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
     """Starts a bulk copy from shared to global memory if the scalar `predicate` is true.
 
-    On a GPU the copy instruction itself is predicated, so no branch is emitted. The copy does not
-    commit: the caller's next commit puts it into a group of copies, for which one can wait.
+    On a GPU the copy instruction itself is predicated, so no branch is emitted. The copy is not
+    committed: the caller's next commit puts it into a group of copies, which can be waited for.
     """
     if not fabric.interpret:
         plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
@@ -396,10 +384,7 @@ def first_peer(fabric: Fabric) -> jax.Array:
 
 
 def any_row(places: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of `places` is a row, [] bool.
-
-    `places` are [] int32 each: the index of a row, or NOWHERE for no row.
-    """
+    """Returns whether any of `places`, [] int32 each, is the index of a row and not NOWHERE."""
     return any_of([place >= 0 for place in places])
 
 

@@ -78,10 +78,7 @@ def or_nan(value: Value, is_finite: Value) -> Value:
 
 
 def packed(ptx_type: str, four: Sequence[Value]) -> Value:
-    """Rounds 4 float32 numbers to float8, and packs them into a 32-bit word.
-
-    The first number is the lowest byte.
-    """
+    """Rounds 4 float32 numbers to float8, packed into an int32, the first in the lowest byte."""
     return mosaic.asm(
         "{ .reg .b16 low, high;"
         f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 # The threads of a warp.
 WARP = 32
-# The threads of a warpgroup. An array in its registers has a multiple of LANES elements.
+# The number of threads of a warpgroup. Arrays in its registers have a multiple of LANES elements.
 LANES = 128
 SHARED_MEMORY_BYTES = 227 * 1024
 # The number of bytes of a 32-bit word.

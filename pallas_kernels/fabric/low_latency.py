@@ -73,8 +73,7 @@ class Channels(fb.RanksOfMesh):
 class Endpoint:
     """One warpgroup's connection to its peers by the low-latency protocol, during one kernel call.
 
-    Each warpgroup that communicates makes one endpoint, and calls `close` after it has sent and
-    received all tiles.
+    Each warpgroup that communicates makes one endpoint, and calls `close` after its last tile.
 
     Attributes:
       channels: the ranks, and the symmetric memory through which they communicate.
@@ -96,7 +95,7 @@ class Endpoint:
         """Sends a tile to each peer.
 
         Args:
-          index: the number of the tiles in this call, from 0 on. The peers receive them by it.
+          index: the number, from 0 on, under which the peers receive the tiles of this call.
           tiles_of_peers: the tile for each of `peers`, in registers.
           exact: whether NaNs keep their bits; the peers' `receive` must pass the same value.
         """
@@ -117,8 +116,7 @@ class Endpoint:
         """Waits for one tile from each peer, and returns these tiles.
 
         Args:
-          index: which of the tiles that a peer sends during one call of the kernel; the peers pass
-            the same index to `send`.
+          index: the number of the tiles in this call, which the peers pass to `send`.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
@@ -148,8 +146,8 @@ class Endpoint:
             None if all peers send all tiles.
 
         Returns:
-          For each index, the tile of each of `peers`, in registers. A tile that the peer does not
-          send is undefined.
+          For each index, the tile of each of `peers`, in registers. A tile that is not sent is
+          undefined.
         """
         numbers = [
             self._buffer(gpu, self._here, calls, index)
@@ -189,16 +187,13 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
-        """Delays this rank if a test has set a delay for delay point `number` of the kernel.
-
-        See `fabric.Fabric.delay_point`.
-        """
+        """Delays this rank if a test set a delay for point `number`; see `Fabric.delay_point`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """Returns the distance in the mesh from rank 0's device to `rank`'s, [] int32.
+        """Returns the place in the mesh of `rank`'s device minus that of rank 0's, [] int32.
 
-        It is the difference of the devices' row-major indices.
+        A place is a device's row-major index.
         """
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
@@ -209,16 +204,16 @@ class Endpoint:
     def _buffer(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number of a tile buffer among the buffers of GPU `receiver`.
+        """Returns the number, among the buffers of GPU `receiver`, of the tile buffer for a tile.
 
-        GPU `sender` sends to this buffer tile number `index` of a call. The sending warpgroup has
-        the same number as this one. `calls` is the number of calls that the two GPUs have made with
-        each other before: it selects one of two sets of buffers, for even and odd calls.
+        The tile is number `index` of those that GPU `sender` sends in a call, by its warpgroup of
+        the same number as this one. `calls` is how many calls the two GPUs have made with each
+        other before: it selects one of two sets of buffers, for even and odd calls.
         """
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)
-        # The receiver's senders are numbered from GPU receiver + 1 on, modulo the number of GPUs.
-        # So no buffers are needed for the receiver itself.
+        # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
+        # no buffers are needed for the receiver itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker

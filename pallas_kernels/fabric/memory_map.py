@@ -22,9 +22,8 @@ STRIDE = 1 << 30
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The indices of 64-bit words in a heap's header. From DELTA on there are MAX_GPUS words. Word g of
-# them is the number that the heap's GPU adds to an address of GPU g's process, to access the memory
-# there.
+# The indices of 64-bit words in a heap's header. DELTA is the first of MAX_GPUS words: word DELTA +
+# g is what the heap's GPU adds to an address in the process of GPU g, to access the memory there.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2
@@ -39,9 +38,8 @@ MAGIC_VALUE = 0x6A61785F65700000 + VERSION
 # covers all addresses, since all are then valid on all GPUs.
 ANY_ADDRESS = (0, 1 << 63)
 
-# Limits of a kernel that uses symmetric memory: the number of its thread blocks, of its buffers
-# that peers access, of the 32-bit values that a rank sends to a peer in a call, and of kinds of
-# signals.
+# Limits of a kernel in symmetric memory: the numbers of thread blocks, of buffers that peers
+# access, of 32-bit values that a rank sends to a peer in a call, and of kinds of signals.
 MAX_BLOCKS = 2048
 MAX_BUFFERS = 4
 MAX_VALUES = 4096
@@ -65,8 +63,8 @@ ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS
 # VALUES [2, MAX_GPUS, MAX_VALUES]: the 32-bit values that each peer sent, each in a word with the
 # number of its call. Even calls use the first half of the array, and odd calls the second.
 VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS
-# TILES: the memory of the low-latency protocol up to the heap's end. It has call counters of 32
-# bits, and then the tile buffers.
+# TILES: the memory of the low-latency protocol, up to the heap's end: 32-bit call counters, and
+# then the tile buffers.
 TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES
 
 # The sentinel of the low-latency protocol: a 32-bit word of a tile that has not arrived. The word
@@ -78,16 +76,15 @@ MAX_WORKERS = 512
 MAX_LOW_LATENCY_GPUS = 8
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-# A tile buffer has room for a tile, and for a note, a byte, from each of the sender's 128 threads
-# (see `sentinel_words`).
+# A tile buffer has room for a tile, and for one byte from each of the sender's 128 threads: a note
+# on which words of the tile were replaced (see `sentinel_words`).
 TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 
 def num_senders(num_gpus: int) -> int:
     """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
 
-    These are all other GPUs of the domain, but at most 7. The result is at least 1. `num_gpus` is
-    the number of GPUs in the domain.
+    It is the number of other GPUs of the domain of `num_gpus`, but at least 1 and at most 7.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 

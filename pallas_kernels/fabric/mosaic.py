@@ -31,8 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# The names of JAX and Mosaic that must exist, since this module and the kernels use them. The keys
-# are modules.
+# The names of JAX and Mosaic that this module and the kernels use, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -168,10 +167,7 @@ def strided(shape: Sequence[int], elements: int) -> Any:
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type of an array in registers, for `returns` of `inline`.
-
-    The array has the layout `strided`, with vectors of `elements` elements.
-    """
+    """Returns the type, for `returns` of `inline`, of an array in registers in layout `strided`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
@@ -207,14 +203,13 @@ def inline(
 
 # The MLIR passes that run on a kernel before Mosaic compiles it. Mosaic's compiler begins with
 # MLIR's canonicalizer, which visits a block from top to bottom and takes seconds for loops that
-# carry hundreds of registers. The passes `_SIMPLIFY` run the canonicalizer earlier, from bottom to
-# top. This takes hundredths of a second, and leaves the compiler's own run nothing to change. The
-# pass `_FORGET_PLACES` strips source locations, so that kernels which differ only in source
-# locations are compiled once.
+# carry hundreds of registers. The passes `_SIMPLIFY` run it earlier, from bottom to top, which
+# takes hundredths of a second and leaves Mosaic's own run nothing to change. The pass
+# `_FORGET_PLACES` strips source locations, so that otherwise equal kernels are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-# The attribute of a kernel's MLIR module that holds the name of the files which Mosaic dumps of the
-# module. By default the name contains a counter.
+# The attribute of a kernel's MLIR module with the name of the files to which Mosaic dumps it. By
+# default the name contains a counter.
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
@@ -248,10 +243,10 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-# An attribute of a kernel's MLIR module, its label, which Mosaic ignores. Modules with different
-# labels are compiled separately.
+# An attribute of a kernel's MLIR module, which Mosaic ignores. Modules with different values of it
+# are compiled separately.
 _LABEL = "mosaic_gpu.label"
-# The label of the modules that are lowered next, or None for no label.
+# The value of the attribute `_LABEL` of the modules that are lowered next; None for no attribute.
 _label: str | None = None
 _labels = map(str, itertools.count())
 
@@ -260,8 +255,7 @@ _labels = map(str, itertools.count())
 def compiled_anew() -> Iterator[None]:
     """Opens a context in which every kernel is compiled again, to measure compile times.
 
-    Outside the context, Mosaic compiles a kernel once in a process, even if JAX's caches are
-    cleared.
+    Outside it, Mosaic compiles a kernel once in a process, even if JAX's caches are cleared.
     """
     global _label
     before, _label = _label, next(_labels)
@@ -274,9 +268,9 @@ def compiled_anew() -> Iterator[None]:
 def _simplify_once_lowered() -> None:
     """Arranges that the MLIR module of the kernel being traced is simplified once it is complete.
 
-    The last step of lowering a kernel is Mosaic's method `Scratch.finalize_size`. It emits the code
-    on the host that makes the descriptors of TMA copies. This function replaces the method, in the
-    launch context of this kernel only, by one that then also simplifies the module.
+    The last step of lowering a kernel is Mosaic's method `Scratch.finalize_size`, which emits host
+    code that makes the descriptors of TMA copies. This function replaces the method, for this
+    kernel only, by one that then also simplifies the module.
     """
 
     def run(context: Any) -> None:
@@ -298,9 +292,8 @@ def _simplify_once_lowered() -> None:
 def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
     """Changes the type of a kernel's TMA descriptors from an array of bytes to one of 64-bit words.
 
-    It saves compile time. The descriptors are passed to the kernel by value, and code on the host
-    copies them element by element. LLVM's time to compile these copies grows faster than the number
-    of elements.
+    Code on the host copies the descriptors, which are an argument of the kernel, element by
+    element. LLVM's time to compile these copies grows faster than the number of elements.
 
     Args:
       allocation: the MLIR operation that allocates the descriptors.
@@ -315,9 +308,9 @@ def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
 def _simplify(module: Any) -> None:
     """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal.
 
-    So Mosaic compiles equal kernels once. For this, source locations are removed, and the counter
-    in the name of the files that Mosaic dumps of a kernel. If an environment variable
-    MOSAIC_GPU_DUMP_* is set, which makes Mosaic dump these files, both are kept.
+    Mosaic then compiles equal kernels once. Source locations are removed, and the counter in the
+    name of the files to which Mosaic dumps the module. Both are kept if an environment variable
+    MOSAIC_GPU_DUMP_* makes Mosaic dump modules.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
@@ -403,10 +396,10 @@ def lane() -> Value:
 def thread() -> Value:
     """Emits the index of the thread in its block, i32.
 
-    The value passes through inline PTX, so that LLVM takes each call's result for a different
-    number. If LLVM knew that two branches depend on one thread index, it could merge them, and copy
-    the code between them to both sides. It would also copy Mosaic's barriers, since it does not
-    recognize them, and threads of a warp would wait at different barriers forever.
+    The value passes through inline PTX, so that LLVM cannot know that two calls give the same
+    number. If it knew that two branches depend on one thread index, it could merge the branches and
+    copy the code between them to both sides, including Mosaic's barriers, which it does not
+    recognize. Threads of a warp would then wait at different barriers forever.
     """
     return asm("mov.b32 $0, $1;", "=r,r", mgpu.utils.thread_idx(), returns=integer_type(32))
 
@@ -438,16 +431,16 @@ def when(condition: Value) -> Iterator[None]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a choice between `values` and what `function` computes, by a branch.
+    """Emits a branch that yields `values` or, unless `condition` is true, results of `function`.
 
     Args:
-      condition: i1. If it is true in a thread, the thread's results are `values`. Else the thread
-        runs the code that `function` emits.
+      condition: i1, for each thread. If it is true, the thread's results are `values`. Else the
+        thread runs the code that `function` emits.
       function: emits code that computes results of the types of `values`, and returns them.
       values: values that exist before the branch.
 
     Returns:
-      The results: for each of `values`, that value or the one computed instead of it.
+      The thread's results.
     """
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -481,10 +474,7 @@ def pointer(memref: Value) -> Value:
 
 
 def element_pointer(base: Value, index: Value, element: Any) -> Value:
-    """Emits a pointer to element `index` of an array that starts at the pointer `base`.
-
-    `element` is the MLIR type of the array's elements.
-    """
+    """Emits a pointer to element `index`, of MLIR type `element`, of an array at pointer `base`."""
     return mgpu.utils.getelementptr(base, [index], element)
 
 
@@ -513,10 +503,7 @@ def splat(value: Value, is_signed: bool | None = None) -> Array:
 
 
 def registers(array: Array) -> list[Value]:
-    """Returns the registers of an array in the layout `strided` that one thread holds.
-
-    Each is an MLIR vector, of the length `elements` of the layout.
-    """
+    """Returns one thread's registers of an array in the layout `strided`, as MLIR vectors."""
     return list(array.registers.flat)
 
 
@@ -586,13 +573,12 @@ def warp_sum(value: Value, threads: int) -> Value:
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
     """Returns a reference to the memory of another rank that corresponds to this rank's `ref`.
 
-    The other memory begins at the address of `ref` plus an offset. `entry`, an int32, is the index
-    of this offset in a table of offsets: the function `offset` that was given to `reach_peers`
-    looks it up. `entry` is handed to Mosaic as if it were the coordinate of a device along the last
-    axis of the mesh. Mosaic multiplies a coordinate by the stride of its axis, which is 1 for the
-    last axis, so `offset` gets `entry` unchanged.
+    That memory begins at the address of `ref` plus an offset: the one with the index `entry`, an
+    int32, in the table given to `reach_peers`. Without a mesh there is only one rank, and the
+    result is `ref`.
 
-    Without a mesh there is only one rank, and the result is `ref`.
+    Mosaic takes `entry` for a device's coordinate along the last axis of the mesh. It multiplies a
+    coordinate by the axis' stride, here 1, so `entry` reaches the code of `reach_peers` unchanged.
     """
     _refuse_if_unavailable()
     axes = jax.sharding.get_abstract_mesh().axis_names
@@ -604,17 +590,17 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    The memory begins at the address of `ref` plus an offset. The offset is found in a table by its
-    index `entry`, an int32, so that the kernel can choose the peer while it runs.
+    That memory begins at the address of `ref` plus the offset with the index `entry` in a table. So
+    the kernel can choose the peer while it runs.
 
-    Mosaic asks its launch context for the address of a peer's buffer. By default the context takes
-    the address from XLA's collective metadata or NVSHMEM. This function replaces the context's
-    method `to_remote`, since JAX up to 0.12 has no public way to give Mosaic other addresses.
+    Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
+    XLA's collective metadata or NVSHMEM. This function replaces the context's method `to_remote`,
+    since JAX up to 0.12 has no public way to give Mosaic other addresses.
 
     Args:
       table: a reference to the memory that holds the offsets.
       offset: called as `offset(memref, entry)` with the memref of `table`, emits code that loads
-        the offset of index `entry`. Returns the offset in bytes, a 64-bit value.
+        the offset with the index `entry`. Returns the offset in bytes, a 64-bit value.
     """
 
     def run(context: Any, table: Value) -> None:
@@ -648,8 +634,7 @@ def store_rows(
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    Each thread stores the elements that it holds directly, not through shared memory. No other row
-    of `out` is written.
+    No other row is written. Threads store the elements that they hold, not through shared memory.
 
     Args:
       out: a reference to the 2D output.
@@ -707,8 +692,7 @@ def store_rows_of(
 ) -> None:
     """Stores rows [begin, end) of an array in shared memory to global memory.
 
-    No other row of `out` is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a
-    row.
+    No other row is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a row.
 
     Args:
       out: a reference to the 2D output.
@@ -765,8 +749,8 @@ def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
     """Stores an array from registers to shared memory with a 128-byte swizzle.
 
     The array has the layout `plgpu.Layout.WGMMA` of tensor core accumulators. `ref` has the same
-    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`. If it is float8,
-    they must be float32.
+    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`, and must be
+    float32 for float8.
     """
     if interpreted or ref.dtype.itemsize > 1:
         ref[...] = values.astype(ref.dtype)
@@ -877,8 +861,8 @@ def zero_rows_outside(
     whole rows are zeroed, the function can ignore the swizzle.
     """
     rows, columns = ref.shape
-    # The number of blocks, 8 rows by 64 columns, over which a row of `ref` extends; and the number
-    # of pieces of 16 bytes in a row of `ref`.
+    # The number of blocks of 8 rows by 64 columns in a row of blocks of `ref`, and the number of
+    # pieces of 16 bytes in a row of `ref`.
     blocks = columns // 64
     pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)
@@ -1020,9 +1004,8 @@ def float8_matmul(
 def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
     """Returns a * b + total, rounded once, by FMA instructions.
 
-    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. With the
-    operators `*` and `+` instead, LLVM may move the product out of a branch, and then multiply and
-    add by separate instructions.
+    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. For the
+    operators `*` and `+`, LLVM may emit two instructions, if it moves the product out of a branch.
     """
     if interpreted:
         return a * b + total

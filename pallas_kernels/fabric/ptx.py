@@ -48,8 +48,8 @@ def poll(
     def in_time(polls: Value) -> Value:
         """Emits whether the thread may go on polling after `polls` polls, i1.
 
-        Reading the clock is slow. So it is read only in one of `_POLLS_PER_CLOCK` polls, and in the
-        other polls the result is true.
+        Only one in `_POLLS_PER_CLOCK` polls reads the clock, which is slow. After others it is
+        true.
         """
         often = mosaic.i32(_POLLS_PER_CLOCK - 1)
         now = mosaic.equal(arith.andi(polls, often), often)

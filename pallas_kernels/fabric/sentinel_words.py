@@ -36,7 +36,8 @@ from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vec
 
 # A word of a tile that equals the sentinel `EMPTY` is sent as this word. As float32 both are NaN.
 _INSTEAD = 0xFFFFFFFE
-# What a note, a byte, holds until it has arrived: a byte of the sentinel.
+# A note is a byte that says which words of a tile were replaced. Until it has arrived, its memory
+# holds this value, a byte of the sentinel.
 _NO_NOTE = EMPTY & 0xFF
 
 _NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
@@ -135,7 +136,7 @@ class TileMemory:
             pointers = [self._buffer(here, place) for place in places]
 
             def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits, for each buffer, whether one of this thread's words is missing, i1."""
+                """Emits, for each buffer, whether a word of this thread has not arrived, i1."""
                 for j, of_tile in enumerate(_by_tile(words)):
                     is_empty = _any([_is(EMPTY, word) for word in of_tile])
                     yield arith.andi(is_empty, comes[j]) if comes else is_empty
@@ -217,7 +218,7 @@ class TileMemory:
         """Emits this thread's words of a tile as they were before the sender replaced any.
 
         If one of the received `words` is `_INSTEAD`, waits for the sender's note: a byte whose bits
-        say which words were the sentinel. Other tiles come without a note.
+        say which words were the sentinel. Without such a word, there is no note.
 
         Args:
           gpu: this GPU's number.
@@ -259,19 +260,15 @@ class TileMemory:
         return arith.addi(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's part of a tile buffer, 16 bytes.
-
-        `buffer` is the number of the tile buffer among those of GPU `gpu`.
-        """
+        """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's note on a tile buffer.
+        """Emits the address of this thread's note on tile buffer number `buffer` of GPU `gpu`.
 
         The note is a byte that says which of the thread's words in the buffer were replaced.
-        `buffer` is the number of the tile buffer among those of GPU `gpu`.
         """
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
@@ -280,7 +277,7 @@ class TileMemory:
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
-    """Splits the words that a thread read from several tile buffers: returns 4 for each buffer."""
+    """Splits the words that a thread read from several tile buffers into 4 words for each."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
@@ -318,10 +315,7 @@ def _store(pointer: Value, words: Sequence[Value]) -> None:
 
 
 def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns a tile of this shape and dtype, an array in registers.
-
-    `words` are the four 32-bit words of it that this thread holds.
-    """
+    """Returns a tile in registers, made of the four 32-bit words of it that this thread holds."""
     words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
     packed = vector.from_elements(words_type, list(words))
     of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))

@@ -6,8 +6,7 @@ rank's buffers. `connect` waits for the addresses that the peers send. After it,
 computes an address, and Pallas' copies, loads and stores access a peer's buffer.
 
 A signal is a 64-bit word that only grows: its high bits are the number of the call, and its low
-bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip over the
-link.
+bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip.
 
 A call may reuse the memory of the previous call, because the peers no longer read it. A call ends
 at a rank when every peer's last signal has arrived. A peer's block sends this signal after it has
@@ -37,8 +36,8 @@ from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i
 # address without its last four bits, which are 0; the flag `_NOT_SHARED`; and a tag of _TAG_BITS
 # bits, the low bits of the call's number.
 _TAG_BITS = 18
-# The bit of the word that is set if the buffer lies outside the memory pool which the rank's
-# process shares. A peer in another process cannot access such a buffer.
+# The flag says that a buffer lies outside the memory pool which the rank's process shares, so that
+# a peer in another process cannot access the buffer.
 _NOT_SHARED = 1 << _TAG_BITS
 # `read_values` polls this many 32-bit values at a time: 8 for each thread of the warpgroup.
 _VALUES_AT_ONCE = 1024
@@ -49,8 +48,7 @@ class Gpus(RanksOfMesh):
     """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host.
 
     Attributes:
-      place: [1] int32, the row-major index of this rank's device in the mesh; an operand of every
-        kernel.
+      place: [1] int32, the row-major mesh index of this rank's device; an operand of every kernel.
       base: the address of GPU 0's heap.
     """
 
@@ -62,7 +60,7 @@ class Gpus(RanksOfMesh):
         object.__setattr__(self, "_calls", [])
 
     def async_fence(self) -> None:
-        """Orders this warpgroup's next bulk copies (TMA) after writes for which it has waited."""
+        """Orders this warpgroup's next bulk copies (TMA) after peers' writes it has waited for."""
         ptx.async_fence()
 
     def delay_point(self, number: int) -> None:
@@ -89,10 +87,7 @@ class Gpus(RanksOfMesh):
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch that `enter` takes, by name: shared memory for `_Call.table`.
-
-        `num_buffers` is the number of the kernel's buffers that peers read or write.
-        """
+        """Returns the scratch of `enter`: `_Call.table`, for `num_buffers` shared buffers."""
         return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
 
     def enter(
@@ -108,13 +103,11 @@ class Gpus(RanksOfMesh):
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
         For each peer, finds the sequence number of this call: how many calls the peer and this rank
-        have made with each other, this one included. Block 0 sends the buffers' addresses to the
-        peers.
+        have made with each other, this one included. Block 0 sends peers the buffers' addresses.
 
         Args:
           operands: references to `self.operands`.
-          buffers: references to the buffers that peers read or write, in the same order on every
-            rank.
+          buffers: references to the buffers that peers read or write, in one order on all ranks.
           name: the kernel's name, for messages.
           num_blocks: the kernel's number of thread blocks.
           reads: whether peers read data that this rank wrote to its buffers before the call.
@@ -144,11 +137,10 @@ class Gpus(RanksOfMesh):
             lane, block = mosaic.lane(), mosaic.block()
             heap = self._heap(here)
             numbers = call.numbers(table)
-            # Write to the table in shared memory this call's sequence number with each peer.
-            # Sequence numbers begin with 1, so that a word of zeros belongs to no call. The table's
-            # other words are offsets: `connect` writes them later, and because of
-            # `mosaic.reach_peers` copies add them to the address of this rank's buffer to get that
-            # of a peer's buffer.
+            # Write this call's sequence number with each peer to the table in shared memory.
+            # Numbers begin with 1, so that a word of zeros belongs to no call. `connect` later
+            # writes the table's other words: the offsets from this rank's buffers to the peers'
+            # (see `mosaic.reach_peers`).
             peer = _of_lane(peers, lane)
             counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
@@ -157,17 +149,16 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
-            # Every call sends MAX_BUFFERS addresses, even if the kernel has fewer buffers, so that
-            # no word keeps the tag of an old call. After the tags have wrapped around, such a tag
-            # could be taken for that of a later call.
+            # Every call sends MAX_BUFFERS addresses, even if the kernel has fewer buffers. A word
+            # that no call overwrites would keep its tag, the low bits of an old call's number, and
+            # after these wrap around it could be taken for a word of a later call.
             sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block have read the block's call counters, one for each peer,
-            # so the counters may be set to this call's sequence numbers. There are counters for
-            # MAX_BLOCKS blocks. Those of blocks that this kernel lacks are set, too, since the next
-            # kernel may have these blocks.
+            # All warpgroups of this block have read the block's call counters, which may now be set
+            # to this call's sequence numbers. The counters of blocks that this kernel lacks are
+            # set, too, since the next kernel may have these blocks.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -202,9 +193,9 @@ class Gpus(RanksOfMesh):
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # A kernel without buffers sends an address in the memory pool, so that the word does not
-        # have the flag `_NOT_SHARED`. For a peer's block without work may still be in an earlier
-        # call, and read this word as an address of that call. On the flag it would abort.
+        # A kernel without buffers sends an address in the memory pool, for which the flag
+        # `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier call and
+        # read this word, and would abort if the flag were set.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
@@ -222,7 +213,7 @@ class Gpus(RanksOfMesh):
     def connect(self) -> None:
         """Waits until every rank has sent its buffers' addresses to this rank.
 
-        Stores for each buffer of a rank the offset from this rank's buffer to it, which `peer`
+        Stores the offset from each of this rank's buffers to that of every other rank, which `peer`
         needs. If `enter` was called with `reads`, this rank then also sees the data that the ranks
         wrote to their buffers before the call.
         """
@@ -246,10 +237,10 @@ class Gpus(RanksOfMesh):
 
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
-                    # The word's tag, the low bits of the number of the call in which the peer sent
-                    # the word, may be ahead of this call's number: a peer does not wait for a block
-                    # of this rank that has no work, and may have begun a later call. So poll only
-                    # while the tag is behind. Tag and number are compared modulo the range of tags.
+                    # A peer does not wait for a block of this rank that has no work, so it may
+                    # already have sent the word of a later call. Poll only while the word's tag,
+                    # the low bits of the peer's call number, is behind this call's, modulo the
+                    # tags' range.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -326,8 +317,7 @@ class Gpus(RanksOfMesh):
         Args:
           kind: the kind of the signals, 0 or 1.
           count: int32. The wait ends when all signals are at least `count`, or at once if it is 0.
-          what: names the wait in the message that is printed when the program aborts after
-            `timeout_s` seconds.
+          what: names the wait in the message of a program that aborts after `timeout_s` seconds.
         """
         call = self._call
 
@@ -448,8 +438,7 @@ class Gpus(RanksOfMesh):
           start: int32, the index of the first value to read among those that `rank` sends.
           words: [n] 32-bit elements in shared memory, for the n values from `start` on. The caller
             must put a barrier between this call and other threads' reads of `words`.
-          what: names the wait in the message that is printed when the program aborts after
-            `timeout_s` seconds.
+          what: names the wait in the message of a program that aborts after `timeout_s` seconds.
         """
         self._read(rank, start, words, words.shape[0], what)
 
@@ -460,8 +449,7 @@ class Gpus(RanksOfMesh):
 
         They are the values with the indices start to start + total - 1 among all that `rank` sends
         in the call. If `halves` is set, a value is a pair of 16-bit integers, which becomes two
-        int32 in `words`; else it is one 32-bit word. `what` names the wait in the error message of
-        a timeout.
+        int32 in `words`; else it is one 32-bit word. `what` names the wait in a timeout's message.
         """
         call, (num_words,) = self._call, words.shape
 
@@ -506,8 +494,8 @@ class Gpus(RanksOfMesh):
                     for i in indices
                 ]
 
-                # All blocks poll the same words. To reduce the traffic, each thread first polls
-                # only the last of its words, until it has arrived.
+                # All blocks poll the same words. To reduce the traffic, each thread polls only the
+                # last of its words until it has arrived, and then all of them.
                 if len(places) > 1:
                     poll(places[-1:])
                 values = poll(places)
@@ -534,8 +522,8 @@ class Gpus(RanksOfMesh):
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
         """Returns the address of a signal in GPU `owner`'s heap.
 
-        GPU `sender` sets the signal, and on GPU `owner` the block with the index of the running
-        block waits for it. `kind`, 0 or 1, selects one of the two signals of that pair.
+        GPU `sender` sends the signal to the block of this block's index on GPU `owner`. `kind`, 0
+        or 1, selects one of two signals.
         """
         start = memory_map.SIGNALS + 8 * memory_map.MAX_GPUS * memory_map.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (mosaic.block(), 8 * memory_map.MAX_GPUS), (sender, 8))
@@ -544,8 +532,7 @@ class Gpus(RanksOfMesh):
         """Returns the address in GPU `owner`'s heap of a value that GPU `sender` sends.
 
         `index` is the index of the value among those that `sender` sends to `owner` in a call.
-        `number` is the sequence number of the call between these two GPUs: calls with even and with
-        odd numbers use different memory.
+        `number` is the call's number; even and odd calls use different memory.
         """
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, memory_map.MAX_GPUS))
@@ -563,11 +550,10 @@ class _Call:
       rank: [] int32, this rank.
       here: [] int32, the number of this rank's GPU on the host.
       peers: the number of each rank's GPU on the host, [] int32 each.
-      table: reference to shared memory with two arrays of 64-bit words, one after the other. The
-        first, [buffers, N], holds for each buffer and each of the N ranks the difference between
-        the buffer's address at that rank and its address at this rank. The second, [N], holds for
-        each rank the sequence number of this call: how many calls that rank and this rank have made
-        with each other, this one included.
+      table: reference to shared memory with two arrays of 64-bit words. The first, [buffers, N],
+        holds for each buffer and each of the N ranks the buffer's address at that rank minus its
+        address at this rank. The second, [N], holds for each rank the sequence number of this call:
+        how many calls that rank and this rank have made with each other, this one included.
       buffers: references to the buffers that peers read or write.
       name: the kernel's name, for messages.
       reads: whether peers read data that was written to the buffers before the call.

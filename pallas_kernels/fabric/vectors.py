@@ -2,10 +2,11 @@
 
 An array in registers has the layout `mosaic.strided`: each thread holds vectors, which consist of
 neighbouring elements of the array. The argument `elements` of the functions here is the length of
-these vectors, for example 8 for vectors of 16 bytes of bfloat16. A vector is loaded or stored by
-one instruction, so its address must be a multiple of its size. Pallas knows the alignment only of
-this rank's own buffers, and loads a peer's memory element by element. In this module the caller
-guarantees the alignment: each reference starts at a multiple of the vector's bytes.
+these vectors, for example 8 for vectors of 16 bytes of bfloat16.
+
+The caller guarantees the alignment that one instruction for a whole vector needs: each reference
+starts at a multiple of the vector's bytes. Pallas knows the alignment only of this rank's own
+buffers, and would load a peer's memory element by element.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def load_each(
 ) -> list[jax.Array]:
     """Loads several 1D arrays of equal size and dtype from any rank's global memory.
 
-    All loads are under way at once, since the code has no branches: an array that is not `held` is
-    skipped by predicated instructions.
+    The code has no branches, so all loads are under way at once: those of an array that is not
+    `held` are predicated off.
 
     Args:
       refs: references to the arrays, each contiguous.
@@ -156,9 +157,9 @@ def store_part(
 ) -> None:
     """Stores the first elements of a 1D array in registers to `ref` in any rank's global memory.
 
-    As many elements are stored as `ref` has, a multiple of `elements`; `value` may have more, its
-    padding. Each thread stores vectors of `elements` neighbouring elements. If the scalar `held` is
-    false, nothing is stored.
+    Stores as many elements as `ref` has, a multiple of `elements`. `value` may be longer. Each
+    thread stores vectors of `elements` neighbouring elements. If `held` is false, nothing is
+    stored.
     """
     if fabric.interpret:
 
@@ -190,9 +191,8 @@ def store_part(
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
 
-    With the operator `*`, the compiler could fuse the product with an addition that follows (an
-    FMA), which does not round the product. Each thread holds vectors of `elements` neighbouring
-    elements.
+    With the operator `*`, the compiler could fuse product and a later addition to an FMA, which
+    does not round the product. Each thread holds vectors of `elements` neighbouring elements.
     """
     if fabric.interpret:
         return value * factor
@@ -231,9 +231,8 @@ def rotate(
 ) -> list[jax.Array]:
     """Rotates the list `parts` of N arrays in registers, by an offset that the kernel computes.
 
-    The array parts[i] gets the index (first + i) % N in the result. The offset `first`, [] int32,
-    is at least 0 and less than N. Each thread holds vectors of `elements` neighbouring elements of
-    each array.
+    Element i of `parts` becomes element (first + i) % N of the result, for the offset `first`, []
+    int32 in [0, N). Each thread holds vectors of `elements` neighbouring elements of each array.
     """
     parts, bit = list(parts), 1
     while bit < len(parts):
@@ -252,8 +251,7 @@ def _select(
 ) -> list[jax.Array]:
     """Returns the arrays `yes` if the scalar `predicate` is true, else the arrays `no`.
 
-    The code selects each register, without a branch. `elements` is the length of the vectors that a
-    thread holds.
+    Emits selects of registers, without a branch. A thread holds vectors of `elements` elements.
     """
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]

@@ -91,10 +91,7 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns the tile sizes with as many pipeline stages as fit into shared memory, at most 6.
-
-        `block_n` and `band` are those attributes of the result.
-        """
+        """Returns tile sizes with as many pipeline stages as fit into shared memory, at most 6."""
         chunks = 2 * BLOCK_M * CHUNK
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
@@ -145,11 +142,10 @@ def drhs_of_each(
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns a table that says which steps of 64 rows the sum over each group's rows has.
+    """Returns a table [L, 4] int32 of the steps of 64 rows of the sum over each group's rows.
 
-    The table is [L, 4] int32. The entry of a group is its number of steps (at least one), the first
-    row of its first step (a multiple of 8), and the range [begin, end) of its rows. `num_rows` is
-    R, the number of rows of lhs.
+    For each group it has the number of steps (at least one), the first row of the first step (a
+    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is R.
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -197,10 +193,9 @@ class _Drhs(Kernel):
 
     @property
     def _tile_rows(self) -> int:
-        """Returns the number of output tiles, one above the other, that cover a group's K rows.
+        """Returns how many output tiles, one below the other, cover the K rows of a group's output.
 
-        The last tile may reach past row K. For rows past it, the copies of lhs read zeros, and
-        nothing is stored.
+        The last tile may reach past row K. There, copies of lhs read zeros, and nothing is stored.
         """
         return -(-self.height // BLOCK_M)
 
@@ -210,8 +205,7 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # The tiles of all outputs at one position have consecutive indices, because they read the
-        # same tiles of lhs.
+        # Tiles of all outputs at one position have consecutive indices: they read the same lhs.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -223,8 +217,7 @@ class _Tile(NamedTuple):
     """An output tile, and the rows of lhs and grad over which its sum runs. All are int32.
 
     Attributes:
-      which: the index, among the arrays `grad`, of the one that is multiplied; also the index of
-        the output to which the tile belongs.
+      which: the index of the array `grad` to multiply, and of the output that has the tile.
       group: the group to whose output matrix the tile belongs.
       top, left_edge: the tile's first row and first column in this matrix.
       steps: the number of steps of 64 rows in the sum.
@@ -242,7 +235,7 @@ class _Tile(NamedTuple):
     end: jax.Array
 
     def rows_of_group(self, step: jax.Array) -> _Range:
-        """Returns which rows of step number `step` of the sum belong to the tile's group."""
+        """Returns which of the 64 rows of step number `step` belong to the tile's group."""
         row = self.first + step * STEP
         return _Range(self.begin - row, self.end - row)
 
@@ -263,11 +256,11 @@ class _Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader warpgroup's work: fills the ring's stages, and clears them `_lag` steps later.
+    """The loader warpgroup's work: fills the ring's stages, and later clears them.
 
-    To clear a stage is to zero its rows that belong to other groups. `cleared` is the barrier by
-    which the loader says that it has done so, `table` is a reference to the result of
-    `_group_steps`, and `lhs` and `grads` are references to the operands.
+    To clear a stage is to zero its rows that belong to other groups than the output tile. `cleared`
+    are barriers, one for each stage, at which the loader arrives when it has done so. `table` is a
+    reference to the result of `_group_steps`; `lhs` and `grads` are references to the operands.
     """
 
     kernel: _Drhs
@@ -279,14 +272,14 @@ class _Loader:
 
     @property
     def _lag(self) -> int:
-        """Returns how many more steps the loader fills after a step before it clears that step."""
+        """Returns how many further steps the loader fills before it clears a filled step."""
         return self.ring.num_stages - 2
 
     def run(self) -> None:
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         look_up = functools.partial(self.kernel.look_up, self.table)
-        # The last `_lag` steps are filled but not yet cleared. The carry holds the number of steps
-        # filled so far, and for each of these last steps the range of its group's rows.
+        # The last `_lag` steps are filled but not yet cleared. The carry is (the number of steps
+        # filled so far, the range of its own group's rows in each of these last steps).
         carry = jnp.int32(0), (all_rows,) * self._lag
         used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
 
@@ -314,22 +307,22 @@ class _Loader:
         """Clears the oldest step that is filled but not cleared: zeroes rows of other groups.
 
         Args:
-          step: the number of this step. If it is negative, nothing is cleared.
-          uncleared: for each filled step that is not cleared, from the oldest on, the range of the
-            rows of the step's group. The step that has just been filled is not among them.
-          newest: this range for the step that has just been filled.
+          step: the number of the oldest step. If it is negative, nothing is cleared.
+          uncleared: for each filled step that is not cleared, from the oldest on, the range of its
+            own group's rows. The step that was filled last is not among them.
+          newest: the range of its own group's rows in the step that was filled last.
 
         Returns:
-          The ranges of the steps that are filled but not cleared after this.
+          The ranges of the steps that are now filled but not cleared.
         """
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
         return tuple(others)
 
     def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits until the operand tiles of step number `step` have arrived, and clears the step.
+        """Waits for the operand tiles of step number `step`, and zeroes rows of other groups.
 
-        Of the step's rows, `rows` belong to the step's group; the others are zeroed.
+        `rows` is the range of the rows that belong to the step's own group.
         """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])
@@ -371,10 +364,10 @@ class _Held(NamedTuple):
 class _Computer:
     """The work of a compute warpgroup: computes and stores half of the rows of each output tile.
 
-    `number` is the index of the warpgroup, 0 or 1. `cleared` is the barrier at which it waits until
-    the loader has zeroed rows of other groups. `table` is a reference to the result of
-    `_group_steps`. `chunk` is this warpgroup's [64, 64] buffer in shared memory, through which it
-    stores 64 columns at a time.
+    `number` is the index of the warpgroup, 0 or 1. `cleared` are the barriers at which it waits
+    until the loader has zeroed a stage's rows of other groups. `table` is a reference to the result
+    of `_group_steps`. `chunk` is this warpgroup's [64, 64] buffer in shared memory, through which
+    it stores 64 columns at a time.
     """
 
     kernel: _Drhs
@@ -404,7 +397,7 @@ class _Computer:
     def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
         """Computes this warpgroup's half of an output tile, and meanwhile stores the previous one.
 
-        `carry` is (the number of steps that this warpgroup has multiplied before, its half of the
+        `carry` is (the number of steps that this warpgroup has multiplied so far, its half of the
         previous tile). Returns the carry for the next tile.
         """
         used, before = carry
@@ -427,10 +420,7 @@ class _Computer:
         plgpu.wgmma(accumulator, transposed(mine), right)
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
-        """Stores the columns of `held` that are not stored yet.
-
-        The columns are stored in chunks of 64; `chunk` is the number of the first chunk to store.
-        """
+        """Stores the columns of `held` from chunk number `chunk` on; a chunk is 64 columns."""
         left = jnp.maximum(len(self._columns) - chunk, 0)
         lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
 
@@ -440,7 +430,7 @@ class _Computer:
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
-        """Stores 64 columns of `held`, from column 64 * `chunk` on, if it has so many columns."""
+        """Stores chunk number `chunk` of `held`, 64 columns, if there is such a chunk."""
 
         def write(first: int) -> None:
             self.chunk[...] = held.values[:, first : first + CHUNK]

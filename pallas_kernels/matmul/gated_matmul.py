@@ -85,8 +85,7 @@ def gated_product(
 class _GatedProduct(Product):
     """The kernel of `gated_product`.
 
-    If `keep` is set, its outputs are the two products and, last, the gated product. Else its only
-    output is the gated product.
+    Its outputs are the two products, if `keep` is set, and last the gated product.
     """
 
     gating: Elementwise

@@ -1,8 +1,7 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
 The kernel cuts each group's rows into row tiles, and the output's columns into tiles of `block_n`.
-In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box of the output is an
-output tile:
+In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
 
   rows [R, K]    matrices [L, K, N]      output [R, N]
   a              a        b              +---+---+---+
@@ -66,8 +65,7 @@ class Tiles:
       block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
       num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
         long along K, the contraction dimension.
-      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results to
-        global memory.
+      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results.
       band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
         over the whole height of the output. The thread blocks compute the output band by band, and
         within a band row of tiles by row of tiles.
@@ -89,7 +87,7 @@ class Tiles:
         results are stored, at most 8 for each compute warpgroup.
 
         Args:
-          heights, block_n, band: these attributes of the result.
+          heights, block_n, band: attributes of the result.
           matrices: the number of matrices of each group; a stage holds a tile of each of them.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
@@ -178,8 +176,8 @@ class Product(Kernel):
     """The kernel of `product`.
 
     The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
-    of an instruction's result may be any multiple of 8. So the height of a tile can be fitted to
-    the number of rows that its group has.
+    of an instruction's result may be any multiple of 8, so the height of a tile can be fitted to
+    the number of rows of its group.
 
     Attributes:
       depths: for each pair of operands, K, the length of the contraction dimension.
@@ -193,7 +191,7 @@ class Product(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns the number of matrices by which a group's rows are multiplied, in each pair."""
+        """Returns the number of matrices by which a group's rows are multiplied, for each lhs."""
         return 1
 
     @property
@@ -204,8 +202,8 @@ class Product(Kernel):
     def holds(self) -> bool:
         """Returns whether a compute warpgroup stores a tile while it multiplies the next one.
 
-        For this, its registers must hold the results of the finished tile next to the accumulators
-        of the next tile. If False, it stores each tile before it multiplies the next one.
+        If so, its registers hold the finished tile's results next to the accumulators of the next
+        tile. If not, it stores each tile before it multiplies the next one.
         """
         return True
 
@@ -275,10 +273,7 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of a tile's height: the lowest that its rows fit in.
-
-        `tile` is the index of the tile in the table.
-        """
+        """Returns the index in `heights` of the lowest height that fits the rows of tile `tile`."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
         return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
@@ -288,8 +283,8 @@ class _RowTiles:
 class _Loader:
     """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
 
-    `rows` describes the row tiles. `operands` are references to the operands of all pairs: for each
-    pair its lhs, and then its arrays of matrices.
+    `rows` describes the row tiles. `operands` are references to the operands: for each pair its
+    lhs, and then its arrays of matrices.
     """
 
     kernel: Product
@@ -303,7 +298,7 @@ class _Loader:
         self.ring.drain(used)
 
     def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what the loader must know of the output tile with the number `index`.
+        """Returns what the loader must know of output tile number `index`.
 
         The result is (group, first row, first column, index in `heights` of the tile's height).
         """
@@ -314,8 +309,8 @@ class _Loader:
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
 
-        `tile` is a result of `_look_up`. `used` is the number of steps for which this block has
-        filled a stage before. Returns its new value.
+        `tile` is a result of `_look_up`. `used` is how many steps this block has copied into the
+        ring before. Returns this number after the tile.
         """
         # The number of operands of a pair: its lhs and its arrays of matrices.
         together = 1 + self.kernel.matrices
@@ -372,7 +367,7 @@ class _Computer:
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        """Returns what a compute warpgroup must know of the output tile with the number `index`.
+        """Returns what a compute warpgroup must know of output tile number `index`.
 
         The result is (position in the outputs of this warpgroup's half of the tile, index in
         `heights` of the tile's height).
@@ -385,15 +380,15 @@ class _Computer:
     def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
-        If the kernel `holds` results in registers, the previous tile is stored while this tile is
+        If `self.kernel.holds`, the previous tile is stored from registers while this tile is
         multiplied. Else this tile is stored after it is multiplied.
 
         Args:
           tile: the result of `_look_up`.
-          exists: whether there is a tile to compute. It is False only in the call after the last
+          exists: whether there is a tile to compute. It is False only in a call after the last
             tile, which stores the last tile.
-          carry: (the number of steps that this warpgroup has multiplied before, (the position of
-            the previous tile, the results held for it)).
+          carry: (the number of steps that this warpgroup has multiplied so far, (the position of
+            the previous tile, its results in registers)).
 
         Returns:
           The carry for the next tile.
@@ -425,10 +420,7 @@ class _Computer:
         return used + own_steps, (place, held)
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of the operand tiles in stage number `stage`.
-
-        `kind` is the index in `heights` of the output tile's height.
-        """
+        """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
         multiply = functools.partial(self._multiply_rows, accumulator, stage)
         lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 

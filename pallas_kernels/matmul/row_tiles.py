@@ -35,18 +35,16 @@ ROW_ALIGNMENT = 8
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-# A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher and
-# so fewer. Then the tables of all matmuls whose tiles have 64 rows or more are of one size, and one
-# compiled kernel computes all of these tables.
+# A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher. So
+# the tables of all matmuls with tiles of 64 rows or more are computed by one compiled kernel.
 _LOW = 64
 
 
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
     """Returns the number of tiles for which a table of row tiles has room.
 
-    It is an upper bound of the number of tiles of all groups. The bound includes that a group's
-    first tile may begin up to 7 rows before the group, at a multiple of 8, and that its last tile
-    may end after the group.
+    It is an upper bound of the number of tiles of all groups. A group's first tile may begin up to
+    7 rows before the group, at a multiple of 8, and its last tile may end after the group.
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
@@ -62,7 +60,7 @@ def row_tiles(
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
-        0, and groups are cut off at `num_rows`. So every tile's rows exist.
+        0, and groups are cut off at `num_rows`.
       heights: the numbers of rows that a tile may have, multiples of 8 in rising order.
       num_rows: the number of rows of the operand, an upper bound of the rows in groups.
       interpreted: whether XLA computes the table, on any machine, instead of a kernel on a GPU.
@@ -70,8 +68,8 @@ def row_tiles(
     Returns:
       [most_tiles + 1, 4] int32. An entry describes a tile: its group, its first row (a multiple of
       8), and the range [begin, end) of its rows that belong to the group. The last entry instead
-      begins with the number of tiles that exist, and the number of rows in groups. The entries
-      between the last tile that exists and the last entry may hold anything.
+      begins with the number of tiles, and the number of rows in groups. Entries after the last tile
+      and before the last entry are undefined.
     """
     return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
 
@@ -126,10 +124,7 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns the number of rows of `group`, which starts at row `start`.
-
-            The group is cut off at `num_rows`.
-            """
+            """Returns how many rows before `num_rows` a group has that starts at row `start`."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 

@@ -41,8 +41,8 @@ from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 # A compute warpgroup stores this many rows of an output tile at a time.
 STORED_ROWS = 32
 
-# A function that returns some elements of a finished tile. It takes a slice of the tile's columns
-# and a slice of its rows, and returns for each output the elements there, [columns, rows].
+# A function that returns some elements of a finished tile. Given a slice of the tile's columns and
+# one of its rows, it returns for each output the elements there, [columns, rows].
 Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 
 
@@ -54,14 +54,12 @@ class Buffers:
     """Buffers in shared memory through which the compute warpgroups store chunks of tiles.
 
     Outside the kernel's body the attributes are types of scratch, and inside it they are references
-    to the scratch. The first axis of the attributes is the compute warpgroup; the buffers that `of`
-    returns lack it.
+    to the scratch. Their first axis is the compute warpgroup, except in the result of `of`.
 
     Attributes:
       chunks: [2, buffers, 32, 64] of the outputs' dtype, swizzled.
       plain: [2, 32, 64] of the outputs' dtype, not swizzled, in an interpreted kernel; else None.
-        The interpreter copies single rows from this buffer, since it can't copy them from a
-        swizzled one.
+        The interpreter cannot copy single rows from a swizzled buffer, but can from this one.
     """
 
     chunks: Any
@@ -85,8 +83,7 @@ class Place(NamedTuple):
 
     Attributes:
       top: the output row of the tile's first row.
-      begin, end: the tile's rows that belong to its group are the output's rows [begin, end). Only
-        these are stored.
+      begin, end: only output rows [begin, end), which belong to the tile's group, are stored.
       left_edge: the output column of the tile's first column.
     """
 
@@ -120,27 +117,24 @@ class Store:
         return len(self._chunks())
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Returns the position of each 32 x 64 chunk in this warpgroup's half of a tile.
-
-        It is the chunk's first (row, column), counted from the first row and column of the half.
-        """
+        """Returns the first (row, column) of each 32 x 64 chunk of this warpgroup's half tile."""
         rows = range(0, self.block_m, STORED_ROWS)
         return [(row, column) for row in rows for column in range(0, self.part, CHUNK)]
 
     def chunks(self, first: Any, count: int, place: Place, results: Results) -> None:
         """Stores `count` chunks of this warpgroup's half of a tile to the outputs.
 
-        They are the chunks with the numbers `first`, `first` + 1 and so on, in the order of
-        `_chunks`. Numbers past the last chunk are ignored. `place` is the position of the half in
-        the outputs, and `results` returns its elements.
+        They are the chunks number `first`, `first` + 1 and so on of `_chunks`. Numbers past the
+        last chunk are ignored. `place` is the half's position in the outputs, and `results` returns
+        its elements.
         """
         lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
 
     def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
         """Stores those rows of chunk `number` of a tile that belong to the tile's group.
 
-        Registers can be selected only by constant indices. So the code that writes a chunk to a
-        buffer exists once for each chunk. The code that copies a buffer to the output exists once.
+        Only constant indices can select registers, so the code that writes a chunk to a buffer is
+        emitted once for each chunk. The code that copies a buffer to the output is emitted once.
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
@@ -155,7 +149,7 @@ class Store:
 
         @pl.when(number == 0)
         def _():
-            # Wait until the bulk copies of the previous tile have read the buffers.
+            # The bulk copies of the previous tile must have read the buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(first < stop)
@@ -167,7 +161,7 @@ class Store:
             self._copy(buffers, top, left_edge, first, stop)
 
     def _write_each(self, buffers: Sequence[Any], results: Results, row: int, column: int) -> None:
-        """Writes a chunk of a tile to shared memory: for each output to one of `buffers`.
+        """Writes a chunk of a tile of each output to the output's buffer among `buffers`.
 
         The chunk starts at (row, column) of this warpgroup's half of the tile. `results` returns
         the elements of the half.
@@ -197,10 +191,10 @@ class Store:
     ) -> None:
         """Copies rows [begin, end) of each of `buffers`, one for each output, to its output.
 
-        Row 0 of a buffer belongs to row `top` of the output, and column 0 to column `left_edge`.
+        Element [0, 0] of a buffer belongs to row `top` and column `left_edge` of the output.
         """
-        # The last chunks of a tile have fewer than 32 rows if block_m is not a multiple of 32. All
-        # rows of a chunk are copied at once by TMA.
+        # A chunk has 32 rows, except the last chunks of a tile if block_m is not a multiple of 32.
+        # TMA copies a whole chunk at once.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(begin == 0) & (end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
@@ -229,8 +223,7 @@ class Store:
     ) -> None:
         """Copies rows [begin, end) of a buffer in shared memory to `out`, an output.
 
-        The range may begin and end at any row. Row 0 of the buffer belongs to row `top` of `out`,
-        and column 0 to column `left_edge`.
+        They may be any rows. Element [0, 0] of the buffer belongs to out[top, left_edge].
         """
         if self.interpreted:
             self._copy_rows_in_parts(buffer, out, top, left_edge, begin, end)
@@ -255,9 +248,8 @@ class Store:
     ) -> None:
         """Copies rows of a chunk to the output, in place of `_copy_rows` in Pallas' interpreter.
 
-        The number of rows of a copy must be known when the kernel is compiled, but end - begin is
-        not. So the rows are copied in parts of 16, 8, 4, 2 and 1 rows: a part for each binary digit
-        of end - begin that is 1.
+        The number of rows of a copy must be static, but end - begin is not. So the rows are copied
+        in parts of 16, 8, 4, 2 and 1 rows: a part for each binary digit of end - begin that is 1.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plain = self.buffers.plain
@@ -277,8 +269,8 @@ class Store:
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
         """Zeroes a share of the outputs' rows from `start` to the last.
 
-        `num_workers` compute warpgroups, those of all thread blocks, divide the work into chunks of
-        32 rows by 64 columns. `worker` is the index of this warpgroup among them.
+        The compute warpgroups of all thread blocks, `num_workers` in all, divide the work into
+        chunks of 32 rows by 64 columns. `worker` is the index of this warpgroup among them.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape
