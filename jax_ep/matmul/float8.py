@@ -173,6 +173,58 @@ def gated_product(
     return tuple(_array(FLOAT8_ROWS, parts[i : i + 2], lhs.dtype) for i in range(0, len(parts), 2))
 
 
+class GateGradient(NamedTuple):
+    """The gradient of the function between an expert's matmuls, as operands of float8 matmuls.
+
+    Attributes:
+      dpre: the gradients of the two products: for each, rows [R, F], and the rows transposed, with
+        values [F, P].
+      hidden: the hidden values times their weights, transposed.
+      dweights: [R] float32: the gradient of the weights.
+    """
+
+    dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
+    hidden: TransposedRows
+    dweights: jax.Array
+
+
+def gate_gradient(
+    gating: Gating,
+    dhidden: jax.Array,
+    products: Sequence[QuantizedArray],
+    weights: jax.Array,
+    blocks: jax.Array,
+    implementation: Implementation = None,
+) -> GateGradient:
+    """Computes the gradient of weights[:, None] * gating(*products), and quantizes the results.
+
+    The results are rounded to dhidden's dtype before they are quantized. Rows past the last group,
+    and blocks without rows, are undefined.
+
+    Args:
+      gating: the function of two arrays [R, F].
+      dhidden: [R, F] floating, the gradient of the weighted hidden values; 128 divides F.
+      products: two arrays [R, F], in the format `jax_ep.formats.FLOAT8_ROWS`.
+      weights: [R] float32.
+      blocks: [P / 128, 2] int32, the first result of `row_blocks`.
+      implementation: the implementation of the matmuls.
+    """
+    *parts, dweights = bind(
+        float8_gate_gradient_p,
+        dhidden,
+        *(part for each in products for part in (each.values, each.scales)),
+        weights,
+        blocks,
+        gating=gating,
+        implementation=implementation,
+    )
+    rows = [_array(FLOAT8_ROWS, parts[i : i + 2], dhidden.dtype) for i in (0, 2)]
+    turned = [TransposedRows(*parts[i : i + 2]) for i in (4, 6, 8)]
+    return GateGradient(
+        ((rows[0], turned[0]), (rows[1], turned[1])), turned[2], dweights.sum(axis=1)
+    )
+
+
 def drhs_of_each(
     lhs: TransposedRows,
     grads: Sequence[TransposedRows],
@@ -345,6 +397,28 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
     ]
 
 
+@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
+def _compute_gate_gradient(*operands, gating, implementation, platform):
+    dhidden, *products, weights, blocks = operands
+    dtype, width = dhidden.dtype, dhidden.shape[1]
+    backend = _select(implementation, platform, (width, width), dhidden.shape[0])
+    if kernels := _kernels(backend):
+        results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
+        if results is not None:
+            return results
+    hidden, vjp = jax.vjp(gating, *(_rows(*products[i : i + 2]) for i in (0, 2)))
+    grad, of_rows = dhidden.astype(jnp.float32), weights[:, None]
+    both = [each.astype(dtype) for each in vjp(grad * of_rows)]
+    transpose = functools.partial(
+        _compute_transposed, implementation=implementation, platform=platform
+    )
+    turned = [transpose(each, blocks, keep_order=True) for each in both]
+    weighted = transpose((hidden * of_rows).astype(dtype), blocks, keep_order=False)
+    products = (grad * hidden).reshape(len(grad), width // BLOCK, BLOCK)
+    rows, transposed = ([part for each in turned for part in each[i : i + 2]] for i in (0, 2))
+    return *rows, *transposed, *weighted, products.sum(axis=2)
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
 @_exact
 def _compute_drhs(*operands, dtype, implementation, platform):
@@ -385,6 +459,16 @@ def _types_of_transposed(rows, *others, keep_order, **_):
     return [*kept, values, _type((num_blocks, width // BLOCK), jnp.float32)]
 
 
+def _types_of_gate_gradient(dhidden, *others, **_):
+    num_rows, width = dhidden.shape
+    num_blocks = others[-1].shape[0]
+    transposed = _type((width, num_blocks * BLOCK), DTYPE)
+    scales = _type((num_blocks, width // BLOCK), jnp.float32)
+    rows = _quantized_type(FLOAT8_ROWS, dhidden.shape)
+    sums = _type((num_rows, width // BLOCK), jnp.float32)
+    return [*rows * 2, *[transposed, scales] * 3, sums]
+
+
 def _type_of_product(values, scales, matrices, *_, dtype, **__):
     return _type((values.shape[0], matrices.shape[1]), dtype)
 
@@ -409,4 +493,7 @@ float8_product_p = make_primitive(
     "grouped_matmul_float8", _type_of_product, _compute_product, several=False
 )
 float8_gated_p = make_primitive("grouped_matmul_float8_gated", _types_of_gated, _compute_gated)
+float8_gate_gradient_p = make_primitive(
+    "gate_gradient_float8", _types_of_gate_gradient, _compute_gate_gradient
+)
 float8_drhs_p = make_primitive("grouped_matmul_float8_drhs", _types_of_drhs, _compute_drhs)

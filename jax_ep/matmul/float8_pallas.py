@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jax_ep.matmul.backend import pad_rows
 from jax_ep.matmul.pallas import core_count, emitted
+from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
+from pallas_kernels.matmul import gate_gradient as gate_kernel
 from pallas_kernels.matmul import quantize, transpose
 from pallas_kernels.matmul.quantize import Scaled
 
@@ -61,6 +63,26 @@ def gated_product(
         )
     num_rows = lhs[0].shape[0]
     return [part[:num_rows] for each in results for part in each]
+
+
+def gate_gradient(
+    gating: Any, dhidden: jax.Array, products: Any, weights: jax.Array, blocks: jax.Array
+) -> list[jax.Array] | None:
+    """Computes `jax_ep.matmul.float8.gate_gradient` in one kernel.
+
+    Returns the arrays of the result in a flat list. Returns None if the kernel does not support the
+    operations of `gating`, or the dtype of `dhidden`.
+    """
+    if dhidden.dtype != jnp.bfloat16:
+        return None
+    with jax.enable_x64(False):
+        try:
+            function = gate_kernel.gradient_of(gating)
+        except NotSupported:
+            return None
+        gate, up = (Scaled(*products[i : i + 2]) for i in (0, 2))
+        results = gate_kernel.gate_gradient(function, dhidden, gate, up, weights, blocks)
+    return jax.tree.leaves(results)
 
 
 def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[jax.Array]:

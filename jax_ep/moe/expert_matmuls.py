@@ -12,6 +12,7 @@ quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of t
   numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
   down          computes the product of the hidden values with wo, [R, H]
   dhidden       computes the gradient of the hidden values, [R, F]
+  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1, if one kernel can
   gradients     computes the gradients of the tokens, wi_0, wi_1 and wo
 """
 
@@ -34,7 +35,7 @@ from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.traced import Traced
-from pallas_kernels.matmul.row_blocks import row_blocks
+from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 MATMUL_DTYPES = (jnp.float8_e4m3fn,)
 
@@ -160,11 +161,35 @@ class Matmuls:
             zero_unused=False,
         )
 
+    def gate_gradient(
+        self,
+        unit: Traced,
+        dhidden: jax.Array,
+        pre: Sequence[Any],
+        weights: jax.Array | None,
+        group_sizes: jax.Array,
+    ) -> tuple[Any, Any, jax.Array | None] | None:
+        """Computes the gradient of weights[:, None] * unit(*pre), if one kernel can.
+
+        Args:
+          unit: the elementwise function between the matmuls.
+          dhidden: the gradient of the weighted hidden values, [R, F].
+          pre: the products with wi_0 and wi_1, [R, F] each, converted by the method `kept`.
+          weights: [R] float32, or None.
+          group_sizes: [L] int32: the number of rows of each expert.
+
+        Returns:
+          The weighted hidden values and the gradients of the products, as the method `gradients`
+          takes them, and the gradient of the weights or None. Returns None if the caller must
+          compute them as arrays.
+        """
+        return None
+
     def gradients(
         self,
         rows: Any,
-        hidden: jax.Array,
-        dpre: Sequence[jax.Array],
+        hidden: Any,
+        dpre: Sequence[Any],
         grad_rows: Any,
         experts: Experts,
         group_sizes: jax.Array,
@@ -175,7 +200,8 @@ class Matmuls:
         Args:
           rows: the tokens [R, H], converted by the method `rows`.
           hidden: the hidden values [R, F], multiplied by the rows' top-k weights if there are any.
-          dpre: the gradients of the products with wi_0 and wi_1, [R, F] each.
+          dpre: the gradients of the products with wi_0 and wi_1, [R, F] each. `hidden` and `dpre`
+            may also be results of `gate_gradient`.
           grad_rows: the output's gradient [R, H], converted by the method `rows`.
           experts: the weights of the experts.
           group_sizes: [L] int32: the number of rows of each expert.
@@ -251,6 +277,16 @@ class Float8Matmuls(Matmuls):
         pairs = [(grad_rows, experts.quantized.wo.matrices)]
         return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused=False)
 
+    def gate_gradient(self, unit, dhidden, pre, weights, group_sizes):
+        if len(pre) != 2:
+            return None
+        num_rows = dhidden.shape[0]
+        blocks, _ = row_blocks(group_sizes, num_rows)
+        of_rows = jnp.ones(num_rows, jnp.float32) if weights is None else weights
+        results = float8.gate_gradient(unit, dhidden, pre, of_rows, blocks, self.implementation)
+        dweights = None if weights is None else results.dweights
+        return results.hidden, results.dpre, dweights
+
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         blocks, groups = row_blocks(group_sizes, rows.shape[0])
 
@@ -262,10 +298,12 @@ class Float8Matmuls(Matmuls):
         def drhs(lhs, grads, dtype):
             return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation)
 
-        of_hidden = transpose(hidden)[1]
+        of_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         of_grad = transpose(grad_rows)[1]
         (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype)
-        both = [transpose(each, keep_order=True) for each in dpre]
+        both = [
+            each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
+        ]
         of_tokens = transpose(rows)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype)
         pairs = [

@@ -240,11 +240,17 @@ def backward(
     biases = _bias_rows(experts, group_sizes, rows)
     grad_rows = matmuls.rows(grad)
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
-    pre = tuple(matmuls.numbers(product, dtype) for product in pre)
-    factors = (pre,) if weights is None else (pre, weights)
-    hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
-    dpre, *dfactors = hidden_vjp(dhidden)
-    dweights = dfactors[0] if dfactors else None
+    results = None
+    if biases == (None, None):
+        results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes)
+    if results is None:
+        pre = tuple(matmuls.numbers(product, dtype) for product in pre)
+        factors = (pre,) if weights is None else (pre, weights)
+        hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
+        dpre, *dfactors = hidden_vjp(dhidden)
+        dweights = dfactors[0] if dfactors else None
+    else:
+        hidden, dpre, dweights = results
     dtokens, dwi, dwo = matmuls.gradients(
         rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value
 
-Function = Callable[..., jax.Array]
+Function = Callable[..., Any]
 
 
 class NotSupported(Exception):
@@ -33,8 +34,10 @@ class Elementwise:
     """An elementwise function of float32 arrays, to be called within a kernel.
 
     Attributes:
-      function: a JAX function of `arity` float32 arrays of one shape.
+      function: a JAX function of `arity` float32 arrays of one shape. It returns an array, or a
+        tuple if there are several results.
       arity: number of the function's arguments.
+      results: number of its results.
 
     Raises:
       NotSupported: the function has an operation that this module cannot emit.
@@ -42,6 +45,7 @@ class Elementwise:
 
     function: Function
     arity: int
+    results: int = 1
 
     def __post_init__(self) -> None:
         _check(self._jaxpr.jaxpr)
@@ -55,7 +59,8 @@ class Elementwise:
             raise NotSupported(f"it cannot be traced with scalars: {error}") from error
         if closed.consts:
             raise NotSupported("it captures arrays")
-        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != [((), jnp.float32)]:
+        scalars = [((), jnp.float32)] * self.results
+        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != scalars:
             raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
         return closed
 
@@ -78,7 +83,15 @@ class Elementwise:
 
     def emit(self, *values: Value) -> Value:
         """Emits PTX by which each thread applies the function to float32 scalars of its own."""
-        return _emit(self._jaxpr.jaxpr, values)[0]
+        return self.emit_all(*values, approximate=False)[0]
+
+    def emit_all(self, *values: Value, approximate: bool) -> list[Value]:
+        """Does what `emit` does; returns all results of the function.
+
+        If `approximate`, exp and the logistic function take fewer instructions. They are then off
+        by a few units in the last place, and not by the same as XLA's.
+        """
+        return _emit(self._jaxpr.jaxpr, values, _APPROXIMATE if approximate else _EMIT)
 
 
 def _instruction(name: str, operands: int) -> Callable[..., Value]:
@@ -205,7 +218,22 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
     "convert_element_type": _same,
     "copy": _same,
+    # The gradient of a product is summed over the axes along which an operand was broadcast.
+    # Scalars have none.
+    "reduce_sum": _same,
 }
+
+
+def _fast_exp(x: Value, **_: Any) -> Value:
+    return _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(1 / math.log(2))))
+
+
+def _fast_logistic(x: Value, **_: Any) -> Value:
+    power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(-1 / math.log(2))))
+    return _reciprocal(_add(power, mosaic.f32(1.0)))
+
+
+_APPROXIMATE = _EMIT | {"exp": _fast_exp, "logistic": _fast_logistic}
 
 
 def _inner(equation: Any) -> Any:
@@ -238,8 +266,12 @@ def _check(jaxpr: Any) -> None:
                 raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
 
 
-def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
+def _emit(
+    jaxpr: Any, arguments: Sequence[Value], instructions: dict[str, Any] = _EMIT
+) -> list[Value]:
     """Emits the operations of a jaxpr on the float32 scalars `arguments`; returns the results.
+
+    `instructions` maps the name of a JAX primitive to a function that emits it, as `_EMIT` does.
 
     `_check` must have accepted the jaxpr.
     """
@@ -255,8 +287,8 @@ def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         operands = [read(variable) for variable in equation.invars]
         inner = _inner(equation)
         if inner is not None:
-            results = _emit(inner.jaxpr, operands)
+            results = _emit(inner.jaxpr, operands, instructions)
         else:
-            results = [_EMIT[equation.primitive.name](*operands, **equation.params)]
+            results = [instructions[equation.primitive.name](*operands, **equation.params)]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars]

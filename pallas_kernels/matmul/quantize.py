@@ -293,17 +293,17 @@ class _Job:
         for i in range(_PATCH):
             sizes = []
             for walk in numbers:
-                walk[i], of_walk = zip(*map(_or_nan, walk[i]), strict=True)
+                walk[i], of_walk = zip(*map(or_nan, walk[i]), strict=True)
                 sizes += of_walk
-            rows.append(_max(sizes))
-        total = mosaic.warp_max(_max(rows))
+            rows.append(max_of(sizes))
+        total = mosaic.warp_max(max_of(rows))
         if self.by_row:
             for distance in (1, 2):
-                rows = _with_shuffled(rows, distance)
+                rows = with_shuffled(rows, distance)
             with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
-                tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
+                share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
         with mosaic.when(mosaic.equal(lane, i32(0))):
-            tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+            share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
         mosaic.block_barrier()
 
         # One thread for each row, and one warp for the block, compute the scales. They share the
@@ -314,18 +314,18 @@ class _Job:
                 tile.finish_row(shared, outs[1], mosaic.thread())
         with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1))):
             at = arith.addi(of_block, arith.remui(lane, i32(_WARPS)))
-            largest = mosaic.warp_max(_word_at(shared, at))
+            largest = mosaic.warp_max(word_at(shared, at))
             with mosaic.when(mosaic.equal(lane, i32(0))):
-                scale, factor = _scale(largest)
-                tile.share(shared, of_block, [arith.bitcast(mosaic.integer_type(32), factor)])
+                scale, factor = scale_of(largest)
+                share(shared, of_block, [arith.bitcast(mosaic.integer_type(32), factor)])
                 at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
                 llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
         mosaic.block_barrier()
 
         if self.by_row:
-            of_rows = tile.shared_numbers(shared, row, _PATCH)
+            of_rows = shared_numbers(shared, row, _PATCH)
             tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in of_rows]] * _WALKS)
-        (factor,) = tile.shared_numbers(shared, of_block, 1)
+        (factor,) = shared_numbers(shared, of_block, 1)
         factors = [[factor] * _PATCH] * _WALKS
         if self.whole:
             tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
@@ -392,20 +392,6 @@ class _Tile:
     def column_of_thread(self) -> Value:
         return arith.addi(self.left, self.place)
 
-    def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
-        """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
-        word = mosaic.integer_type(32)
-        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
-        of_all = mosaic.vector_type(len(numbers), word)
-        llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
-
-    def shared_numbers(self, ref: Any, at: Value, count: int) -> list[Value]:
-        """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
-        f32 = mosaic.float_type()
-        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
-        loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
-        return [vector.extract(loaded, [], [j]) for j in range(count)]
-
     def finish_row(self, shared: Any, scales: Any, row: Value) -> None:
         """Computes the scale of row `row` of the tile from the magnitudes in `shared`.
 
@@ -413,8 +399,8 @@ class _Tile:
         """
         i32 = mosaic.i32
         sides = [arith.addi(row, i32(side * BLOCK)) for side in range(_SIDES)]
-        scale, factor = _scale(_max(_word_at(shared, at) for at in sides))
-        self.share(shared, row, [arith.bitcast(mosaic.integer_type(32), factor)])
+        scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
+        share(shared, row, [arith.bitcast(mosaic.integer_type(32), factor)])
         with mosaic.when(mosaic.below(row, self.count)):
             row = arith.addi(self.first, row)
             start = pointer_to(scales, row, self.job.width // BLOCK, self.column, 4)
@@ -427,7 +413,7 @@ class _Tile:
             row = arith.addi(self.row, mosaic.i32(i))
             with mosaic.when(mosaic.below(row, self.count)):
                 for walk in range(_WALKS):
-                    four = _packed(numbers[walk][i], factors[walk][i])
+                    four = rounded_word(numbers[walk][i], factors[walk][i])
                     at = past(start, i * self.job.width + walk * _STEP)
                     llvm.store(four, at, alignment=_PATCH)
 
@@ -440,7 +426,7 @@ class _Tile:
         for walk in range(_WALKS):
             for j in range(_PATCH):
                 column = [numbers[walk][i][j] for i in range(_PATCH)]
-                four = _packed(column, [factors[walk][j]] * _PATCH)
+                four = rounded_word(column, [factors[walk][j]] * _PATCH)
                 llvm.store(four, past(start, (walk * _STEP + j) * height), alignment=_PATCH)
 
 
@@ -453,6 +439,22 @@ def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Va
     at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
     at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
     return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
+
+
+def share(ref: Any, at: Value, numbers: list[Value]) -> None:
+    """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
+    word = mosaic.integer_type(32)
+    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
+    of_all = mosaic.vector_type(len(numbers), word)
+    llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
+
+
+def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
+    """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
+    f32 = mosaic.float_type()
+    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
+    loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
+    return [vector.extract(loaded, [], [j]) for j in range(count)]
 
 
 def past(pointer: Value, num_bytes: int) -> Value:
@@ -471,22 +473,22 @@ def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     return [arith.extf(mosaic.float_type(), number) for number in numbers]
 
 
-def _word_at(ref: Any, at: Value) -> Value:
+def word_at(ref: Any, at: Value) -> Value:
     word = mosaic.integer_type(32)
     return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
 
 
-def _or_nan(number: Value) -> tuple[Value, Value]:
+def or_nan(number: Value) -> tuple[Value, Value]:
     """Returns the number, or NaN if it is not finite, and the bits of its magnitude."""
     is_finite, size = float8.magnitude(number)
     return float8.or_nan(number, is_finite), size
 
 
-def _max(sizes: Any) -> Value:
+def max_of(sizes: Any) -> Value:
     return functools.reduce(arith.maxui, sizes)
 
 
-def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
+def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
     """Returns the elementwise maximum of the magnitudes `sizes` of two lanes of a warp.
 
     The two are this lane, and the lane whose index is this lane's XOR `distance`.
@@ -494,7 +496,7 @@ def _with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
-def _scale(largest: Value) -> tuple[Value, Value]:
+def scale_of(largest: Value) -> tuple[Value, Value]:
     """Returns the scale of a quantization block, and 1 / scale.
 
     `largest` is the bits of the largest magnitude in the block. With `float8.branchless_reciprocal`
@@ -505,7 +507,7 @@ def _scale(largest: Value) -> tuple[Value, Value]:
     return scale, float8.reciprocal(scale)
 
 
-def _packed(numbers: Any, factors: Any) -> Value:
+def rounded_word(numbers: Any, factors: Any) -> Value:
     """Multiplies four float32 numbers by their factors, rounds to float8, and packs the results.
 
     Returns a 32-bit word.

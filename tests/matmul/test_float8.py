@@ -103,6 +103,26 @@ def test_gated_product(implementation, kind):
 
 
 @here
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kind", ["random", "skewed", "zero", "nan", "infinity"])
+def test_gate_gradient(implementation, kind, dtype):
+    """The gradient of the gate must be quantized correctly; NaN must stay in its own rows."""
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    dhidden = np.asarray(jnp.asarray(rows_of("random", N, 3), dtype).astype(jnp.float32))
+    gate, up = (operands.rows(rows_of(each, N, i)) for i, each in enumerate((kind, "random")))
+    weights = np.random.default_rng(0).random(ROWS, np.float32)
+    got = jax.jit(
+        lambda *arrays: float8.gate_gradient(
+            lambda gate, up: jax.nn.silu(gate) * up, *arrays, implementation
+        )
+    )(jnp.asarray(dhidden, dtype), (gate, up), weights, blocks)
+    numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
+    live = [each[:LIVE] for each in (dhidden, *numbers, weights)]
+    want = operands.gate_gradient(*live)
+    operands.assert_gate_gradient(got, want, SIZES, np.abs(want[-1]).sum(axis=1))
+
+
+@here
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_of_matrices(implementation, kind):
     _, groups = row_blocks(GROUP_SIZES, ROWS)

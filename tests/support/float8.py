@@ -103,6 +103,69 @@ def transposed_quantized_rows(rows: QuantizedArray, sizes: Sequence[int]) -> Tra
     return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
 
 
+def gate_gradient(
+    dhidden: np.ndarray, gate: np.ndarray, up: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Computes the gradient of weights * silu(gate) * up, in float64.
+
+    Returns (dgate, dup, weights * hidden, dhidden * hidden), [R, F] each. The last sums up to the
+    gradient of the weights.
+    """
+    dhidden, gate, up = (each.astype(np.float64) for each in (dhidden, gate, up))
+    of_rows = weights.astype(np.float64)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        sigmoid = 1 / (1 + np.exp(-gate))
+        silu = gate * sigmoid
+        grad, hidden = dhidden * of_rows, silu * up
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return grad * up * slope, grad * silu, hidden * of_rows, dhidden * hidden
+
+
+def assert_gate_gradient(
+    got: Any, want: Sequence[np.ndarray], sizes: Sequence[int], sums: np.ndarray
+) -> None:
+    """Asserts that a `float8.GateGradient` is that of `gate_gradient`, within rounding.
+
+    Args:
+        got: the result, with rows past the last group.
+        want: what `gate_gradient` returned, for the rows of all groups.
+        sizes: the rows of each group.
+        sums: the sums of the magnitudes of dhidden * hidden over each row.
+    """
+    live = sum(sizes)
+    *arrays, products = want
+    blocks = np.concatenate([
+        np.arange(start, start + size).tolist() + [-1] * (-size % BLOCK)
+        for size, start in zip(sizes, np.cumsum([0, *sizes]), strict=False)
+    ]).astype(int)  # fmt: skip
+    for (rows, _), expected in zip(got.dpre, arrays, strict=False):
+        numbers = np.asarray(rows.dequantize(jnp.float32))[:live]
+        assert_rounded(numbers, expected, np.asarray(rows.scales)[:live])
+    for turned, expected in zip((*(t for _, t in got.dpre), got.hidden), arrays, strict=True):
+        values, scales = live_blocks(turned, sizes)
+        of_rows = np.repeat(scales, BLOCK, axis=0)
+        numbers = values.astype(np.float32).T * np.repeat(of_rows, BLOCK, axis=1)
+        assert (numbers[blocks < 0] == 0).all()
+        assert_rounded(numbers[blocks >= 0], expected[blocks[blocks >= 0]], of_rows[blocks >= 0])
+    wanted = products.sum(axis=1)
+    dweights = np.asarray(got.dweights)[:live]
+    np.testing.assert_array_equal(np.isnan(dweights), np.isnan(wanted))
+    assert not (np.abs(dweights - wanted) > 2.0**-7 * sums + 1e-30).any()
+
+
+def assert_rounded(got: np.ndarray, want: np.ndarray, scales: np.ndarray) -> None:
+    """Asserts that `got` [R, C] is `want` rounded to float8 with the scales [R, C / 128].
+
+    The error may be 2^-4 of the number, and that of the least float8 numbers. A little more is
+    allowed, since numbers are rounded to bfloat16 first. Numbers that are not finite are NaN.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(want.astype(np.float32))
+        bound = 2.0**-4 * 1.1 * np.abs(want) + 2.0**-10 * np.repeat(scales, BLOCK, axis=1) * 1.1
+    np.testing.assert_array_equal(np.isnan(got), ~finite)
+    assert not (np.abs(got - want)[finite] > bound[finite]).any()
+
+
 def live_blocks(rows: TransposedRows, sizes: Sequence[int]) -> list[np.ndarray]:
     """Returns the values and scales of the blocks that have rows: those of all groups."""
     count = sum(-(-size // BLOCK) for size in sizes)

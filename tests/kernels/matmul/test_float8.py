@@ -16,8 +16,9 @@ from support.simulator import interpret, simulated
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
+from jax_ep.matmul.float8 import GateGradient
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, quantize, transpose
+from pallas_kernels.matmul import float8, gate_gradient, quantize, transpose
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantize import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -149,6 +150,39 @@ def test_transposed_rows(kind):
     )
     want = operands.transposed_quantized_rows(rows, SIZES)
     assert_same_bits(*(operands.live_blocks(each, SIZES) for each in (got, want)))
+
+
+@simulated
+@pytest.mark.parametrize("kind", ["random", "nan"])
+def test_gate_gradient(kind):
+    dhidden = np.asarray(
+        jnp.asarray(rows_of(operands.numbers("random", (LIVE, 256))), jnp.bfloat16)
+    )
+    gate, up = (
+        operands.rows(rows_of(operands.numbers(each, (LIVE, 256), i)))
+        for i, each in enumerate((kind, "random"))
+    )
+    weights = np.random.default_rng(0).random(ROWS, np.float32)
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    got = interpret(
+        lambda: gate_gradient.gate_gradient(
+            gate_gradient.gradient_of(swiglu),
+            jnp.asarray(dhidden),
+            scaled(gate),
+            scaled(up),
+            jnp.asarray(weights),
+            blocks,
+            interpret=simulator.INTERPRETER,
+        )
+    )
+    rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in got.dpre]
+    whole = GateGradient(
+        tuple(zip(rows, got.transposed, strict=True)), got.hidden, got.dweights.sum(axis=1)
+    )
+    numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
+    live = [each[:LIVE].astype(np.float32) for each in (dhidden, *numbers, weights)]
+    want = operands.gate_gradient(*live)
+    operands.assert_gate_gradient(whole, want, SIZES, np.abs(want[-1]).sum(axis=1))
 
 
 def assert_same_bits(got, want):

@@ -1,0 +1,465 @@
+"""Kernel of the gradient of an expert's gate, between the float8 matmuls of the backward pass.
+
+The gradient dh of the hidden values h = gating(gate, up) is multiplied by the gate's derivatives.
+The results are operands of the next float8 matmuls. The kernel quantizes them before they leave the
+registers:
+
+  dgate, dup   rows, for the gradient of the tokens; and transposed, for those of wi_0 and wi_1
+  w * h        transposed, for the gradient of wo, where w are the weights of the rows
+  <dh, h>      the gradient of the weights, summed over the 128 columns of each tile
+
+A thread block of 32 warps handles a tile of 128 rows by 128 columns, and a thread a patch of 4 x 4
+elements. The diagram shows the patches of a warp:
+
+         16 columns
+       +--+--+--+--+      A thread stores 4 bytes at a time, to rows and to transposed rows.
+   32  |  |  |  |  |      A warp's stores to transposed rows fill whole sectors of 32 bytes.
+  rows +--+--+--+--+
+       |  |  |  |  |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS, Float8
+from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.quantize import (
+    PTX_TYPE,
+    Scaled,
+    max_of,
+    past,
+    pointer_to,
+    rounded_word,
+    scale_of,
+    share,
+    shared_numbers,
+    with_shuffled,
+    word_at,
+)
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
+
+_PATCH = 4
+# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
+_ACROSS = 4
+_STRIPS = BLOCK // WARP
+_SIDES = BLOCK // (_PATCH * _ACROSS)
+_WARPS = _STRIPS * _SIDES
+# The kernel quantizes the rows of the first two results, and transposes all three.
+_WITH_ROWS = 2
+_RESULTS = 3
+# Where parts of shared memory begin, in numbers of 32 bits: for both results with rows, the
+# largest magnitude of each row in the columns of each warp; the rows' sums <dh, h> in these
+# columns; and for all three results the largest magnitude in each warp.
+_SUMS = _WITH_ROWS * _SIDES * BLOCK
+_TOTALS = _SUMS + _SIDES * BLOCK
+_SHARED = _TOTALS + _RESULTS * _WARPS
+
+
+class GateGradient(NamedTuple):
+    """The results of `gate_gradient`.
+
+    Attributes:
+      dpre: the gradients of gate and up: rows [R, F].
+      transposed: the same gradients, transposed: [F, P].
+      hidden: w * h, transposed: [F, P].
+      dweights: [R, F / 128] float32: <dh, h>, the sum over each 128 columns.
+    """
+
+    dpre: tuple[Scaled, Scaled]
+    transposed: tuple[TransposedRows, TransposedRows]
+    hidden: TransposedRows
+    dweights: jax.Array
+
+
+def gradient_of(gating: Any) -> Elementwise:
+    """Returns the function (gate, up, dh) -> (h, dgate, dup) of float32 scalars, for kernels.
+
+    Raises NotSupported if kernels cannot emit an operation of it.
+    """
+
+    def both(gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
+        hidden, vjp = jax.vjp(gating, gate, up)
+        return (hidden, *vjp(dh))
+
+    return Elementwise(both, 3, 3)
+
+
+def gate_gradient(
+    gating: Elementwise,
+    dhidden: jax.Array,
+    gate: Scaled,
+    up: Scaled,
+    weights: jax.Array,
+    blocks: jax.Array,
+    *,
+    interpret: Any = None,
+) -> GateGradient:
+    """Computes the gradient of gating(gate, up), and quantizes the results.
+
+    Args:
+      gating: the result of `gradient_of`.
+      dhidden: [R, F] bfloat16, the gradient of the hidden values without their weights.
+      gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of the gating. F is a multiple
+        of 128.
+      weights: [R] float32, the weight of each row.
+      blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
+        `row_blocks`.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      The results, computed in float32 and rounded to bfloat16 before they are quantized. Rows past
+      the last group, and blocks without rows, hold anything.
+    """
+    num_rows, width = dhidden.shape
+    num_blocks, tiles = blocks.shape[0], width // BLOCK
+    height = num_blocks * BLOCK
+
+    def kernel(*refs: Any, shared: Any) -> None:
+        ins, blocks, outs = refs[:6], refs[6], refs[7:]
+        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
+        first, count = blocks[block, 0], blocks[block, 1]
+        numbers = [block, column, first, count]
+        arrays = [*ins, *outs]
+
+        def emit(*given: Any) -> None:
+            *memrefs, block, column, first, count = given
+            scalars = (mosaic.scalar(each) for each in (block, column, first, count))
+            tile = _Tile(gating, width, height, *scalars)
+            tile.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
+
+        @pl.when(count > 0)
+        def _() -> None:
+            if interpret:
+                _interpreted(gating, ins, outs, *numbers)
+                return
+            layouts = [mosaic.REFERENCE] * (len(arrays) + 1) + [mosaic.SCALAR] * len(numbers)
+            mosaic.inline(emit, [*arrays, shared, *numbers], layouts)
+
+    values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
+    scales = jax.ShapeDtypeStruct((num_rows, tiles), jnp.float32)
+    transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
+    of_blocks = jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32)
+    results = mosaic.kernel(
+        kernel,
+        out_type=[*[values, scales] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, scales],
+        scratch_types=dict(shared=plgpu.SMEM((_SHARED,), jnp.float32)),
+        num_threads=_WARPS * WARP // LANES,
+        thread_name="warpgroup",
+        grid=(num_blocks * tiles,),
+        grid_names=("tile",),
+        auto_barriers=False,
+        interpret=interpret,
+        kernel_name="gate_gradient_float8",
+    )(dhidden, *gate, *up, weights, blocks)
+    rows, turned, dweights = results[:4], results[4:-1], results[-1]
+    return GateGradient(
+        (Scaled(*rows[:2]), Scaled(*rows[2:])),
+        (TransposedRows(*turned[:2]), TransposedRows(*turned[2:4])),
+        TransposedRows(*turned[4:]),
+        dweights,
+    )
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    # XLA may leave out a conversion to bfloat16 and back, but not this one.
+    return lax.reduce_precision(x, 8, 7)
+
+
+def _interpreted(
+    gating: Elementwise, ins: Any, outs: Any, block: Any, column: Any, first: Any, count: Any
+) -> None:
+    """Computes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
+
+    `ins` and `outs` are references to the operands but the blocks, and to the results. The other
+    arguments are the attributes of `_Tile`.
+    """
+    dhidden, gate, gate_scales, up, up_scales, weights = ins
+    columns = pl.ds(column * BLOCK, BLOCK)
+    exists = (jnp.arange(BLOCK) < count)[:, None]
+
+    def load(ref: Any, scales: Any = None) -> Any:
+        def one(i: Any, tile: Any) -> Any:
+            row = first + jnp.where(i < count, i, 0)
+            numbers = ref[row, columns].astype(jnp.float32)
+            if scales is not None:
+                numbers *= scales[row, column]
+            return tile.at[i].set(numbers)
+
+        return lax.fori_loop(0, BLOCK, one, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+
+    def weight(i: Any, of_rows: Any) -> Any:
+        return of_rows.at[i].set(weights[first + jnp.where(i < count, i, 0)])
+
+    def compute() -> None:
+        of_rows = lax.fori_loop(0, BLOCK, weight, jnp.zeros(BLOCK, jnp.float32))
+        grad, numbers = load(dhidden), (load(gate, gate_scales), load(up, up_scales))
+        hidden, dgate, dup = gating.function(*numbers, grad * of_rows[:, None])
+        results = [_rounded(each) for each in (dgate, dup, hidden * of_rows[:, None])]
+        results = [jnp.where(exists, each, 0) for each in results]
+        sums = jnp.sum(jnp.where(exists, grad * hidden, 0), axis=1)
+        rows = [FLOAT8_ROWS.encode(each) for each in results[:_WITH_ROWS]]
+
+        def store(i: Any, _: Any) -> None:
+            @pl.when(i < count)
+            def _() -> None:
+                for k, (values, scales) in enumerate(rows):
+                    outs[2 * k][first + i, columns] = values[i]
+                    outs[2 * k + 1][first + i, column] = scales[i, 0]
+                outs[-1][first + i, column] = sums[i]
+
+        lax.fori_loop(0, BLOCK, store, None)
+        for k, each in enumerate(results):
+            values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(each)
+            outs[4 + 2 * k][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
+            outs[5 + 2 * k][block, column] = scales[0, 0]
+
+    pl.when(lax.axis_index("warpgroup") == 0)(compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile of 128 rows by 128 columns, which a thread block computes.
+
+    Attributes:
+      gating: the function (gate, up, dh) -> (h, dgate, dup).
+      width: F, the number of columns.
+      height: P, the number of columns of the transposed results.
+      block: the index of the tile's block of 128 rows.
+      column: the index of the tile in its row of tiles.
+      first: the block's first row.
+      count: the number of rows that the block has, of 128.
+    """
+
+    gating: Elementwise
+    width: int
+    height: int
+    block: Value
+    column: Value
+    first: Value
+    count: Value
+
+    def emit(self, ins: Any, outs: Any, shared: Any) -> None:
+        """Emits the code by which a thread computes its patch; takes memrefs."""
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
+        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
+        row = arith.addi(arith.muli(strip, i32(WARP)), arith.muli(down, i32(_PATCH)))
+        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
+
+        # words[result][row] are two words of two bfloat16 numbers each.
+        words: list[list[list[Value]]] = [[] for _ in range(_RESULTS)]
+        sums = []
+        for i in range(_PATCH):
+            results, of_row = self.compute_row(ins, arith.addi(row, i32(i)), left)
+            sums.append(of_row)
+            for of_result, two in zip(words, results, strict=True):
+                of_result.append(two)
+        words, largest = _without_infinities(words)
+
+        # The threads of a warp that have parts of the same row find the row's largest magnitudes
+        # and its sum. One of them shares these with the other warps.
+        own_side = arith.addi(arith.muli(side, i32(BLOCK)), row)
+        totals = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
+        for distance in (1, 2):
+            largest[:_WITH_ROWS] = [
+                with_shuffled(sizes, distance) for sizes in largest[:_WITH_ROWS]
+            ]
+            sums = [_plus_shuffled(each, distance) for each in sums]
+        with mosaic.when(mosaic.equal(across, i32(0))):
+            for result, sizes in enumerate(largest[:_WITH_ROWS]):
+                share(shared, arith.addi(own_side, i32(result * _SIDES * BLOCK)), sizes)
+            bits = [arith.bitcast(word, each) for each in sums]
+            share(shared, arith.addi(own_side, i32(_SUMS)), bits)
+        with mosaic.when(mosaic.equal(lane, i32(0))):
+            for result, total in enumerate(totals):
+                share(shared, arith.addi(warp, i32(_TOTALS + result * _WARPS)), [total])
+        mosaic.block_barrier()
+        self.finish(shared, outs, warp, lane)
+        mosaic.block_barrier()
+
+        for result, of_result in enumerate(words):
+            numbers = [[number for w in two for number in _two(w)] for two in of_result]
+            if result < _WITH_ROWS:
+                factors = shared_numbers(
+                    shared, arith.addi(row, i32(result * _SIDES * BLOCK)), _PATCH
+                )
+                start = pointer_to(
+                    outs[2 * result], arith.addi(self.first, row), self.width, left, 1
+                )
+                for i, factor in enumerate(factors):
+                    with mosaic.when(mosaic.below(arith.addi(row, i32(i)), self.count)):
+                        four = rounded_word(numbers[i], [factor] * _PATCH)
+                        llvm.store(four, past(start, i * self.width), alignment=_PATCH)
+            (factor,) = shared_numbers(shared, i32(_TOTALS + result * _WARPS), 1)
+            top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+            start = pointer_to(outs[4 + 2 * result], left, self.height, top, 1)
+            for j in range(_PATCH):
+                four = rounded_word([of_row[j] for of_row in numbers], [factor] * _PATCH)
+                llvm.store(four, past(start, j * self.height), alignment=_PATCH)
+
+    def compute_row(self, ins: Any, row: Value, left: Value) -> tuple[list[list[Value]], Value]:
+        """Computes four elements of a row of the tile, from column `left` of the arrays on.
+
+        Returns, for dgate, dup and w * h, the elements as two words of two bfloat16 numbers; and
+        the sum of dh * h over the elements. All are zero if the block lacks the row.
+        """
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        dhidden, gate, gate_scales, up, up_scales, weights = ins
+        exists = mosaic.below(row, self.count)
+        # A row that the block lacks may not exist in the arrays. Its first row is read instead, and
+        # zeros take the place of its values.
+        row = arith.addi(self.first, arith.select(exists, row, i32(0)))
+
+        def or_zero(loaded: Value) -> Value:
+            return arith.select(exists, loaded, i32(0))
+
+        at = pointer_to(dhidden, row, self.width, left, 2)
+        two = llvm.load(mosaic.vector_type(2, word), at, alignment=8)
+        grads = [n for i in range(2) for n in _two(or_zero(vector.extract(two, [], [i])))]
+        pre = []
+        for values, scales in ((gate, gate_scales), (up, up_scales)):
+            at = pointer_to(values, row, self.width, left, 1)
+            four = float8.widened(PTX_TYPE, or_zero(llvm.load(word, at, alignment=4)))
+            at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
+            scale = llvm.load(mosaic.float_type(), at)
+            pre.append([arith.mulf(number, scale) for number in four])
+        weight = llvm.load(mosaic.float_type(), pointer_to(weights, row, 1, i32(0), 4))
+        columns: list[list[Value]] = [[] for _ in range(_RESULTS)]
+        total = mosaic.f32(0.0)
+        for grad, *arguments in zip(grads, *pre, strict=True):
+            weighted = arith.mulf(grad, weight)
+            hidden, *both = self.gating.emit_all(*arguments, weighted, approximate=True)
+            total = arith.addf(total, arith.mulf(grad, hidden))
+            for column, number in zip(columns, (*both, arith.mulf(hidden, weight)), strict=True):
+                column.append(number)
+        words = [[_bfloat16s(*four[i : i + 2]) for i in range(0, _PATCH, 2)] for four in columns]
+        return words, total
+
+    def finish(self, shared: Any, outs: Any, warp: Value, lane: Value) -> None:
+        """Computes and stores the scales of rows and blocks, and the sums of rows.
+
+        In `shared`, 1 / scale takes the place of a row's magnitudes and of a block's.
+        """
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        thread = mosaic.thread()
+        tiles = self.width // BLOCK
+        for result in range(_WITH_ROWS + 1):
+            start = arith.subi(thread, i32(result * BLOCK))
+            with mosaic.when(mosaic.below(start, i32(BLOCK))):
+                base = result * _SIDES * BLOCK
+                sides = [arith.addi(start, i32(base + side * BLOCK)) for side in range(_SIDES)]
+                found = [word_at(shared, at) for at in sides]
+                if result < _WITH_ROWS:
+                    value, factor = scale_of(max_of(found))
+                    share(shared, sides[0], [arith.bitcast(word, factor)])
+                    out = outs[2 * result + 1]
+                else:
+                    value, out = mosaic.f32(0.0), outs[-1]
+                    for each in found:
+                        value = arith.addf(value, arith.bitcast(mosaic.float_type(), each))
+                with mosaic.when(mosaic.below(start, self.count)):
+                    row = arith.addi(self.first, start)
+                    llvm.store(value, pointer_to(out, row, tiles, self.column, 4))
+        for result in range(_RESULTS):
+            with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1 - result))):
+                base = i32(_TOTALS + result * _WARPS)
+                largest = mosaic.warp_max(word_at(shared, arith.addi(base, lane)))
+                with mosaic.when(mosaic.equal(lane, i32(0))):
+                    scale, factor = scale_of(largest)
+                    share(shared, base, [arith.bitcast(word, factor)])
+                    at = pointer_to(outs[5 + 2 * result], self.block, tiles, self.column, 4)
+                    llvm.store(scale, at)
+
+
+def _without_infinities(
+    words: list[list[list[Value]]],
+) -> tuple[list[list[list[Value]]], list[list[Value]]]:
+    """Replaces infinities by NaN in words[result][row], and finds the largest magnitudes.
+
+    Returns the words, and largest[result][row]: the float32 bits of the largest finite magnitude of
+    the row's numbers.
+    """
+    i32 = mosaic.i32
+    all_words = [word for of_result in words for two in of_result for word in two]
+    pairs = [_largest_of_both(two, "and.b32 $0, $1, 0x7FFF7FFF;") for r in words for two in r]
+    most = functools.reduce(_max_of_halves, pairs)
+    low, high = arith.andi(most, i32(0xFFFF)), arith.shrui(most, i32(16))
+    finite = arith.andi(mosaic.below(low, i32(_INFINITY)), mosaic.below(high, i32(_INFINITY)))
+
+    def checked() -> list[Value]:
+        clean, sizes = [], []
+        for word in all_words:
+            size = i32(0)
+            for shift in (0, 16):
+                bits = arith.andi(arith.shrui(word, i32(shift)), i32(0x7FFF))
+                is_finite = mosaic.below(bits, i32(_INFINITY))
+                nan = arith.select(is_finite, i32(0), i32(0x7FC0 << shift))
+                word = arith.ori(word, nan)
+                kept = arith.select(is_finite, bits, i32(0))
+                size = arith.ori(size, arith.shli(kept, i32(shift)))
+            clean.append(word)
+            sizes.append(size)
+        both = [_max_of_halves(*sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
+        return clean + both
+
+    results = mosaic.unless(finite, checked, all_words + pairs)
+    clean, pairs = results[: len(all_words)], results[len(all_words) :]
+    pick, rows = iter(clean), iter(pairs)
+    clean_words = [[[next(pick) for _ in two] for two in of_result] for of_result in words]
+    largest = [[_as_float_bits(next(rows)) for _ in of_result] for of_result in words]
+    return clean_words, largest
+
+
+# The bits of the bfloat16 infinity. The bits of a positive NaN are larger.
+_INFINITY = 0x7F80
+
+
+def _largest_of_both(two: list[Value], absolute: str) -> Value:
+    word = mosaic.integer_type(32)
+    return _max_of_halves(*(mosaic.asm(absolute, "=r,r", each, returns=word) for each in two))
+
+
+def _max_of_halves(a: Value, b: Value) -> Value:
+    """Returns the maximum of each half of two words, as unsigned 16-bit integers."""
+    return mosaic.asm("max.u16x2 $0, $1, $2;", "=r,r,r", a, b, returns=mosaic.integer_type(32))
+
+
+def _as_float_bits(halves: Value) -> Value:
+    """Returns the larger half, the bits of a bfloat16 number, as the bits of a float32 number."""
+    low = arith.shli(halves, mosaic.i32(16))
+    high = arith.andi(halves, mosaic.i32(0xFFFF0000))
+    return arith.maxui(low, high)
+
+
+def _plus_shuffled(number: Value, distance: int) -> Value:
+    """Returns the sum of `number` of this lane, and of the lane with its index XOR `distance`."""
+    word, f32 = mosaic.integer_type(32), mosaic.float_type()
+    other = mosaic.shuffle(arith.bitcast(word, number), distance)
+    return arith.addf(number, arith.bitcast(f32, other))
+
+
+def _bfloat16s(low: Value, high: Value) -> Value:
+    """Rounds two float32 numbers to bfloat16, and packs them into a word, `low` in the low half."""
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return mosaic.asm(text, "=r,f,f", low, high, returns=mosaic.integer_type(32))
+
+
+def _two(word: Value) -> list[Value]:
+    """Converts the two bfloat16 numbers in a word to float32, first that in the low half."""
+    halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
+    return [arith.bitcast(mosaic.float_type(), half) for half in halves]
