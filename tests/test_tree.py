@@ -22,6 +22,7 @@ ELSEWHERE = {
     "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/report.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/timing.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/torch_grouped_mm.py": "tests/bench/test_matmul_torch.py",
     # All implementations of a collective, an exchange or a matmul share the tests of their API.
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",

@@ -8,6 +8,14 @@ run the operation here, other projects' included. The column "of dense" is the r
 rate to that of the dense matmul in the same dtype, the median over rounds. TFLOP/s count only rows
 that are in a group.
 
+The baseline "torch" is PyTorch's grouped matmul by CUTLASS, for product and dlhs, in bfloat16 and
+float8. It runs in a process of its own, one loop per round, on random operands with groups of the
+same sizes, but without rows that are in no group. In float8 it has one scale for each row and for
+each column of a matrix, and its sums are less precise than float32. It is left out where PyTorch
+2.9 or newer or an NVIDIA GPU is missing, and needs a few GB of memory that JAX has not reserved.
+Its loop starts at once, while a compiled one takes about 450 us, so compare device times, or set
+many --iterations. Its device time is that between CUDA events around a loop.
+
 With --matmul_dtype=float8_e4m3fn, operations are also measured on float8 operands, which are
 quantized before the loop. "vs plain" is the rate of a float8 program divided by the rate of the
 same implementation in --dtype. The operation "quantize" quantizes the matrices, as they are and
@@ -21,6 +29,7 @@ some are large, and the rows past the last group are NaN. For small operands, on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.bench import matmul_float8, report, runner
+from jax_ep.bench import matmul_float8, matmul_torch, report, runner
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.matmul_baselines import (
     BASELINES,
@@ -56,6 +65,7 @@ from jax_ep.bench.matmul_operations import (
     random_operands,
     small_operands,
 )
+from jax_ep.bench.matmul_torch import TORCH, TorchLoop
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.flags import Error
@@ -77,7 +87,9 @@ _IMPLEMENTATIONS = FLAGS.implementations(
     IMPLEMENTATIONS, "grouped matmuls", "all that run here, but the slow xla and loop in few cases"
 )
 _BASELINES = FLAGS.baselines(
-    BASELINES, "others' grouped matmuls, next to the dense matmul", "all that run here"
+    BASELINES,
+    "others' grouped matmuls, next to the dense matmul; torch (PyTorch) for product and dlhs",
+    "all that run here",
 )
 _DTYPE = FLAGS.dtype("the operands", LIMITS)
 _MATMUL_DTYPE = FLAGS.choices(
@@ -111,6 +123,8 @@ class MatmulCase(runner.Case):
 
     def __init__(self, case: Case, op: str, dtype: Any):
         self.case, self.op, self.dtype = case, op, dtype
+        # Ends the processes of TORCH that `build` has started.
+        self.processes = contextlib.ExitStack()
         self.functions = programs(case, op, dtype)
         facts = {
             "case": case.name,
@@ -141,12 +155,21 @@ class MatmulCase(runner.Case):
         mesh = Mesh(np.asarray(jax.devices()[:1]), ("one",))
         is_plain = row["matmul_dtype"] == "none"
         function = self.functions[row["implementation"], row["matmul_dtype"]]
+        iterations = _TIMING.iterations.value
+        if function is None:
+            sizes = shared[0].group_sizes[0].tolist()
+            loop = TorchLoop(self.case, self.op, not is_plain, sizes, mesh, iterations)
+            self.processes.callback(loop.close)
+            return loop
         operands = shared[0] if is_plain else shared[1]
-        return Loop(None, function, operands, mesh, _TIMING.iterations.value)
+        return Loop(None, function, operands, mesh, iterations)
 
     def check(self, row: Row, loop: Loop, shared: tuple[Operands, Float8Operands | None]) -> bool:
         if row["implementation"] == "dense":
             return False
+        if isinstance(loop, TorchLoop):
+            loop.check(self.checked_groups())
+            return True
         operands, float8, out = jax.tree.map(lambda leaf: leaf[0], (*shared, loop.outputs()))
         if row["matmul_dtype"] == "none":
             check_groups(self.op, operands, out, self.checked_groups())
@@ -183,13 +206,17 @@ class MatmulCase(runner.Case):
 
         The backends are sorted by wall time, the fastest first.
         """
-        dense, *others = super().measure(run)
+        with self.processes:
+            dense, *others = super().measure(run)
         others.sort(key=lambda row: row["wall"]["median_us"] if "wall" in row else math.inf)
         return [dense, *others]
 
 
 class SmallCase(MatmulCase):
-    """Checks one operation on small operands; `measure` returns only the rows of failures."""
+    """Checks one operation on small operands; `measure` returns only the rows of failures.
+
+    TORCH, which has operands of its own, is not among the programs.
+    """
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"
@@ -198,6 +225,7 @@ class SmallCase(MatmulCase):
         self.small = operands
         name = f"{shapes} by {sizes}"
         super().__init__(Case(name, num_rows, hidden, mlp, num_groups, sum(sizes)), op, dtype)
+        self.rows = [row for row in self.rows if row["implementation"] != TORCH]
 
     def operands(self) -> Operands:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self.small)
@@ -309,28 +337,42 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
         raise Error("--sweep: is of pallas without float8, which is not measured here")
 
 
-def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:
+# A function that computes an operation from the operands in JAX, or None for TORCH.
+Program = Callable[[Any], Any] | None
+
+
+def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Program]:
     """Returns the programs to measure for an operation `op` on operands of the size `case`.
 
-    A program is a function that computes the operation by one backend in one matmul dtype, or the
-    dense matmul for comparison. Returns a dict from pairs (name of the backend or "dense", matmul
-    dtype) to programs. For each matmul dtype, "dense" comes first, unless no backend can run the
+    A program computes the operation by one backend or by TORCH in one matmul dtype, or is the dense
+    matmul for comparison. Returns a dict from pairs (name of the backend, TORCH or "dense", matmul
+    dtype) to programs. For each matmul dtype, "dense" comes first, unless nothing else can run the
     operation in this dtype; then the dict has nothing for the dtype. `dtype` is the dtype of the
     operands.
     """
-    found: dict[tuple[str, str], Callable[[Any], Any]] = {}
+    found: dict[tuple[str, str], Program] = {}
     if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:
-        of_backends = backends(case, op, dtype)
-        found |= {("dense", "none"): dense_operation(op)} if of_backends else {}
-        found |= {(b.name, "none"): operation(b, op) for b in of_backends}
+        others: dict[str, Program] = {b.name: operation(b, op) for b in backends(case, op, dtype)}
+        others |= _in_torch(case, op, dtype)
+        found |= {("dense", "none"): dense_operation(op)} if others else {}
+        found |= {(each, "none"): program for each, program in others.items()}
     name = next((name for name in _MATMUL_DTYPE.value if name != "none"), None)
     if name is None or matmul_float8.unavailable_reason(case.hidden, case.mlp):
         return found
     own = [each for each in _names(case) if each in IMPLEMENTATIONS]
     sizes = case.hidden, case.mlp
     own = [each for each in own if not unavailable_reason(each, sizes, jnp.dtype(name))]
-    found |= {("dense", name): matmul_float8.dense_operation(op, dtype)} if own else {}
-    return found | {(each, name): matmul_float8.operation(each, op, dtype) for each in own}
+    others = {each: matmul_float8.operation(each, op, dtype) for each in own}
+    others |= _in_torch(case, op, jnp.dtype(name))
+    found |= {("dense", name): matmul_float8.dense_operation(op, dtype)} if others else {}
+    return found | {(each, name): program for each, program in others.items()}
+
+
+def _in_torch(case: Case, op: str, dtype: Any) -> dict[str, Program]:
+    """Returns {TORCH: None} if TORCH is selected and can run the operation in `dtype`, else {}."""
+    if TORCH not in _names(case) or op not in matmul_torch.OPERATIONS:
+        return {}
+    return {} if unavailable_reason(TORCH, (case.hidden, case.mlp), dtype) else {TORCH: None}
 
 
 def backends(case: Case, op: str, dtype: Any) -> list[Backend]:

@@ -1,7 +1,8 @@
 """Wraps grouped matmuls of other libraries, which `bench matmul` compares with this library's.
 
 "mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs; "tokamax" is the Python package
-tokamax. Both wrappers have the interface that `jax_ep.matmul.backend` defines.
+tokamax. Both wrappers have the interface that `jax_ep.matmul.backend` defines. "torch" is PyTorch's
+grouped matmul, which runs outside of JAX; see `jax_ep.bench.matmul_torch`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.bench import matmul_torch
 from jax_ep.bench.matmul_operations import Case
+from jax_ep.bench.matmul_torch import TORCH
 from jax_ep.matmul import api, float8, loop, pallas, xla
 from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
@@ -175,17 +178,19 @@ TOKAMAX = Backend(
 )
 
 
-BASELINES = (MOSAIC.name, TOKAMAX.name)
+BASELINES = (MOSAIC.name, TOKAMAX.name, TORCH)
 IMPLEMENTATIONS = api.IMPLEMENTATIONS.names
 
 
 def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
-    """Returns why a backend cannot run on this machine, or None if it can.
+    """Returns why an implementation or baseline cannot run on this machine, or None if it can.
 
     `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
     """
     has_scales = jnp.dtype(dtype) == float8.DTYPE
     problem = Problem(matrix, dtype, api.default_platform(), has_scales=has_scales)
+    if name == TORCH:
+        return matmul_torch.unavailable_reason(problem)
     return _backends()[name].unavailable_reason(problem)
 
 
@@ -211,7 +216,7 @@ def usual_implementations(case: Case) -> list[str]:
 
 
 def _backends() -> dict[str, Backend]:
-    """Returns a dict from names to all backends that can be measured.
+    """Returns a dict from names to all backends that can be measured, which TORCH is not.
 
     This is a function and not a constant, because tests replace some of the backends.
     """

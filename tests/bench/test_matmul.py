@@ -13,6 +13,7 @@ import jax_ep.cli
 from jax_ep.bench import matmul as bench_matmul
 from jax_ep.bench import matmul_baselines as baselines
 from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, Case
+from jax_ep.bench.matmul_torch import TORCH
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import api, xla
 
@@ -38,11 +39,14 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
-    available = {c.name for c in baselines.available((64, 64), jnp.dtype("bfloat16"))}
+    shape = (64, 64), jnp.dtype("bfloat16")
+    available = {c.name for c in baselines.available(*shape)}
+    in_torch = set() if baselines.unavailable_reason(TORCH, *shape) else {TORCH}
     for op in bench_matmul.OPERATIONS:
         of_op = [row for row in rows if row["op"] == op]
         assert of_op[0]["implementation"] == "dense" and "share_of_dense" not in of_op[0]
-        assert {row["implementation"] for row in of_op[1:]} == available
+        expected = available | (in_torch if op in ("product", "dlhs") else set())
+        assert {row["implementation"] for row in of_op[1:]} == expected
         assert all(row["checked"] and row["share_of_dense"] > 0 for row in of_op[1:])
         times = [row["wall"]["median_us"] for row in of_op[1:]]
         assert times == sorted(times)
@@ -119,10 +123,11 @@ def test_what_cannot_start_in_time_is_reported(capsys):
     ("arg", "message"),
     [
         ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
-        ("--baselines=cublas", "--baselines=cublas: 'cublas' is not one of mosaic, tokamax"),
+        ("--baselines=cublas", "--baselines=cublas: 'cublas' is not one of mosaic, tokamax, torch"),
         ("--implementations=xla,loop,cublas", "'cublas' is not one of pallas, loop, xla"),
         ("--implementations=pallas", "--implementations: pallas cannot run here: "),
         ("--baselines=mosaic", "--baselines: mosaic cannot run here: "),
+        ("--baselines=torch", "--baselines: torch cannot run here: "),
         ("--implementations= --baselines=", "leave nothing to measure"),
         ("--sweep", "--sweep: is of pallas"),
         ("--dtype=foo", "--dtype=foo"),
