@@ -102,17 +102,14 @@ def transpose_rows(
       The quantized rows [R, K], or None without `keep_order`; and the transposed rows, with values
       [K, P]. Blocks without rows are undefined.
     """
-    is_quantized = isinstance(rows, QuantizedArray)
+    if isinstance(rows, QuantizedArray):
+        parts = rows.values, rows.scales, blocks
+        turned = bind(transpose_rows_p, *parts, keep_order=False, implementation=implementation)
+        return rows if keep_order else None, TransposedRows(*turned)
     *kept, values, scales = bind(
-        transpose_rows_p,
-        *((rows.values, rows.scales) if is_quantized else (rows,)),
-        blocks,
-        keep_order=keep_order and not is_quantized,
-        implementation=implementation,
+        transpose_rows_p, rows, blocks, keep_order=keep_order, implementation=implementation
     )
-    in_order = None
-    if keep_order:
-        in_order = rows if is_quantized else _array(FLOAT8_ROWS, kept, rows.dtype)
+    in_order = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
     return in_order, TransposedRows(values, scales)
 
 

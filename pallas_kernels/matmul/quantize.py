@@ -291,10 +291,11 @@ class _Job:
         # elements of several warps.
         rows = []
         for i in range(_PATCH):
-            sizes = []
+            sizes: list[Value] = []
             for walk in numbers:
-                walk[i], of_walk = zip(*map(or_nan, walk[i]), strict=True)
-                sizes += of_walk
+                checked = [or_nan(number) for number in walk[i]]
+                walk[i] = [number for number, _ in checked]
+                sizes += (size for _, size in checked)
             rows.append(max_of(sizes))
         total = mosaic.warp_max(max_of(rows))
         if self.by_row:

@@ -153,6 +153,16 @@ def assert_gate_gradient(
     assert not (np.abs(dweights - wanted) > 2.0**-7 * sums + 1e-30).any()
 
 
+def assert_same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
+    """Asserts that arrays are equal, bit for bit but for the sign of a NaN."""
+    for mine, theirs in zip(got, want, strict=True):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        if mine.dtype == jnp.float8_e4m3fn:
+            # A NaN may have either sign.
+            mine, theirs = (np.where(np.isnan(each), np.nan, each) for each in (mine, theirs))
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def assert_rounded(got: np.ndarray, want: np.ndarray, scales: np.ndarray) -> None:
     """Asserts that `got` [R, C] is `want` rounded to float8 with the scales [R, C / 128].
 

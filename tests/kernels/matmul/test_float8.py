@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from support import float8 as operands
 from support import simulator
-from support.float8 import assert_gated_within_bound, assert_within_bound
+from support.float8 import assert_gated_within_bound, assert_same_bits, assert_within_bound
 from support.simulator import interpret, simulated
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
-from jax_ep.matmul.float8 import GateGradient
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, gate_gradient, quantize, transpose
+from pallas_kernels.matmul import float8, quantize
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantize import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -138,60 +137,6 @@ def test_quantized_rows(keep_order):
         assert_same_bits(
             [part[:LIVE] for part in kept], [in_order.values[:LIVE], in_order.scales[:LIVE]]
         )
-
-
-@simulated
-@pytest.mark.parametrize("kind", ["skewed", "nan", "huge", "zero"])
-def test_transposed_rows(kind):
-    rows = operands.rows(rows_of(operands.numbers(kind, (LIVE, 256))))
-    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    got = interpret(
-        lambda: transpose.transpose_rows(scaled(rows), blocks, interpret=simulator.INTERPRETER)
-    )
-    want = operands.transposed_quantized_rows(rows, SIZES)
-    assert_same_bits(*(operands.live_blocks(each, SIZES) for each in (got, want)))
-
-
-@simulated
-@pytest.mark.parametrize("kind", ["random", "nan"])
-def test_gate_gradient(kind):
-    dhidden = np.asarray(
-        jnp.asarray(rows_of(operands.numbers("random", (LIVE, 256))), jnp.bfloat16)
-    )
-    gate, up = (
-        operands.rows(rows_of(operands.numbers(each, (LIVE, 256), i)))
-        for i, each in enumerate((kind, "random"))
-    )
-    weights = np.random.default_rng(0).random(ROWS, np.float32)
-    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    got = interpret(
-        lambda: gate_gradient.gate_gradient(
-            gate_gradient.gradient_of(swiglu),
-            jnp.asarray(dhidden),
-            scaled(gate),
-            scaled(up),
-            jnp.asarray(weights),
-            blocks,
-            interpret=simulator.INTERPRETER,
-        )
-    )
-    rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in got.dpre]
-    whole = GateGradient(
-        tuple(zip(rows, got.transposed, strict=True)), got.hidden, got.dweights.sum(axis=1)
-    )
-    numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
-    live = [each[:LIVE].astype(np.float32) for each in (dhidden, *numbers, weights)]
-    want = operands.gate_gradient(*live)
-    operands.assert_gate_gradient(whole, want, SIZES, np.abs(want[-1]).sum(axis=1))
-
-
-def assert_same_bits(got, want):
-    for mine, theirs in zip(got, want, strict=True):
-        mine, theirs = np.asarray(mine), np.asarray(theirs)
-        if mine.dtype == jnp.float8_e4m3fn:
-            # A NaN may have either sign.
-            mine, theirs = (np.where(np.isnan(each), np.nan, each) for each in (mine, theirs))
-        np.testing.assert_array_equal(mine, theirs)
 
 
 @simulated

@@ -1,0 +1,64 @@
+"""Tests of the kernel of a gate's gradient, in Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import float8 as operands
+from support import simulator
+from support.simulator import interpret, simulated
+
+from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
+from jax_ep.matmul.float8 import GateGradient
+from pallas_kernels.matmul import gate_gradient
+from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.row_blocks import row_blocks
+
+SIZES = [3, 0, 70, 21]
+# The last 42 of the 136 rows are in no group.
+ROWS, LIVE = 136, sum(SIZES)
+GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def rows_of(x):
+    """Appends rows of NaN, past the last group, to rows x [94, C]; returns [136, C]."""
+    return np.concatenate([x, np.full((ROWS - LIVE, x.shape[1]), np.nan, np.float32)])
+
+
+@simulated
+@pytest.mark.parametrize("kind", ["random", "nan"])
+def test_gate_gradient(kind):
+    dhidden = np.asarray(
+        jnp.asarray(rows_of(operands.numbers("random", (LIVE, 256))), jnp.bfloat16)
+    )
+    gate, up = (
+        operands.rows(rows_of(operands.numbers(each, (LIVE, 256), i)))
+        for i, each in enumerate((kind, "random"))
+    )
+    weights = np.random.default_rng(0).random(ROWS, np.float32)
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    got = interpret(
+        lambda: gate_gradient.gate_gradient(
+            gate_gradient.gradient_of(swiglu),
+            jnp.asarray(dhidden),
+            Scaled(gate.values, gate.scales),
+            Scaled(up.values, up.scales),
+            jnp.asarray(weights),
+            blocks,
+            interpret=simulator.INTERPRETER,
+        )
+    )
+    rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in got.dpre]
+    whole = GateGradient(
+        tuple(zip(rows, got.transposed, strict=True)), got.hidden, got.dweights.sum(axis=1)
+    )
+    numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
+    live = [each[:LIVE].astype(np.float32) for each in (dhidden, *numbers, weights)]
+    want = operands.gate_gradient(*live)
+    operands.assert_gate_gradient(whole, want, SIZES, np.abs(want[-1]).sum(axis=1))
