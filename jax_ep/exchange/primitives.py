@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.exchange import selection
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
@@ -33,6 +34,10 @@ from jax_ep.runtime.jax_compat import (
 from pallas_kernels.formats import PLAIN
 
 _Shape: Any = jax.ShapeDtypeStruct
+# The most tokens that a rank alone moves by XLA instead of by kernels, if they are not quantized on
+# the way. On an H100, eight layers of Qwen3-MoE took 554 us instead of 621 with one token, 2345
+# instead of 2361 with 16, and 3631 instead of 3617 with 128.
+_FEW_TOKENS = 16
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
@@ -48,7 +53,11 @@ def check_implementation(config: Config, rows: jax.Array, list_words: int) -> No
 
 
 def _problem(
-    config: Config, rows: Any, list_words: int, place: availability.Place
+    config: Config,
+    rows: Any,
+    list_words: int,
+    place: availability.Place,
+    num_tokens: int | None = None,
 ) -> selection.Problem:
     moved = selection.Rows(
         hidden=rows.shape[-1],
@@ -58,19 +67,24 @@ def _problem(
         num_experts=config.num_experts,
         wire=config.wire,
     )
-    return selection.Problem(place, config.axis_name, moved)
+    is_known = num_tokens is not None and not checks.is_symbolic(num_tokens)
+    few_of_one_rank = (is_known and num_tokens <= _FEW_TOKENS and moved.num_ranks == 1) and (
+        config.layout == "expert" and config.wire == PLAIN
+    )
+    return selection.Problem(place, config.axis_name, moved, few_of_one_rank)
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
     """Selects the implementation that a primitive with these operands lowers to."""
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
-        list_words = last.topk_idx.shape[1]
+        num_tokens, list_words = last.topk_idx.shape
     else:
         # A dispatch has the operands x, choices [T, K] and, if rank-major, weights [T, K] or None.
         # Each choice and each weight of a token is a word of 4 bytes.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
-    problem = _problem(config, rows, list_words, availability.Lowered(program))
+        num_tokens = rows.shape[0]
+    problem = _problem(config, rows, list_words, availability.Lowered(program), num_tokens)
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 

@@ -25,11 +25,14 @@ class Problem:
       place: the program, or the devices, that are to run the exchange.
       axis_name: the mesh axes along which ranks are numbered.
       rows: the rows that the exchange sends; None: rows that the kernels support are assumed.
+      few_of_one_rank: whether a rank alone moves so few rows that XLA takes less time than the
+        kernels, whose launches take longest.
     """
 
     place: availability.Place
     axis_name: tuple[str, ...] = ()
     rows: Rows | None = None
+    few_of_one_rank: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,12 @@ def _load_xla(problem: Problem) -> Exchange:
 IMPLEMENTATIONS = Implementations(
     (
         _Exchange(name="two_level", unavailable_reason=_two_level_reason, load=_load_two_level),
-        _Exchange(name="pallas", unavailable_reason=_pallas_reason, load=_load_pallas),
+        _Exchange(
+            name="pallas",
+            unavailable_reason=_pallas_reason,
+            is_default=lambda problem: not problem.few_of_one_rank,
+            load=_load_pallas,
+        ),
         _Exchange(name="xla", load=_load_xla),
     )
 )

@@ -461,6 +461,15 @@ def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, fabrics):
         assert fabric.gpus == (3 - i,) and fabric.num_ranks == 1 and not fabrics
 
 
+@pytest.mark.parametrize(("num_tokens", "num_ranks"), [(16, 1), (17, 1), (16, 2)])
+def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, num_ranks):
+    """A rank alone must move few tokens by XLA, unless kernels are named."""
+    shapes = Shapes(num_tokens, 512, 2, 8, **ranks(num_ranks))
+    few = num_tokens <= 16 and num_ranks == 1
+    assert bool(kernels(lowered(shapes, None, forward))) != few
+    assert kernels(lowered(shapes, "pallas", forward))
+
+
 SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 
 
