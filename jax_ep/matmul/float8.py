@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
+from jax_ep.matmul.backend import Backend, Gating, Problem
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
@@ -341,8 +341,7 @@ def _compute_product(*operands, dtype, implementation, platform, zero_unused):
     values = parts[0]
     backend = _select(implementation, platform, parts[2].shape[1:], values.shape[0])
     if kernels := _kernels(backend):
-        out = kernels.product(pairs, group_sizes, dtype)
-        return zero_tail(out, group_sizes) if zero_unused else out
+        return kernels.product(pairs, group_sizes, dtype, zero_unused)
     wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
     return _sum_of_products(backend, wide, group_sizes, zero_unused).astype(dtype)
 
@@ -380,7 +379,7 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
         results = kernels.gated_product(lhs, rhs, group_sizes, gating, keep)
         if results is not None:
             return results
-        products = [kernels.product([(lhs, each)], group_sizes, jnp.float32) for each in rhs]
+        products = [kernels.product([(lhs, each)], group_sizes, jnp.float32, False) for each in rhs]
     else:
         rows = _rows(*lhs)
         products = [

@@ -33,11 +33,17 @@ def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.A
     return [*(kept or ()), *transposed]
 
 
-def product(pairs: Any, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+def product(pairs: Any, group_sizes: jax.Array, dtype: Any, zero_unused: bool) -> jax.Array:
     num_rows = pairs[0][0][0].shape[0]
     padded = [(_padded(rows), Scaled(*matrices)) for rows, matrices in pairs]
     with jax.enable_x64(False):
-        out = kernels.product(padded, group_sizes, dtype=dtype, num_blocks=core_count())
+        out = kernels.product(
+            padded,
+            group_sizes,
+            dtype=dtype,
+            num_blocks=core_count(),
+            zero_unused=zero_unused,
+        )
     return out[:num_rows]
 
 

@@ -174,7 +174,8 @@ def run_experts(
     leaves, tree = jax.tree.flatten(arrays)
     tokens, experts, *others = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
     traced = traced_unit(options, tokens, experts)
-    matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
+    with jax.named_scope("experts"):
+        matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
     config = _Config(traced, implementation, matmuls, grad_wire_dtype)
     return _routed_experts(config, tokens, experts, *others, handle)
 

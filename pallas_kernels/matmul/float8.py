@@ -48,6 +48,7 @@ from pallas_kernels.matmul.kernel import (
     aligned,
     check_buffers,
     launch,
+    quotient_and_rest,
     swizzled,
 )
 from pallas_kernels.matmul.quantize import Scaled
@@ -97,6 +98,7 @@ def product(
     *,
     dtype: Any,
     num_blocks: int,
+    zero_unused: bool = False,
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -108,6 +110,7 @@ def product(
       group_sizes: [L] int32, the number of rows of each group, in order.
       dtype: the dtype of the result: bfloat16, float16 or float32.
       num_blocks: number of thread blocks to launch.
+      zero_unused: whether rows past the last group become zero; else they are not written.
       tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -125,6 +128,7 @@ def product(
         tuple(rows.values.shape[1] for rows, _ in pairs),
         jnp.dtype(lhs.values.dtype),
         jnp.dtype(dtype),
+        zero_unused,
     )
     operands = [array for rows, matrices in pairs for array in _operands(rows, matrices)]
     return _run(
@@ -267,10 +271,17 @@ class _Float8Kernel(Kernel):
             tile, left_edge = self.place(index, num_tiles)
             return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
 
-        self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
+        used_rows = table[table.shape[0] - 1, 1]
+        self.walk_tiles(total_tiles, look_up, operands, outs, scratch, used_rows)
 
     def walk_tiles(
-        self, total: jax.Array, look_up: Any, operands: Any, outs: Any, scratch: Any
+        self,
+        total: jax.Array,
+        look_up: Any,
+        operands: Any,
+        outs: Any,
+        scratch: Any,
+        used_rows: jax.Array | int = 0,
     ) -> None:
         """Loads the operands of each output tile in one warpgroup; computes it in the other two.
 
@@ -281,6 +292,7 @@ class _Float8Kernel(Kernel):
           operands: references to the operands.
           outs: references to the outputs.
           scratch: references to shared memory and barriers, by the names in `scratch_types`.
+          used_rows: int32, the number of rows in groups, for `finish`.
         """
 
         def load():
@@ -295,8 +307,16 @@ class _Float8Kernel(Kernel):
                 return self.compute_tile(computer, tile, used, outs, scratch)
 
             self.walk(total, look_up, one_tile, jnp.int32(0))
+            self.finish(computer, used_rows, outs, scratch)
 
         self.take_roles(load, compute)
+
+    def finish(self, computer: jax.Array, used_rows: Any, outs: Any, scratch: Any) -> None:
+        """Runs in each compute warpgroup after its last output tile; does nothing by default.
+
+        `computer` is the index of the warpgroup, and `used_rows` the number of rows in groups.
+        `outs` are references to the outputs, and `scratch` those to shared memory, by name.
+        """
 
     def compute_tile(
         self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
@@ -581,7 +601,13 @@ class _Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Float8Kernel):
-    """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix."""
+    """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix.
+
+    Attributes:
+      zero_unused: whether the kernel zeroes the rows past the last group.
+    """
+
+    zero_unused: bool
 
     @property
     def matrices(self) -> int:
@@ -605,6 +631,30 @@ class _Product(_Float8Kernel):
             exists = (left + half * BLOCK < self.width) & (top < end)
             pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
         return used + self.steps
+
+    def finish(self, computer: jax.Array, used_rows: jax.Array, outs: Any, scratch: Any) -> None:
+        if not self.zero_unused:
+            return
+        (out,), room = outs, scratch["staged"].at[computer]
+        nothing = jnp.zeros((_ROWS, self.chunk), self.out_dtype)
+        if not self.interpreted:
+            nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+        # The compute warpgroups of all thread blocks divide the chunks of 64 rows among them.
+        worker = lax.axis_index("block") * COMPUTERS + computer
+        workers, columns = (
+            jnp.int32(self.num_blocks * COMPUTERS),
+            jnp.int32(self.width // self.chunk),
+        )
+        first = lax.div(used_rows, jnp.int32(_ROWS))
+        chunks = (-(-out.shape[0] // _ROWS) - first) * columns
+
+        def zero_chunk(i: jax.Array, _: None) -> None:
+            row, column = quotient_and_rest(worker + i * workers, columns)
+            top = (first + row) * _ROWS
+            begin, end = used_rows - top, out.shape[0] - top
+            self.store(nothing, out, room, top, column * self.chunk, begin, end)
+
+        lax.fori_loop(0, lax.div(chunks - worker + (workers - 1), workers), zero_chunk, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,10 +57,12 @@ def test_product(width):
             GROUP_SIZES,
             dtype=jnp.bfloat16,
             num_blocks=2,
+            zero_unused=True,
             tiles=TILES,
             interpret=simulator.INTERPRETER,
         )
     )
+    assert not np.asarray(got[LIVE:]).astype(np.float32).any()
 
     def both(lhs, *arrays):
         *rhs, sizes = arrays
