@@ -84,7 +84,7 @@ class Case:
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns further fields for the row of a compiled program, such as its memory."""
+        """Returns fields to add to `row`: what is known once `loop` is compiled, such as memory."""
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:

@@ -54,8 +54,8 @@ class OneOf(NamedTuple):
     """Alternative sets of tensors in which the same weights may be stored.
 
     Attributes:
-        layouts: the alternatives, each a tuple of tensors. A directory has the tensors of one
-            alternative. A block that is added to a directory without any MoE block gets the first
+        layouts: the alternatives, each a tuple of tensors. A checkpoint has the tensors of one
+            alternative. If an MoE block is saved to a checkpoint that has none yet, it is the first
             alternative that the model's quantization allows.
     """
 
@@ -74,7 +74,7 @@ class Architecture:
         models: the names of the models.
         model_types: the values of `model_type` in the models' config.json.
         sizes: maps the letter of an axis (see this module's docstring) to the key of config.json
-            that holds the axis's size. The size of R follows from E, and that of 1 is 1. Any other
+            that holds the axis's size. R, the outputs of the router, follows from E. Any other
             axis without a key has size 0. Tensors with an axis of size 0 do not exist.
         fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
@@ -82,7 +82,8 @@ class Architecture:
         only: maps keys of config.json to the values that this library supports, besides the lack of
             the key. Loading a model with any other value is an error.
         tensors: the tensors that hold the weights.
-        unused: names of tensors that some files hold for experts without weights, to be ignored.
+        unused: names of tensors that are ignored. Some files hold them for experts that compute
+            nothing and so need no weights.
     """
 
     models: str

@@ -279,7 +279,7 @@ def _runs_on_xla(
     problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
     ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
-        # Raises, on CPUs too, if JAX_EP_COLLECTIVES_TABLE names no table.
+        # This call raises, on CPUs too, if the file JAX_EP_COLLECTIVES_TABLE is not a valid table.
         table.current()
         return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
     return num_ranks == 1 or algorithm == "xla"

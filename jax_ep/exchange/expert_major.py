@@ -239,7 +239,10 @@ def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
 
 
 def _static(handle: Handle) -> dict[str, Any]:
-    """Returns the arguments of `gradients.configure` that a call takes from a dispatch's handle."""
+    """Returns the options of a dispatch that its handle holds, as arguments of `configure`.
+
+    A `combine` or `dispatch_like` with the handle uses the same options.
+    """
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,

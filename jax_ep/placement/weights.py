@@ -39,9 +39,9 @@ _PIECE_BYTES = 64 * 2**20
 # Rows are as long as this limit allows, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
-# Maps the bytes of a weight to the dtype as which `dispatch` sends its bits. Before and after, the
-# bits are held as integers, because XLA may move 16-bit floats as float32, which changes the bits
-# of a NaN.
+# Maps the number of bytes of a weight to a floating dtype of that size. `dispatch` sends floating
+# numbers only, so weights of any dtype are sent as numbers with the same bits. Outside of
+# `dispatch` the bits are integers, because XLA may change the bits of a NaN.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.

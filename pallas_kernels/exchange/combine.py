@@ -87,8 +87,9 @@ def combine(
         rank's tokens or, with `by_rank`, the choice's local expert. An entry is less than 0 where
         the choice is of another rank's expert.
       fabric: how ranks reach each other.
-      plan: the number of blocks and of worker warpgroups, the number of tokens that are signalled
-        together, and how many such steps the receive buffer holds.
+      plan: the number of blocks and of worker warpgroups; the number of tokens of a step, after
+        which a rank signals that their sums were sent; and the number of steps for whose sums a
+        receive buffer has room.
       num_experts: E, the number of experts on all ranks together.
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
         where the owner is the token's rank.

@@ -218,10 +218,10 @@ class ExpertRows:
     def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
         """Returns each expert's quota, the most rows that it may keep, [count_width] int32.
 
-        `total`, [count_width] int32, is each expert's number of rows before any is dropped. All
-        experts of a rank have the same quota: the largest number with which the rows of the rank's
-        experts fit in the capacity. A binary search over the bits of the quotas, from the highest
-        to the lowest, finds the quotas of all ranks together. If all rows fit, it is `total`.
+        `total`, [count_width] int32, is each expert's number of rows before any is dropped. If all
+        rows fit, the result is `total`. Otherwise all experts of a rank have the same quota: the
+        largest with which their rows fit in the capacity. One binary search, from the highest bit
+        to the lowest, finds the quotas of all ranks at once.
         """
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width

@@ -41,7 +41,7 @@ _WORD = 4
 # The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 _ACROSS = 4
 _DOWN = WARP // _ACROSS
-# The number of warps side by side, and in all.
+# The number of warps that cover 128 columns, and the number that cover a tile.
 _SIDES = BLOCK // (_PATCH * _ACROSS)
 _WARPS = _SIDES * BLOCK // (_PATCH * _DOWN)
 
