@@ -40,7 +40,7 @@ FIELDS = {
     "recorded_in": r'"[0-9a-f]{7,}"',  # the commit that first wrote the figure down
     "shapes": r"\{.+\}",
     "dtypes": r"\{.+\}",
-    "unit": r'"(µs|ms|s|%|ratio)"',
+    "unit": r'"(µs|ms|s|%|ratio|nats)"',
     "statistic": r'".+"',
     "commands": r"\[.*\]",
     "source": r'\{"file": ".+", "section": ".+"\}',
@@ -63,6 +63,8 @@ def values(figure: dict[str, Any]) -> set[float]:
     """Returns the measured numbers that a figure shows: those of its plot, or of its table."""
     if "table" in figure:
         return set(numbers([row[1:] for row in figure["table"]["rows"]]))
+    if "lines" in figure["plot"]:  # of a curve, the mean of its last steps
+        return {one["last"] for one in figure["plot"]["lines"]}
     panels = figure["plot"]["panels"]
     shown = [one["values"] for panel in panels for one in panel["series"]]
     bounds = [panel["bound"]["value"] for panel in panels if "bound" in panel]
@@ -125,6 +127,14 @@ def test_a_plot_is_drawn_from_its_figure(name):
     assert f"<dc:identifier>{plot.digest(FIGURES[name])}</dc:identifier>" in svg
     assert "<dc:date>" not in svg and len(svg.encode()) < 40_000
     assert values(FIGURES[name]) <= set(numbers(texts(svg)))
+
+
+@each_plot
+def test_a_curve_ends_at_the_mean_of_its_last_100_steps(name):
+    shown = FIGURES[name]["plot"]
+    for one in shown.get("lines", ()):
+        last = one["values"][-100 // shown["steps"] :]
+        assert sum(last) / len(last) == pytest.approx(one["last"], abs=1e-4)
 
 
 def test_each_committed_plot_has_a_figure():

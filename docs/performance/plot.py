@@ -65,7 +65,8 @@ def draw(figure: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     with plt.style.context(["default", STYLE]):
-        drawn = _bars(figure["plot"])
+        draw_plot = _lines if "lines" in figure["plot"] else _bars
+        drawn = draw_plot(figure["plot"])
         dtypes = ", ".join(dict.fromkeys(figure["dtypes"].values()))
         under = f"{gpus(figure)}, jax {figure['jax']}, {dtypes}, {figure['date']}"
         drawn.suptitle(f"{figure['title']}\n{under}", x=0.01, ha="left", fontsize=10)
@@ -138,6 +139,33 @@ def _panel(axis: Any, panel: dict[str, Any]) -> float:
     axis.locator_params(axis="x", nbins=5)
     axis.grid(visible=True, axis="x")
     return max(ends)
+
+
+def _lines(plot: dict[str, Any]) -> Any:
+    """Draws curves over steps; a value is the mean of `steps` steps, placed in their middle.
+
+    The legend has the value of the last steps. A later curve is thinner, so that both are seen
+    where they are equal.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
+    steps = plot["steps"]
+    for number, one in enumerate(plot["lines"]):
+        axis.plot(
+            [(i + 0.5) * steps for i in range(len(one["values"]))],
+            one["values"],
+            color=COLORS[one["color"]],
+            linewidth=3 / (1 + 2 * number),
+            label=f"{one['name']}, last 100 steps: {one['last']}",
+        )
+    axis.set(xlabel=plot["x_label"], ylabel=plot["y_label"], yscale="log")
+    axis.set_xlim(0, len(plot["lines"][0]["values"]) * steps)
+    axis.set_yticks(plot["y_ticks"], map(str, plot["y_ticks"]))
+    axis.minorticks_off()
+    axis.grid(visible=True)
+    _legend(figure)
+    return figure
 
 
 def _label(axis: Any, text: str, x: float, y: float) -> None:
