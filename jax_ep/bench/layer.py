@@ -132,8 +132,8 @@ _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
     WIRE_DTYPES,
-    "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
-    "baselines send them in any case.",
+    "The dtype that jax_ep sends tokens to the experts in. none: as they are, or with a "
+    "--matmul_dtype in that. The baselines send them as they are in any case.",
 )
 _MATMUL_DTYPE = FLAGS.choices(
     "matmul_dtype",
@@ -184,7 +184,7 @@ class LayerCase(runner.Case):
                 | {
                     "direction": direction,
                     "implementation": name,
-                    "wire_dtype": _wire_dtype(name),
+                    "wire_dtype": _wire_dtype(name, matmul_dtype),
                     "matmul_dtype": matmul_dtype,
                 }
                 | ({} if matmul_dtype == "none" else {"quantize": _QUANTIZE.value})
@@ -378,8 +378,11 @@ def _matmul_dtypes(name: str) -> list[str]:
     return ["none"] if name in BASELINES else _MATMUL_DTYPE.value
 
 
-def _wire_dtype(name: str) -> str:
-    return "none" if name in BASELINES else _WIRE_DTYPE.value
+def _wire_dtype(name: str, matmul_dtype: str) -> str:
+    """Returns the dtype in which the layer `name` sends tokens; "none": the dtype they have."""
+    if name in BASELINES:
+        return "none"
+    return _WIRE_DTYPE.value if matmul_dtype == "none" else matmul_dtype
 
 
 def parts_of(device: dict[str, Any]) -> dict[str, float | None]:

@@ -107,10 +107,10 @@ def unavailable_reason(problem: Problem) -> str | None:
     dtype = jnp.dtype(problem.dtype)
     if dtype not in (jnp.bfloat16, float8.DTYPE):
         return f"it multiplies bfloat16 and float8, not {dtype}"
-    if importlib.util.find_spec("torch") is None:
-        return "the package torch is not installed (pip install torch)"
     if problem.platform != "cuda":
         return f"its kernels are for NVIDIA GPUs, and this program is for {problem.platform}"
+    if importlib.util.find_spec("torch") is None:
+        return "the package torch is not installed (pip install torch)"
     return _failure(dtype == float8.DTYPE)
 
 

@@ -67,9 +67,15 @@ def _problem(
         num_experts=config.num_experts,
         wire=config.wire,
     )
-    is_known = num_tokens is not None and not checks.is_symbolic(num_tokens)
-    few_of_one_rank = (is_known and num_tokens <= _FEW_TOKENS and moved.num_ranks == 1) and (
-        config.layout == "expert" and config.wire == PLAIN
+    few_of_one_rank = (
+        moved.num_ranks == 1
+        and config.layout == "expert"
+        and config.wire == PLAIN
+        and num_tokens is not None
+        and not checks.is_symbolic(num_tokens)
+        and num_tokens <= _FEW_TOKENS
+        # The rows of the receive buffer take time, too. They were K a token when this was measured.
+        and config.capacity <= 2 * num_tokens * list_words
     )
     return selection.Problem(place, config.axis_name, moved, few_of_one_rank)
 

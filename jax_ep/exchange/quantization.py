@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -84,7 +87,7 @@ def bits(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
     """
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    of_parts = (lax.bitcast_convert_type(part, jnp.uint8) for part in wire.encode(x))
+    of_parts = (_to_bytes(part) for part in wire.encode(x))
     return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in of_parts], axis=-1)
 
 
@@ -105,11 +108,27 @@ def parts(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.A
     for columns, dtype in wire.row_parts(x.shape[-1], x.dtype):
         size = jnp.dtype(dtype).itemsize
         part = sent[..., start : start + columns * size]
-        if size > 1:
-            part = part.reshape(*sent.shape[:-1], columns, size)
-        unpacked.append(lax.bitcast_convert_type(part, dtype))
+        unpacked.append(_from_bytes(part.reshape(*sent.shape[:-1], columns, size), dtype))
         start += columns * size
     return tuple(unpacked)
+
+
+# A program of `jax.export` with symbolic shapes cannot run a bitcast between numbers of different
+# widths. So the two functions below cast to unsigned integers of the same width, and shift bytes.
+
+
+def _to_bytes(x: jax.Array) -> jax.Array:
+    """Returns the bytes of x [...], lowest first: [..., size] uint8."""
+    size = x.dtype.itemsize
+    words = lax.bitcast_convert_type(x, f"uint{8 * size}")
+    return jnp.stack([(words >> (8 * i)).astype(jnp.uint8) for i in range(size)], axis=-1)
+
+
+def _from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the numbers [...] of `dtype` whose bytes are x [..., size] uint8, lowest first."""
+    size = x.shape[-1]
+    words = [x[..., i].astype(f"uint{8 * size}") << (8 * i) for i in range(size)]
+    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, words), dtype)
 
 
 def no_gradient(wire: RowFormat) -> str:

@@ -8,7 +8,7 @@ kernels of "pallas" add 128 products in about 14 bits, and then add these sums i
 
 The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
 matrices [L, N, K], and `drhs_of_each`, which contracts rows, takes rows that `transpose_rows` has
-transposed and quantized along the rows of each group.
+transposed, with scales that 128 rows of a group share.
 
 The functions of this module have no gradients; `jax_ep.moe.expert_matmuls` computes the gradients
 of the experts with them.
@@ -402,7 +402,8 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
         results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
         if results is not None:
             return results
-    hidden, vjp = jax.vjp(gating, *(_rows(*products[i : i + 2]) for i in (0, 2)))
+    in_float32 = lambda *arrays: gating(*arrays).astype(jnp.float32)  # noqa: E731
+    hidden, vjp = jax.vjp(in_float32, *(_rows(*products[i : i + 2]) for i in (0, 2)))
     grad, of_rows = dhidden.astype(jnp.float32), weights[:, None]
     both = [each.astype(dtype) for each in vjp(grad * of_rows)]
     transpose = functools.partial(
@@ -410,7 +411,7 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
     )
     turned = [transpose(each, blocks, keep_order=True) for each in both]
     weighted = transpose((hidden * of_rows).astype(dtype), blocks, keep_order=False)
-    products = (grad * hidden).reshape(len(grad), width // BLOCK, BLOCK)
+    products = (grad * hidden).reshape(dhidden.shape[0], width // BLOCK, BLOCK)
     rows, transposed = ([part for each in turned for part in each[i : i + 2]] for i in (0, 2))
     return *rows, *transposed, *weighted, products.sum(axis=2)
 

@@ -157,7 +157,7 @@ class MoEConfig:
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
             H must be a multiple of 128; see `jax_ep.dispatch`. Outputs are sent in `dtype`. None
             means `dtype`, or with `matmul_dtype` float8, since the experts quantize the tokens to
-            the same numbers anyway.
+            the same numbers anyway (unless weights_on is "input").
         {ExpertOptions}
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
             means the dtype that x and wi_0 promote to. If they promote to float64, the logits and

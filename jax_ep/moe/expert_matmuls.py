@@ -12,7 +12,7 @@ quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of t
   numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
   down          computes the product of the hidden values with wo, [R, H]
   dhidden       computes the gradient of the hidden values, [R, F]
-  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1, if one kernel can
+  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1 as operands, or returns None
   gradients     computes the gradients of the tokens, wi_0, wi_1 and wo
 """
 
@@ -169,7 +169,7 @@ class Matmuls:
         weights: jax.Array | None,
         group_sizes: jax.Array,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Computes the gradient of weights[:, None] * unit(*pre), if one kernel can.
+        """Computes the gradient of weights[:, None] * unit(*pre), as operands of `gradients`.
 
         Args:
           unit: the elementwise function between the matmuls.
@@ -179,9 +179,9 @@ class Matmuls:
           group_sizes: [L] int32: the number of rows of each expert.
 
         Returns:
-          The weighted hidden values and the gradients of the products, as the method `gradients`
-          takes them, and the gradient of the weights or None. Returns None if the caller must
-          compute them as arrays.
+          The weighted hidden values, the gradients of the products, and the gradient of the weights
+          or None. Returns None if the caller must compute them as arrays: if this class has no
+          function for it, or there are not two products.
         """
         return None
 

@@ -149,7 +149,10 @@ def run_experts(
                 f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
                 'matmul_dtype, or dispatch with output="dequantized".'
             )
-        quantized, grad_wire_dtype = tokens, tokens.format.dtype
+        quantized = tokens
+        # The matmuls quantize the cotangents anyway, but wo_bias's gradient sums them as they are.
+        if experts.wo_bias is None:
+            grad_wire_dtype = tokens.format.dtype
         if sent is None:
             tokens = jnp.zeros(quantized.shape, quantized.dtype)
         else:

@@ -116,7 +116,7 @@ def product(
 
     Returns:
       [R, N] of `dtype`. The products of all pairs are summed in float32, and each sum is rounded
-      once. Rows past the last group hold anything.
+      once. Rows past the last group hold anything without `zero_unused`.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.values.shape[0], rhs.values.shape[1]
@@ -247,10 +247,9 @@ class _Float8Kernel(Kernel):
 
     def scratch_types(self) -> dict[str, Any]:
         stages, operand = self.tiles.num_stages, swizzled(self.dtype)
-        return dict(
+        types = dict(
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
             right=plgpu.SMEM((stages, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
-            row_scales=plgpu.SMEM((stages, BLOCK), jnp.float32),
             block_scales=plgpu.SMEM((stages, _HALVES), jnp.float32),
             staged=plgpu.SMEM(
                 (COMPUTERS, _ROWS, self.chunk), self.out_dtype, transforms=swizzled(self.out_dtype)
@@ -260,6 +259,9 @@ class _Float8Kernel(Kernel):
             ),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
+        if self.rows_have_scales:
+            types["row_scales"] = plgpu.SMEM((stages, BLOCK), jnp.float32)
+        return types
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.matrices) * len(self.depths)

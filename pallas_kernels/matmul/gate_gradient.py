@@ -92,7 +92,7 @@ def gradient_of(gating: Any) -> Elementwise:
 
     def both(gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
         hidden, vjp = jax.vjp(gating, gate, up)
-        return (hidden, *vjp(dh))
+        return (hidden, *vjp(dh.astype(hidden.dtype)))
 
     return Elementwise(both, 3, 3)
 
@@ -111,7 +111,7 @@ def gate_gradient(
 
     Args:
       gating: the result of `gradient_of`.
-      dhidden: [R, F] bfloat16, the gradient of the hidden values without their weights.
+      dhidden: [R, F] bfloat16, the gradient of the weighted hidden values, w * h.
       gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of the gating. F is a multiple
         of 128.
       weights: [R] float32, the weight of each row.
@@ -322,19 +322,19 @@ class _Tile:
         dhidden, gate, gate_scales, up, up_scales, weights = ins
         exists = mosaic.below(row, self.count)
         # A row that the block lacks may not exist in the arrays. Its first row is read instead, and
-        # zeros take the place of its values.
+        # zeros take the place of the results.
         row = arith.addi(self.first, arith.select(exists, row, i32(0)))
 
-        def or_zero(loaded: Value) -> Value:
-            return arith.select(exists, loaded, i32(0))
+        def or_zero(two: Value) -> Value:
+            return arith.select(exists, two, i32(0))
 
         at = pointer_to(dhidden, row, self.width, left, 2)
         two = llvm.load(mosaic.vector_type(2, word), at, alignment=8)
-        grads = [n for i in range(2) for n in _two(or_zero(vector.extract(two, [], [i])))]
+        grads = [n for i in range(2) for n in _two(vector.extract(two, [], [i]))]
         pre = []
         for values, scales in ((gate, gate_scales), (up, up_scales)):
             at = pointer_to(values, row, self.width, left, 1)
-            four = float8.widened(PTX_TYPE, or_zero(llvm.load(word, at, alignment=4)))
+            four = float8.widened(PTX_TYPE, llvm.load(word, at, alignment=4))
             at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
             scale = llvm.load(mosaic.float_type(), at)
             pre.append([arith.mulf(number, scale) for number in four])
@@ -347,8 +347,10 @@ class _Tile:
             total = arith.addf(total, arith.mulf(grad, hidden))
             for column, number in zip(columns, (*both, arith.mulf(hidden, weight)), strict=True):
                 column.append(number)
-        words = [[_bfloat16s(*four[i : i + 2]) for i in range(0, _PATCH, 2)] for four in columns]
-        return words, total
+        words = [
+            [or_zero(_bfloat16s(*four[i : i + 2])) for i in range(0, _PATCH, 2)] for four in columns
+        ]
+        return words, arith.select(exists, total, mosaic.f32(0.0))
 
     def finish(self, shared: Any, outs: Any, warp: Value, lane: Value) -> None:
         """Computes and stores the scales of rows and blocks, and the sums of rows.

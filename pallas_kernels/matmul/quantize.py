@@ -293,7 +293,7 @@ class _Job:
         for i in range(_PATCH):
             sizes: list[Value] = []
             for walk in numbers:
-                checked = [or_nan(number) for number in walk[i]]
+                checked = [_checked(number) for number in walk[i]]
                 walk[i] = [number for number, _ in checked]
                 sizes += (size for _, size in checked)
             rows.append(max_of(sizes))
@@ -479,7 +479,7 @@ def word_at(ref: Any, at: Value) -> Value:
     return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
 
 
-def or_nan(number: Value) -> tuple[Value, Value]:
+def _checked(number: Value) -> tuple[Value, Value]:
     """Returns the number, or NaN if it is not finite, and the bits of its magnitude."""
     is_finite, size = float8.magnitude(number)
     return float8.or_nan(number, is_finite), size

@@ -98,4 +98,4 @@ def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array,
     largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
     factors = scales * (1 / largest)[..., None]
     numbers = values.astype(jnp.float32) * factors[..., None]
-    return jnp.where(factors[..., None] > 0, numbers, 0).astype(values.dtype), largest
+    return jnp.where(scales[..., None] > 0, numbers, 0).astype(values.dtype), largest

@@ -468,6 +468,8 @@ def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, num_ranks):
     few = num_tokens <= 16 and num_ranks == 1
     assert bool(kernels(lowered(shapes, None, forward))) != few
     assert kernels(lowered(shapes, "pallas", forward))
+    # With many rows for few tokens, XLA would take longer.
+    assert kernels(lowered(dataclasses.replace(shapes, alignment=128), None, forward))
 
 
 SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")

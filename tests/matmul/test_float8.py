@@ -104,22 +104,37 @@ def test_gated_product(implementation, kind):
 
 @here
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("kind", ["random", "skewed", "zero", "nan", "infinity"])
-def test_gate_gradient(implementation, kind, dtype):
+@pytest.mark.parametrize(
+    ("kind", "of_grad", "gating"),
+    [
+        *((kind, "random", operands.swiglu) for kind in ("random", "skewed", "zero", "nan")),
+        *(("random", kind, operands.swiglu) for kind in ("nan", "infinity", "huge")),
+        ("random", "random", operands.shifted),
+    ],
+)
+def test_gate_gradient(implementation, kind, of_grad, gating, dtype):
     """The gradient of the gate must be quantized correctly; NaN must stay in its own rows."""
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    dhidden = np.asarray(jnp.asarray(rows_of("random", N, 3), dtype).astype(jnp.float32))
+    dhidden = np.asarray(jnp.asarray(rows_of(of_grad, N, 3), dtype).astype(jnp.float32))
     gate, up = (operands.rows(rows_of(each, N, i)) for i, each in enumerate((kind, "random")))
     weights = np.random.default_rng(0).random(ROWS, np.float32)
-    got = jax.jit(
-        lambda *arrays: float8.gate_gradient(
-            lambda gate, up: jax.nn.silu(gate) * up, *arrays, implementation
-        )
-    )(jnp.asarray(dhidden, dtype), (gate, up), weights, blocks)
+    got = jax.jit(lambda *arrays: float8.gate_gradient(gating, *arrays, implementation))(
+        jnp.asarray(dhidden, dtype), (gate, up), weights, blocks
+    )
     numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
     live = [each[:LIVE] for each in (dhidden, *numbers, weights)]
-    want = operands.gate_gradient(*live)
-    operands.assert_gate_gradient(got, want, SIZES, np.abs(want[-1]).sum(axis=1))
+    operands.assert_gate_gradient(got, operands.gate_gradient(*live, gating), SIZES)
+
+
+@implementations
+def test_a_row_that_shares_a_larger_scale_keeps_its_nan(implementation):
+    """A NaN in a row of zeros must survive next to a row of huge numbers."""
+    x = np.zeros((ROWS, 128), np.float32)
+    x[0], x[1, 5] = 1e12, np.nan
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    rows = operands.rows(x)
+    _, turned = float8.transpose_rows(rows, blocks, implementation=implementation)
+    assert np.isnan(np.asarray(turned.values, np.float32)[5, 1])
 
 
 @here

@@ -128,6 +128,24 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
         assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
 
+def test_a_gating_may_return_another_dtype():
+    """The gradient of a gating that rounds its result must be near that of one that does not."""
+    x, *matrices = numbers()
+    grad = jax.random.normal(jax.random.key(1), (ROWS, H), jnp.bfloat16)
+
+    def run(round_to):
+        def gating(gate, up):
+            return (jax.nn.silu(gate) * up).astype(round_to)
+
+        def mlp(x, *matrices):
+            return jax_ep.expert_mlp(x, *matrices, GROUP_SIZES, gating=gating, matmul_dtype=FLOAT8)
+
+        return jax.vjp(mlp, x, *matrices)[1](grad)
+
+    for got, want in zip(run(jnp.bfloat16), run(jnp.float32), strict=True):
+        assert error_of_norm(got, want) < 2.0**-5
+
+
 def kept(function, *args):
     """Returns shapes and dtypes of the residuals that a function saves for its backward pass."""
     return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
@@ -291,13 +309,13 @@ def test_tokens_are_sent_as_float8():
             routing = jax_ep.top_k_routing(x @ params.gate, K, normalize=True)
             received = jax_ep.dispatch(x, routing.topk_idx, num_experts=EXPERTS, axis_name="expert")
             assert received.tokens.dtype == jnp.float32
-            wi_0, wi_1, wo = params.wi_0, params.wi_1, params.wo
+            weights = {n: w for n, w in params._asdict().items() if w is not None and n != "gate"}
             return jax_ep.routed_experts(
-                received, wi_0, wi_1, wo, routing.topk_weights, matmul_dtype=FLOAT8
+                received, topk_weights=routing.topk_weights, matmul_dtype=FLOAT8, **weights
             )
 
         spec = P("expert")
-        specs = MoEParams.of(gate=P(), wi_0=spec, wi_1=spec, wo=spec)
+        specs = jax.tree.map(lambda _: spec, params)._replace(gate=P())
         return jax.shard_map(on_rank, in_specs=(specs, spec), out_specs=spec)(params, x)
 
     def layer(wire_dtype):
@@ -309,7 +327,8 @@ def test_tokens_are_sent_as_float8():
             out = function(params, x)
             return jnp.sum(jnp.sin(jnp.arange(out.size).reshape(out.shape)) * out), out
 
-        return jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(params_of(), x_of((64,)))
+        params = params_of(wo_bias=jnp.ones((EXPERTS, H)))
+        return jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(params, x_of((64,)))
 
     with jax.set_mesh(expert_mesh(4)):
         want = results(by_hand)
@@ -317,6 +336,16 @@ def test_tokens_are_sent_as_float8():
             traced = str(jax.make_jaxpr(layer(wire_dtype))(params_of(), x_of((64,))))
             assert re.search(r"f8_e4m3fn[^=]*= ep_dispatch\[", traced)
             jax.tree.map(np.testing.assert_array_equal, results(layer(wire_dtype)), want)
+
+
+def test_the_gradient_of_a_symbolic_number_of_tokens_is_exported():
+    (tokens,) = jax.export.symbolic_shape("t")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_of())
+    grad = jax.jit(jax.grad(lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, CONFIG)[0] ** 2)))
+    exported = jax.export.export(grad)(shapes, jax.ShapeDtypeStruct((tokens, H), jnp.float32))
+    x = x_of((24,))
+    got, want = (call(params_of(), x) for call in (exported.call, grad))
+    assert_near(got, want, 2.0**-10)
 
 
 def test_rows_of_another_format_are_quantized_again():

@@ -148,8 +148,10 @@ def test_float8_experts_are_quantized_once(once):
         chunked = dataclasses.replace(config, token_chunks=4)
         got = run(params, x, config=chunked, **given)
         jaxpr = str(jax.make_jaxpr(lambda *a: moe_layer(*a, chunked, **given))(params, x))
+    # A gradient has two operands, each with rounding errors of 2^-5 on average, here and there.
+    bound = 2 * 2**0.5 * 2.0**-5
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.abs(a - b).max() <= 0.05 * np.abs(b).max()
+        assert np.linalg.norm(np.float64(a) - b) <= bound * np.linalg.norm(np.float64(b))
     np.testing.assert_array_equal(got[0][0], want[0][0])
     before_scan, in_scan = jaxpr.split("scan[")
     assert "quantize_float8_matrices" not in in_scan
