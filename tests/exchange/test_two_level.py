@@ -479,7 +479,7 @@ def test_no_mesh_is_one_rank():
 @needs_kernels
 @pytest.mark.parametrize(
     "num_tokens, num_hosts, num_axes, host_capacity",
-    [(64, 2, 1, None), (300, 2, 2, 20), (300, 4, 1, None)],
+    quick([(64, 2, 1, None), (300, 2, 2, 20), (300, 4, 1, None)], (64, 2, 1, None)),
 )
 def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity, monkeypatch):
     """For GPUs, one kernel call must handle few tokens of all hosts.

@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick(list(CASES), "embed", "with a tensor axis", unpack=False))
+@pytest.mark.parametrize("case", quick(list(CASES), "with a tensor axis", unpack=False))
 def test_results_are_those_without_a_mesh(case):
     shape, axes, fsdp_axes, fields = CASES[case]
     config = dataclasses.replace(CONFIG, fsdp_axes=fsdp_axes, **fields)

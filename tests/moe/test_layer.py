@@ -622,7 +622,7 @@ def test_errors_about_the_mesh_name_the_argument():
             moe.moe_layer(make_params()._replace(wo=jnp.zeros((4, F, H))), X, CONFIG)
 
 
-@pytest.mark.parametrize("num_ranks", [None, 2])
+@pytest.mark.parametrize("num_ranks", quick([None, 2], None))
 def test_a_layer_runs_where_jit_is_disabled(num_ranks):
     config = CONFIG if num_ranks is None else config_with(mesh=expert_mesh(num_ranks))
     with jax.disable_jit():

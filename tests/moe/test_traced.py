@@ -14,6 +14,7 @@ from flax import nnx
 from support.contract import Case, per_rank
 from support.dense_moe import E, F, H, K, assert_close, make_params, make_x
 from support.meshes import expert_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep import MoEConfig, moe_layer, top_k_routing
@@ -153,7 +154,7 @@ def values_and_gradients(run, wrap):
     return jax.tree.map(np.asarray, wrap(both)(make_x()))
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
 def test_what_a_bound_method_reads_is_read_again(place, wrap, scale):
     """A value that a bound method reads must be read again in each call of the layer.
@@ -167,7 +168,7 @@ def test_what_a_bound_method_reads_is_read_again(place, wrap, scale):
         np.testing.assert_array_equal(got, 4 * want)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
 @pytest.mark.parametrize("what", activations(Scale()))
 def test_whatever_a_function_reads_is_read_again(what, wrap, scale):
     run = experts_alone(activations(scale)[what])
@@ -199,7 +200,7 @@ def test_two_calls_of_one_program_read_it_each_for_itself(place, scale):
     np.testing.assert_array_equal(vjp((zeros, ones))[0], 4 * vjp((ones, zeros))[0])
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
 def test_a_gating_and_a_router_are_read_again(wrap, scale):
     def gating(gate, up):
         return gate * up * scale.factor
