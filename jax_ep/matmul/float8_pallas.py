@@ -17,7 +17,7 @@ from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import gate_gradient as gate_kernel
 from pallas_kernels.matmul import quantize, transpose
-from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
 def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:

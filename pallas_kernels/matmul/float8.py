@@ -51,7 +51,7 @@ from pallas_kernels.matmul.kernel import (
     quotient_and_rest,
     swizzled,
 )
-from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,

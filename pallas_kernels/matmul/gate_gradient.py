@@ -28,18 +28,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8
-from pallas_kernels.matmul.kernel import quotient_and_rest
-from pallas_kernels.matmul.quantize import (
+from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
+    load_tile,
     max_of,
+    on_tiles,
     past,
     pointer_to,
     rounded_word,
@@ -127,43 +127,25 @@ def gate_gradient(
     num_blocks, tiles = blocks.shape[0], width // BLOCK
     height = num_blocks * BLOCK
 
-    def kernel(*refs: Any, shared: Any) -> None:
-        ins, blocks, outs = refs[:6], refs[6], refs[7:]
-        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
-        first, count = blocks[block, 0], blocks[block, 1]
-        numbers = [block, column, first, count]
-        arrays = [*ins, *outs]
-
-        def emit(*given: Any) -> None:
-            *memrefs, block, column, first, count = given
-            scalars = (mosaic.scalar(each) for each in (block, column, first, count))
-            tile = _Tile(gating, width, height, *scalars)
-            tile.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
-
-        @pl.when(count > 0)
-        def _() -> None:
-            if interpret:
-                _interpreted(gating, ins, outs, *numbers)
-                return
-            layouts = [mosaic.REFERENCE] * (len(arrays) + 1) + [mosaic.SCALAR] * len(numbers)
-            mosaic.inline(emit, [*arrays, shared, *numbers], layouts)
+    def emit(memrefs: Any, *numbers: Value) -> None:
+        _Tile(gating, width, height, *numbers).emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
     values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, tiles), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
     of_blocks = jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32)
-    results = mosaic.kernel(
-        kernel,
-        out_type=[*[values, scales] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, scales],
-        scratch_types=dict(shared=plgpu.SMEM((_SHARED,), jnp.float32)),
-        num_threads=_WARPS * WARP // LANES,
-        thread_name="warpgroup",
-        grid=(num_blocks * tiles,),
-        grid_names=("tile",),
-        auto_barriers=False,
+    results = on_tiles(
+        "gate_gradient_float8",
+        [dhidden, *gate, *up, weights],
+        blocks,
+        [*[values, scales] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, scales],
+        emit,
+        functools.partial(_interpreted, gating),
+        width=width,
+        num_warps=_WARPS,
+        num_shared=_SHARED,
         interpret=interpret,
-        kernel_name="gate_gradient_float8",
-    )(dhidden, *gate, *up, weights, blocks)
+    )
     rows, turned, dweights = results[:4], results[4:-1], results[-1]
     return GateGradient(
         (Scaled(*rows[:2]), Scaled(*rows[2:])),
@@ -179,54 +161,45 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def _interpreted(
-    gating: Elementwise, ins: Any, outs: Any, block: Any, column: Any, first: Any, count: Any
+    gating: Elementwise, refs: Any, block: Any, column: Any, first: Any, count: Any
 ) -> None:
     """Computes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
 
-    `ins` and `outs` are references to the operands but the blocks, and to the results. The other
-    arguments are the attributes of `_Tile`.
+    `refs` are references to the operands but the blocks, and to the results. The other arguments
+    are the attributes of `_Tile`.
     """
-    dhidden, gate, gate_scales, up, up_scales, weights = ins
+    (dhidden, gate, gate_scales, up, up_scales, weights), outs = refs[:6], refs[6:]
     columns = pl.ds(column * BLOCK, BLOCK)
     exists = (jnp.arange(BLOCK) < count)[:, None]
 
     def load(ref: Any, scales: Any = None) -> Any:
-        def one(i: Any, tile: Any) -> Any:
-            row = first + jnp.where(i < count, i, 0)
-            numbers = ref[row, columns].astype(jnp.float32)
-            if scales is not None:
-                numbers *= scales[row, column]
-            return tile.at[i].set(numbers)
-
-        return lax.fori_loop(0, BLOCK, one, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+        scale = None if scales is None else lambda row: scales[row, column]
+        return load_tile(ref, first, count, columns, scale)
 
     def weight(i: Any, of_rows: Any) -> Any:
         return of_rows.at[i].set(weights[first + jnp.where(i < count, i, 0)])
 
-    def compute() -> None:
-        of_rows = lax.fori_loop(0, BLOCK, weight, jnp.zeros(BLOCK, jnp.float32))
-        grad, numbers = load(dhidden), (load(gate, gate_scales), load(up, up_scales))
-        hidden, dgate, dup = gating.function(*numbers, grad * of_rows[:, None])
-        results = [_rounded(each) for each in (dgate, dup, hidden * of_rows[:, None])]
-        results = [jnp.where(exists, each, 0) for each in results]
-        sums = jnp.sum(jnp.where(exists, grad * hidden, 0), axis=1)
-        rows = [FLOAT8_ROWS.encode(each) for each in results[:_WITH_ROWS]]
+    of_rows = lax.fori_loop(0, BLOCK, weight, jnp.zeros(BLOCK, jnp.float32))
+    grad, numbers = load(dhidden), (load(gate, gate_scales), load(up, up_scales))
+    hidden, dgate, dup = gating.function(*numbers, grad * of_rows[:, None])
+    results = [_rounded(each) for each in (dgate, dup, hidden * of_rows[:, None])]
+    results = [jnp.where(exists, each, 0) for each in results]
+    sums = jnp.sum(jnp.where(exists, grad * hidden, 0), axis=1)
+    rows = [FLOAT8_ROWS.encode(each) for each in results[:_WITH_ROWS]]
 
-        def store(i: Any, _: Any) -> None:
-            @pl.when(i < count)
-            def _() -> None:
-                for k, (values, scales) in enumerate(rows):
-                    outs[2 * k][first + i, columns] = values[i]
-                    outs[2 * k + 1][first + i, column] = scales[i, 0]
-                outs[-1][first + i, column] = sums[i]
+    def store(i: Any, _: Any) -> None:
+        @pl.when(i < count)
+        def _() -> None:
+            for k, (values, scales) in enumerate(rows):
+                outs[2 * k][first + i, columns] = values[i]
+                outs[2 * k + 1][first + i, column] = scales[i, 0]
+            outs[-1][first + i, column] = sums[i]
 
-        lax.fori_loop(0, BLOCK, store, None)
-        for k, each in enumerate(results):
-            values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(each)
-            outs[4 + 2 * k][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
-            outs[5 + 2 * k][block, column] = scales[0, 0]
-
-    pl.when(lax.axis_index("warpgroup") == 0)(compute)
+    lax.fori_loop(0, BLOCK, store, None)
+    for k, each in enumerate(results):
+        values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(each)
+        outs[4 + 2 * k][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
+        outs[5 + 2 * k][block, column] = scales[0, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,20 +21,32 @@ belongs to one group. The padding between groups is zero.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8
 from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.quantized_tiles import (
+    Scaled,
+    load_tile,
+    max_of,
+    on_tiles,
+    past,
+    pointer_to,
+    rounded_word,
+    scale_of,
+    share,
+    shared_numbers,
+    with_shuffled,
+    word_at,
+)
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # In each step, a thread handles a patch of 4 rows by 4 columns.
@@ -50,22 +62,6 @@ _SIDES = 4
 _WIDTH = BLOCK // _SIDES
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
-PTX_TYPE = "e4m3"
-
-
-class Scaled(NamedTuple):
-    """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
-
-    A value stands for a number: the value times the scale of its block. In rows, a block is 128
-    columns of one row; in matrices, it is 128 rows by 128 columns.
-
-    Attributes:
-      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
-      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32.
-    """
-
-    values: Any
-    scales: Any
 
 
 def quantize_rows(
@@ -104,7 +100,7 @@ def quantize_rows(
         jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
     ]
-    results = job.run(out_type, (rows, blocks), interpret)
+    results = job.run(out_type, rows, blocks, interpret)
     *kept, values, scales = results
     return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
 
@@ -139,7 +135,8 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
             jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
-        (matrices.reshape(-1, width), blocks),
+        matrices.reshape(-1, width),
+        blocks,
         interpret,
     )
     scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
@@ -171,40 +168,19 @@ class _Job:
     by_row: bool
     whole: bool = False
 
-    def run(self, out_type: Any, operands: Any, interpret: Any) -> Any:
-        def kernel(source: Any, blocks: Any, *outs: Any, largest: Any) -> None:
-            tile = lax.axis_index("tile")
-            block, column = quotient_and_rest(tile, jnp.int32(self.width // BLOCK))
-            first, count = blocks[block, 0], blocks[block, 1]
-            numbers = [block, column, first, count]
-
-            def emit(*values: Any) -> None:
-                *memrefs, block, column, first, count = values
-                scalars = [mosaic.scalar(v) for v in (block, column, first, count)]
-                self.emit(memrefs, scalars)
-
-            # Nothing reads the transposed rows of a block without rows.
-            @pl.when(count > 0)
-            def _() -> None:
-                if interpret:
-                    self.interpreted([source, *outs], *numbers)
-                    return
-                arrays = [source, *outs, largest]
-                layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
-                mosaic.inline(emit, [*arrays, *numbers], layouts)
-
-        return mosaic.kernel(
-            kernel,
-            out_type=out_type,
-            scratch_types=dict(largest=plgpu.SMEM((_SIDES * BLOCK + _WARPS,), jnp.float32)),
-            num_threads=_WARPS * WARP // LANES,
-            thread_name="warpgroup",
-            grid=(self.num_blocks * (self.width // BLOCK),),
-            grid_names=("tile",),
-            auto_barriers=False,
+    def run(self, out_type: Any, rows: jax.Array, blocks: jax.Array, interpret: Any) -> Any:
+        return on_tiles(
+            "quantize_tiles",
+            [rows],
+            blocks,
+            out_type,
+            self.emit,
+            self.interpreted,
+            width=self.width,
+            num_warps=_WARPS,
+            num_shared=_SIDES * BLOCK + _WARPS,
             interpret=interpret,
-            kernel_name="quantize_tiles",
-        )(*operands)
+        )
 
     def interpreted(self, refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
         """Quantizes a tile by JAX operations in Pallas' interpreter, where `emit` cannot run.
@@ -219,23 +195,16 @@ class _Job:
         source, *outs = refs
         columns = pl.ds(column * BLOCK, BLOCK)
 
-        def load(i: Any, tile: Any) -> Any:
-            row = source[first + jnp.where(i < count, i, 0), columns].astype(jnp.float32)
-            return tile.at[i].set(jnp.where(i < count, row, 0))
-
-        def store() -> None:
-            tile = lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
-            if self.by_row:
-                self.store_kept(outs[0], outs[1], tile, first, count, column)
-            values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
-            outs[-1][block, column] = scales[0, 0]
-            if self.whole:
-                outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
-            matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
-            at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
-            outs[-2][at] = values.T
-
-        pl.when(lax.axis_index("warpgroup") == 0)(store)
+        tile = load_tile(source, first, count, columns)
+        if self.by_row:
+            self.store_kept(outs[0], outs[1], tile, first, count, column)
+        values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
+        outs[-1][block, column] = scales[0, 0]
+        if self.whole:
+            outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
+        matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
+        at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
+        outs[-2][at] = values.T
 
     def store_kept(self, values_ref, scales_ref, tile, first, count, column):
         """Quantizes the first `count` rows of a tile, and stores them without a transposition.
@@ -262,12 +231,13 @@ class _Job:
 
         lax.fori_loop(0, BLOCK, store, None)
 
-    def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
+    def emit(
+        self, memrefs: list[Any], block: Value, column: Value, first: Value, count: Value
+    ) -> None:
         """Emits the code by which a thread quantizes its elements of a tile.
 
-        Args:
-          memrefs: the input, the outputs, and shared memory.
-          scalars: the arguments `block`, `column`, `first` and `count` of `interpreted`.
+        `memrefs` are the input, the outputs, and shared memory. The other arguments are those of
+        `interpreted`.
         """
         source, *outs, shared = memrefs
         i32 = mosaic.i32
@@ -279,7 +249,6 @@ class _Job:
         place = arith.addi(
             arith.muli(side, i32(_WIDTH)), arith.muli(arith.remui(lane, i32(_ACROSS)), i32(_PATCH))
         )
-        block, column, first, count = scalars
         left = arith.muli(column, i32(BLOCK))
         tile = _Tile(self, row, place, left, block, column, first, count)
         # numbers[walk][row][column] are the thread's elements: in each step, which the code calls a
@@ -431,37 +400,6 @@ class _Tile:
                 llvm.store(four, past(start, (walk * _STEP + j) * height), alignment=_PATCH)
 
 
-def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
-    """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
-
-    `size` is the number of bytes of an element.
-    """
-    wide = mosaic.integer_type(64)
-    at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
-    at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
-    return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
-
-
-def share(ref: Any, at: Value, numbers: list[Value]) -> None:
-    """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
-    word = mosaic.integer_type(32)
-    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
-    of_all = mosaic.vector_type(len(numbers), word)
-    llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
-
-
-def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
-    """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
-    f32 = mosaic.float_type()
-    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
-    loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
-    return [vector.extract(loaded, [], [j]) for j in range(count)]
-
-
-def past(pointer: Value, num_bytes: int) -> Value:
-    return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
-
-
 def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     """Loads four adjacent elements, and converts them to float32.
 
@@ -474,44 +412,7 @@ def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
     return [arith.extf(mosaic.float_type(), number) for number in numbers]
 
 
-def word_at(ref: Any, at: Value) -> Value:
-    word = mosaic.integer_type(32)
-    return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
-
-
 def _checked(number: Value) -> tuple[Value, Value]:
     """Returns the number, or NaN if it is not finite, and the bits of its magnitude."""
     is_finite, size = float8.magnitude(number)
     return float8.or_nan(number, is_finite), size
-
-
-def max_of(sizes: Any) -> Value:
-    return functools.reduce(arith.maxui, sizes)
-
-
-def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the elementwise maximum of the magnitudes `sizes` of two lanes of a warp.
-
-    The two are this lane, and the lane whose index is this lane's XOR `distance`.
-    """
-    return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
-
-
-def scale_of(largest: Value) -> tuple[Value, Value]:
-    """Returns the scale of a quantization block, and 1 / scale.
-
-    `largest` is the bits of the largest magnitude in the block. With `float8.branchless_reciprocal`
-    instead of `float8.reciprocal`, some kernels would need more than 64 registers per thread. A
-    multiprocessor would then run one thread block at a time instead of two.
-    """
-    scale = float8.scale(FLOAT8_ROWS, largest)
-    return scale, float8.reciprocal(scale)
-
-
-def rounded_word(numbers: Any, factors: Any) -> Value:
-    """Multiplies four float32 numbers by their factors, rounds to float8, and packs the results.
-
-    Returns a 32-bit word.
-    """
-    four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
-    return float8.packed(PTX_TYPE, four)

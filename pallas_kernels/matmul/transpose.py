@@ -28,11 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS
-from pallas_kernels.matmul.kernel import quotient_and_rest
-from pallas_kernels.matmul.quantize import PTX_TYPE, Scaled, past, pointer_to
+from pallas_kernels.matmul.quantized_tiles import PTX_TYPE, Scaled, on_tiles, past, pointer_to
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
 # A thread handles a patch of 8 rows by 8 columns: two words of four values in each row.
@@ -60,52 +59,33 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
       of 128 are zero. Blocks without rows hold anything.
     """
     width, num_blocks = rows.values.shape[1], blocks.shape[0]
-    tiles = width // BLOCK
 
-    def kernel(values: Any, scales: Any, blocks: Any, out: Any, out_scales: Any) -> None:
-        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
-        first, count = blocks[block, 0], blocks[block, 1]
-        refs, numbers = [values, scales, out, out_scales], [block, column, first, count]
+    def emit(memrefs: Any, *numbers: Value) -> None:
+        _Tile(width, num_blocks * BLOCK, *numbers).emit(*memrefs)
 
-        def emit(*given: Any) -> None:
-            *memrefs, block, column, first, count = given
-            scalars = (mosaic.scalar(each) for each in (block, column, first, count))
-            _Tile(width, num_blocks * BLOCK, *scalars).emit(*memrefs)
-
-        # Nothing reads the transposed rows of a block without rows.
-        @pl.when(count > 0)
-        def _() -> None:
-            if interpret:
-                _interpreted(*refs, *numbers)
-            else:
-                layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
-                mosaic.inline(emit, [*refs, *numbers], layouts)
-
-    results = mosaic.kernel(
-        kernel,
-        out_type=[
+    results = on_tiles(
+        "transpose_rows",
+        rows,
+        blocks,
+        [
             jax.ShapeDtypeStruct((width, num_blocks * BLOCK), rows.values.dtype),
-            jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32),
+            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
-        num_threads=_WARPS * WARP // LANES,
-        thread_name="warpgroup",
-        grid=(num_blocks * tiles,),
-        grid_names=("tile",),
-        auto_barriers=False,
+        emit,
+        _interpreted,
+        width=width,
+        num_warps=_WARPS,
         interpret=interpret,
-        kernel_name="transpose_rows",
-    )(*rows, blocks)
+    )
     return TransposedRows(*results)
 
 
-def _interpreted(
-    values: Any, scales: Any, out: Any, out_scales: Any, block: Any, column: Any, *rows: Any
-) -> None:
+def _interpreted(refs: Any, block: Any, column: Any, first: Any, count: Any) -> None:
     """Transposes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
 
-    The arguments are references to the input and the outputs, and the attributes of `_Tile`.
+    `refs` are references to the input and the results; the others are attributes of `_Tile`.
     """
-    first, count = rows
+    values, scales, out, out_scales = refs
     columns = pl.ds(column * BLOCK, BLOCK)
 
     def load(i: Any, tile: Any) -> Any:
@@ -115,12 +95,10 @@ def _interpreted(
             tile[1].at[i].set(jnp.where(i < count, scales[row, column], 0)),
         )
 
-    @pl.when(lax.axis_index("warpgroup") == 0)
-    def _() -> None:
-        nothing = jnp.zeros((BLOCK, BLOCK), values.dtype), jnp.zeros(BLOCK, jnp.float32)
-        tile, scale = with_shared_scales(*lax.fori_loop(0, BLOCK, load, nothing))
-        out[columns, pl.ds(block * BLOCK, BLOCK)] = tile.T
-        out_scales[block, column] = scale
+    nothing = jnp.zeros((BLOCK, BLOCK), values.dtype), jnp.zeros(BLOCK, jnp.float32)
+    tile, scale = with_shared_scales(*lax.fori_loop(0, BLOCK, load, nothing))
+    out[columns, pl.ds(block * BLOCK, BLOCK)] = tile.T
+    out_scales[block, column] = scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul import float8, quantize
 from pallas_kernels.matmul.float8 import Float8Tiles
-from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]

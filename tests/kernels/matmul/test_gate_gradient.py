@@ -12,7 +12,7 @@ from support.simulator import interpret, simulated
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from jax_ep.matmul.float8 import GateGradient
 from pallas_kernels.matmul import gate_gradient
-from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 # A group of two blocks, and one of three rows.

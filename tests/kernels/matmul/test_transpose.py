@@ -11,7 +11,7 @@ from support.float8 import assert_same_numbers
 from support.simulator import interpret, simulated
 
 from pallas_kernels.matmul import transpose
-from pallas_kernels.matmul.quantize import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 # A group of two blocks, and one of three rows.

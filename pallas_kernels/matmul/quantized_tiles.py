@@ -1,0 +1,201 @@
+"""Frame and parts of the kernels that quantize tiles of rows or matrices to float8.
+
+Each of these kernels has a thread block for each tile of 128 rows by 128 columns. `on_tiles` runs
+such a kernel. The other functions emit code of one thread: loads and stores of parts of a tile, and
+the scales of its numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.row_blocks import BLOCK
+
+PTX_TYPE = "e4m3"
+
+
+class Scaled(NamedTuple):
+    """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
+
+    A value stands for a number: the value times the scale of its block. In rows, a block is 128
+    columns of one row; in matrices, it is 128 rows by 128 columns.
+
+    Attributes:
+      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
+      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32.
+    """
+
+    values: Any
+    scales: Any
+
+
+def on_tiles(
+    name: str,
+    operands: Sequence[jax.Array],
+    blocks: jax.Array,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    emit: Callable[..., None],
+    interpreted: Callable[..., None],
+    *,
+    width: int,
+    num_warps: int,
+    num_shared: int = 0,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs a kernel with a thread block for each tile of 128 rows by 128 columns.
+
+    Blocks without rows have no tiles: nothing reads what a kernel would write for them.
+
+    Args:
+      name: the kernel's name in profiles.
+      operands: the operands.
+      blocks: [P / 128, 2] int32, each block's first row and number of rows, at most 128.
+      out_type: shapes and dtypes of the results.
+      emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
+        the operands, the results and, with `num_shared`, the shared memory. `block` and `column`
+        are the indices of the tile's block of rows and of its 128 columns; `first` and `count` are
+        the block's first row and its number of rows.
+      interpreted: `interpreted(refs, block, column, first, count)` computes the same by JAX
+        operations in Pallas' interpreter, where `emit` cannot run. `refs` has no shared memory.
+      width: number of columns, a multiple of 128.
+      num_warps: number of warps of a thread block.
+      num_shared: number of 32-bit numbers in shared memory.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+    """
+    tiles, num_operands = width // BLOCK, len(operands)
+
+    def emit_tile(*values: Any) -> None:
+        *memrefs, block, column, first, count = values
+        emit(memrefs, *(mosaic.scalar(each) for each in (block, column, first, count)))
+
+    def kernel(*refs: Any, **scratch: Any) -> None:
+        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
+        of_blocks = refs[num_operands]
+        numbers = [block, column, of_blocks[block, 0], of_blocks[block, 1]]
+        arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
+
+        @pl.when(numbers[-1] > 0)
+        def _() -> None:
+            if interpret:
+                is_first = lax.axis_index("warpgroup") == 0
+                pl.when(is_first)(lambda: interpreted(arrays, *numbers))
+                return
+            memrefs = [*arrays, *scratch.values()]
+            layouts = [mosaic.REFERENCE] * len(memrefs) + [mosaic.SCALAR] * len(numbers)
+            mosaic.inline(emit_tile, [*memrefs, *numbers], layouts)
+
+    shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
+    return mosaic.kernel(
+        kernel,
+        out_type=list(out_type),
+        scratch_types=shared,
+        num_threads=num_warps * WARP // LANES,
+        thread_name="warpgroup",
+        grid=(blocks.shape[0] * tiles,),
+        grid_names=("tile",),
+        auto_barriers=False,
+        interpret=interpret,
+        kernel_name=name,
+    )(*operands, blocks)
+
+
+def load_tile(ref: Any, first: Any, count: Any, columns: Any, scales: Any = None) -> jax.Array:
+    """Loads a tile in Pallas' interpreter: [128, 128] float32, zero in rows that the block lacks.
+
+    Args:
+      ref: reference to rows.
+      first: the block's first row.
+      count: number of rows of the block.
+      columns: the slice of the tile's columns.
+      scales: for quantized rows, `scales(row)` returns the scale of a row in these columns.
+    """
+
+    def load(i: Any, tile: jax.Array) -> jax.Array:
+        row = first + jnp.where(i < count, i, 0)
+        numbers = ref[row, columns].astype(jnp.float32)
+        if scales is not None:
+            numbers *= scales(row)
+        return tile.at[i].set(jnp.where(i < count, numbers, 0))
+
+    return lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+
+
+def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
+    """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
+
+    `size` is the number of bytes of an element.
+    """
+    wide = mosaic.integer_type(64)
+    at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
+    at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
+    return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
+
+
+def past(pointer: Value, num_bytes: int) -> Value:
+    return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
+
+
+def word_at(ref: Any, at: Value) -> Value:
+    word = mosaic.integer_type(32)
+    return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
+
+
+def share(ref: Any, at: Value, numbers: list[Value]) -> None:
+    """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
+    word = mosaic.integer_type(32)
+    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
+    of_all = mosaic.vector_type(len(numbers), word)
+    llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
+
+
+def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
+    """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
+    f32 = mosaic.float_type()
+    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
+    loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
+    return [vector.extract(loaded, [], [j]) for j in range(count)]
+
+
+def max_of(sizes: Any) -> Value:
+    return functools.reduce(arith.maxui, sizes)
+
+
+def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
+    """Returns the elementwise maximum of the magnitudes `sizes` of two lanes of a warp.
+
+    The two are this lane, and the lane whose index is this lane's XOR `distance`.
+    """
+    return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
+
+
+def scale_of(largest: Value) -> tuple[Value, Value]:
+    """Returns the scale of a quantization block, and 1 / scale.
+
+    `largest` is the bits of the largest magnitude in the block. With `float8.branchless_reciprocal`
+    instead of `float8.reciprocal`, some kernels would need more than 64 registers per thread. A
+    multiprocessor would then run one thread block at a time instead of two.
+    """
+    scale = float8.scale(FLOAT8_ROWS, largest)
+    return scale, float8.reciprocal(scale)
+
+
+def rounded_word(numbers: Any, factors: Any) -> Value:
+    """Multiplies four float32 numbers by their factors, rounds to float8, and packs the results.
+
+    Returns a 32-bit word.
+    """
+    four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
+    return float8.packed(PTX_TYPE, four)
