@@ -112,8 +112,8 @@ def expert_mlp(
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
     computed in float32. "pallas" computes both pre-activations, x @ wi_0 and x @ wi_1, and the
     function between the matmuls in one kernel, if the pre-activations have no biases and the
-    function is made of sums, products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh,
-    ReLU, clamps). Otherwise XLA computes the function. Both ways give the same bits.
+    function is made of sums, products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU,
+    GELU by tanh, ReLU, clamps). Otherwise XLA computes the function. Both ways give the same bits.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values

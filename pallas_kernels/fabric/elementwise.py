@@ -116,6 +116,8 @@ _min = _instruction("min.NaN.f32", 2)
 _neg = _instruction("neg.f32", 1)
 _abs = _instruction("abs.f32", 1)
 _fma = _instruction("fma.rn.f32", 3)
+# Comparisons give 1 or 0, as float32.
+_compare = {name: _instruction(f"set.{name}.f32.f32", 2) for name in ("eq", "ge", "gt", "le", "lt")}
 _reciprocal = _instruction("rcp.approx.f32", 1)
 _quotient = _instruction("div.full.f32", 2)
 
@@ -194,6 +196,11 @@ def _power(x: Value, *, y: int) -> Value:
     return square if y == 2 else _mul(square, x)
 
 
+def _select(condition: Value, if_false: Value, if_true: Value, **_: Any) -> Value:
+    text = "{ .reg .pred p; setp.ne.f32 p, $1, 0f00000000; selp.f32 $0, $3, $2, p; }"
+    return _ptx(text, condition, if_false, if_true)
+
+
 def _same(x: Value, **_: Any) -> Value:
     return x
 
@@ -216,6 +223,8 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "one_minus_square": lambda x, **_: _sub(mosaic.f32(1.0), _mul(x, x)),
     "square": lambda x, **_: _mul(x, x),
     "integer_pow": _power,
+    **_compare,
+    "select_n": _select,
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
     "convert_element_type": _same,
     "copy": _same,
@@ -262,8 +271,14 @@ def _check(jaxpr: Any) -> None:
             raise NotSupported(f"it uses the power {equation.params['y']}")
         if equation.params.get("accuracy") is not None:
             raise NotSupported(f"it asks for the accuracy of {name}")
+        # Booleans come from comparisons, and int32 numbers are literals; both are held as float32.
+        others = {
+            "convert_element_type": (jnp.bool_, jnp.int32),
+            "select_n": (jnp.bool_,),
+        }.get(name, (jnp.bool_,) if name in _compare else ())
         for variable in (*equation.invars, *equation.outvars):
-            if variable.aval.shape or variable.aval.dtype != jnp.float32:
+            known = (jnp.float32, *others)
+            if variable.aval.shape or variable.aval.dtype not in known:
                 raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
 
 

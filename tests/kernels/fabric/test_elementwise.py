@@ -27,11 +27,14 @@ FUNCTIONS = {
     "tanh": jnp.tanh,
     "exp": lambda x: jnp.exp(jnp.minimum(x, 4.0)),
     "clamped": lambda x: jnp.clip(x, -7.0, 7.0) - jnp.abs(x),
+    "leaky relu": lambda x: jnp.where(x > 0, x, 0.1 * x),
+    "comparisons": lambda x: (x >= 1) * x + jnp.where(x <= -1, x, 2) - (x == 0) * 3.0 + (x < 4),
+    "gradient of a clip": lambda x: jax.vjp(lambda x: jnp.clip(jax.nn.silu(x), -7, 1), x)[1](x)[0],
     "polynomial": lambda x: 0.5 + 0.25 * x**2 + 0.125 * jnp.abs(x) ** 3,
 }
 REFUSED = {
     "exact gelu": (functools.partial(jax.nn.gelu, approximate=False), "it uses erfc"),
-    "comparison": (lambda x: jnp.where(x > 0, x, 0.1 * x), "it uses gt|an operand or a result"),
+    "unordered comparison": (lambda x: jnp.where(x != 0, x, 1), "it uses ne"),
     "fourth power": (lambda x: x**4, "the power 4"),
     "array": (lambda x: x * jnp.arange(2.0)[1:][0], "captures arrays|it uses"),
     "not elementwise": (lambda x: jax.nn.softmax(x, axis=-1), "cannot be traced with scalars"),
@@ -77,7 +80,13 @@ def run_ptx(text, constraints, *operands, returns=None):
         "setp.ge.f32": lambda a, b: a >= b,
         "setp.le.f32": lambda a, b: a <= b,
         "setp.lt.f32": lambda a, b: a < b,
+        "setp.ne.f32": lambda a, b: a != b,
         "selp.f32": lambda a, b, p: a if p else b,
+        "set.eq.f32.f32": lambda a, b: np.float32(a == b),
+        "set.ge.f32.f32": lambda a, b: np.float32(a >= b),
+        "set.gt.f32.f32": lambda a, b: np.float32(a > b),
+        "set.le.f32.f32": lambda a, b: np.float32(a <= b),
+        "set.lt.f32.f32": lambda a, b: np.float32(a < b),
     }
     for line in text.strip("{} ").split(";"):
         if not line.strip() or line.strip().startswith(".reg"):
