@@ -172,14 +172,11 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
     Rows past the last group are NaN. Each run of the program draws other random numbers.
     """
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    # Each shape is compiled anew for each operation, so there are few. The first and the last one
+    # have sides that are multiples of 128, as float8 needs.
     for num_rows, sizes, hidden, mlp in (
         (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
-        (768, np.array([0, 1, 640, 0, 7, 0]), 128, 64),
-        (512, np.array([128, 256, 64, 64]), 64, 128),
-        (300, np.array([5, 0, 90]), 192, 128),
-        (64, np.zeros(3, int), 64, 64),
-        # Both sides are multiples of 128, as float8 needs.
-        (300, np.array([0, 5, 0, 257, 3, 0]), 128, 256),
+        (768, np.array([0, 1, 640, 0, 7, 0]), 192, 64),
         (64, np.zeros(3, int), 128, 128),
     ):
 
