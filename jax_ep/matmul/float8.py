@@ -402,7 +402,10 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
         results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
         if results is not None:
             return results
-    in_float32 = lambda *arrays: gating(*arrays).astype(jnp.float32)  # noqa: E731
+
+    def in_float32(*arrays: jax.Array) -> jax.Array:
+        return gating(*arrays).astype(jnp.float32)
+
     hidden, vjp = jax.vjp(in_float32, *(_rows(*products[i : i + 2]) for i in (0, 2)))
     grad, of_rows = dhidden.astype(jnp.float32), weights[:, None]
     both = [each.astype(dtype) for each in vjp(grad * of_rows)]

@@ -33,10 +33,11 @@ from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import FLOAT8_ROWS, Float8
+from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
+    Tile,
     load_tile,
     max_of,
     on_tiles,
@@ -46,6 +47,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     scale_of,
     share,
     shared_numbers,
+    store_kept,
     with_shuffled,
     word_at,
 )
@@ -66,6 +68,8 @@ _RESULTS = 3
 _SUMS = _WITH_ROWS * _SIDES * BLOCK
 _TOTALS = _SUMS + _SIDES * BLOCK
 _SHARED = _TOTALS + _RESULTS * _WARPS
+# The bits of the bfloat16 infinity. The bits of a positive NaN are larger.
+_INFINITY = 0x7F80
 
 
 class GateGradient(NamedTuple):
@@ -127,8 +131,9 @@ def gate_gradient(
     num_blocks, tiles = blocks.shape[0], width // BLOCK
     height = num_blocks * BLOCK
 
-    def emit(memrefs: Any, *numbers: Value) -> None:
-        _Tile(gating, width, height, *numbers).emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
+    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
+        tile = _Tile(block, column, first, count, gating, width, height)
+        tile.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
     values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, tiles), jnp.float32)
@@ -185,17 +190,15 @@ def _interpreted(
     results = [_rounded(each) for each in (dgate, dup, hidden * of_rows[:, None])]
     results = [jnp.where(exists, each, 0) for each in results]
     sums = jnp.sum(jnp.where(exists, grad * hidden, 0), axis=1)
-    rows = [FLOAT8_ROWS.encode(each) for each in results[:_WITH_ROWS]]
+    for k, each in enumerate(results[:_WITH_ROWS]):
+        store_kept(outs[2 * k], outs[2 * k + 1], each, first, count, column)
 
-    def store(i: Any, _: Any) -> None:
+    def store_sum(i: Any, _: Any) -> None:
         @pl.when(i < count)
         def _() -> None:
-            for k, (values, scales) in enumerate(rows):
-                outs[2 * k][first + i, columns] = values[i]
-                outs[2 * k + 1][first + i, column] = scales[i, 0]
             outs[-1][first + i, column] = sums[i]
 
-    lax.fori_loop(0, BLOCK, store, None)
+    lax.fori_loop(0, BLOCK, store_sum, None)
     for k, each in enumerate(results):
         values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(each)
         outs[4 + 2 * k][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
@@ -203,26 +206,18 @@ def _interpreted(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Tile(Tile):
     """A tile of 128 rows by 128 columns, which a thread block computes.
 
     Attributes:
       gating: the function (gate, up, dh) -> (h, dgate, dup).
       width: F, the number of columns.
       height: P, the number of columns of the transposed results.
-      block: the index of the tile's block of 128 rows.
-      column: the index of the tile in its row of tiles.
-      first: the block's first row.
-      count: the number of rows that the block has, of 128.
     """
 
     gating: Elementwise
     width: int
     height: int
-    block: Value
-    column: Value
-    first: Value
-    count: Value
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
         """Emits the code by which a thread computes its patch; takes memrefs."""
@@ -293,10 +288,7 @@ class _Tile:
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         dhidden, gate, gate_scales, up, up_scales, weights = ins
-        exists = mosaic.below(row, self.count)
-        # A row that the block lacks may not exist in the arrays. Its first row is read instead, and
-        # zeros take the place of the results.
-        row = arith.addi(self.first, arith.select(exists, row, i32(0)))
+        exists, row = self.find(row)
 
         def or_zero(two: Value) -> Value:
             return arith.select(exists, two, i32(0))
@@ -371,7 +363,8 @@ def _without_infinities(
     """
     i32 = mosaic.i32
     all_words = [word for of_result in words for two in of_result for word in two]
-    pairs = [_largest_of_both(two, "and.b32 $0, $1, 0x7FFF7FFF;") for r in words for two in r]
+    sizes = [arith.andi(word, i32(0x7FFF7FFF)) for word in all_words]
+    pairs = [_max_of_halves(*sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
     most = functools.reduce(_max_of_halves, pairs)
     low, high = arith.andi(most, i32(0xFFFF)), arith.shrui(most, i32(16))
     finite = arith.andi(mosaic.below(low, i32(_INFINITY)), mosaic.below(high, i32(_INFINITY)))
@@ -398,15 +391,6 @@ def _without_infinities(
     clean_words = [[[next(pick) for _ in two] for two in of_result] for of_result in words]
     largest = [[_as_float_bits(next(rows)) for _ in of_result] for of_result in words]
     return clean_words, largest
-
-
-# The bits of the bfloat16 infinity. The bits of a positive NaN are larger.
-_INFINITY = 0x7F80
-
-
-def _largest_of_both(two: list[Value], absolute: str) -> Value:
-    word = mosaic.integer_type(32)
-    return _max_of_halves(*(mosaic.asm(absolute, "=r,r", each, returns=word) for each in two))
 
 
 def _max_of_halves(a: Value, b: Value) -> Value:

@@ -25,16 +25,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import FLOAT8_ROWS, Float8
+from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.quantized_tiles import (
     Scaled,
+    Tile,
     load_tile,
     max_of,
     on_tiles,
@@ -44,6 +44,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     scale_of,
     share,
     shared_numbers,
+    store_kept,
     with_shuffled,
     word_at,
 )
@@ -194,10 +195,9 @@ class _Job:
         """
         source, *outs = refs
         columns = pl.ds(column * BLOCK, BLOCK)
-
         tile = load_tile(source, first, count, columns)
         if self.by_row:
-            self.store_kept(outs[0], outs[1], tile, first, count, column)
+            store_kept(outs[0], outs[1], tile, first, count, column)
         values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
         outs[-1][block, column] = scales[0, 0]
         if self.whole:
@@ -205,31 +205,6 @@ class _Job:
         matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
         at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
         outs[-2][at] = values.T
-
-    def store_kept(self, values_ref, scales_ref, tile, first, count, column):
-        """Quantizes the first `count` rows of a tile, and stores them without a transposition.
-
-        Runs only in Pallas' interpreter, as a part of `interpreted`. On a GPU, the code of `emit`
-        stores these rows.
-
-        Args:
-          values_ref: [R, K] float8, gets the quantized rows from row `first` on, in the 128 columns
-            that begin at 128 * `column`.
-          scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in `column`.
-          tile: [128, 128] float32.
-          first: the row of the outputs for row 0 of `tile`.
-          count: the number of rows to store.
-          column: the column of the tile among the tiles of 128 columns.
-        """
-        values, scales = FLOAT8_ROWS.encode(tile)
-
-        def store(i: Any, _: Any) -> None:
-            @pl.when(i < count)
-            def _() -> None:
-                values_ref[first + i, pl.ds(column * BLOCK, BLOCK)] = values[i]
-                scales_ref[first + i, column] = scales[i, 0]
-
-        lax.fori_loop(0, BLOCK, store, None)
 
     def emit(
         self, memrefs: list[Any], block: Value, column: Value, first: Value, count: Value
@@ -250,7 +225,7 @@ class _Job:
             arith.muli(side, i32(_WIDTH)), arith.muli(arith.remui(lane, i32(_ACROSS)), i32(_PATCH))
         )
         left = arith.muli(column, i32(BLOCK))
-        tile = _Tile(self, row, place, left, block, column, first, count)
+        tile = _Tile(block, column, first, count, self, row, place, left)
         # numbers[walk][row][column] are the thread's elements: in each step, which the code calls a
         # walk, a patch of 4 rows by 4 columns.
         numbers = tile.load(source)
@@ -288,8 +263,7 @@ class _Job:
             with mosaic.when(mosaic.equal(lane, i32(0))):
                 scale, factor = scale_of(largest)
                 share(shared, of_block, [arith.bitcast(mosaic.integer_type(32), factor)])
-                at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
+                llvm.store(scale, pointer_to(outs[-1], block, self.width // BLOCK, column, 4))
         mosaic.block_barrier()
 
         if self.by_row:
@@ -303,7 +277,7 @@ class _Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Tile(Tile):
     """A tile of 128 rows by 128 columns, and which of its elements the running thread handles.
 
     In each step the thread handles a patch of 4 rows by 4 columns.
@@ -314,20 +288,12 @@ class _Tile:
       place: the first column of the thread's patch in the first step, counted in the tile. The
         patch of the next step begins 16 columns further.
       left: the tile's first column in the input.
-      block: the index of the tile's block of 128 rows.
-      column: the index of the tile in its row of tiles: `left` / 128.
-      first: the block's first row in the input.
-      count: the number of rows that the block has; the rest of its 128 rows is padding.
     """
 
     job: _Job
     row: Value
     place: Value
     left: Value
-    block: Value
-    column: Value
-    first: Value
-    count: Value
 
     def load(self, source: Any) -> list[list[list[Value]]]:
         """Loads the thread's elements of the tile, and converts them to float32.
@@ -344,12 +310,10 @@ class _Tile:
         numbers: list[list[list[Value]]] = [[] for _ in range(_WALKS)]
         for i in range(_PATCH):
             row = arith.addi(self.row, i32(i))
-            exists = mosaic.below(row, self.count)
-            if not self.job.whole:
-                # Rows past the block's `count` may not exist in the input. Instead of them, the
-                # block's first row is read.
-                row = arith.select(exists, row, i32(0))
-            row = arith.addi(self.first, row)
+            if self.job.whole:
+                row = arith.addi(self.first, row)
+            else:
+                exists, row = self.find(row)
             start = pointer_to(source, row, self.job.width, self.column_of_thread, size)
             for walk in range(_WALKS):
                 four = _load_four(past(start, walk * _STEP * size), element, size)

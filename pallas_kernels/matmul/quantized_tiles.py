@@ -7,6 +7,7 @@ the scales of its numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -110,6 +111,54 @@ def on_tiles(
         interpret=interpret,
         kernel_name=name,
     )(*operands, blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile of 128 rows by 128 columns, for which a thread emits code.
+
+    Attributes:
+      block: the index of the tile's block of 128 rows.
+      column: the index of the tile in its row of tiles.
+      first: the block's first row in the operands.
+      count: the number of rows that the block has, of 128.
+    """
+
+    block: Value
+    column: Value
+    first: Value
+    count: Value
+
+    def find(self, row: Value) -> tuple[Value, Value]:
+        """Returns whether the block has row `row` of the tile (i1), and where to read it.
+
+        A row that the block lacks may not exist in the operands. Its first row is read instead.
+        """
+        exists = mosaic.below(row, self.count)
+        return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+
+
+def store_kept(values_ref, scales_ref, tile, first, count, column):
+    """Quantizes the first `count` rows of a tile in Pallas' interpreter, and stores them.
+
+    Args:
+      values_ref: [R, K] float8, gets the quantized rows from row `first` on, in the 128 columns
+        that begin at 128 * `column`.
+      scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in `column`.
+      tile: [128, 128] float32.
+      first: the row of the outputs for row 0 of `tile`.
+      count: the number of rows to store.
+      column: the column of the tile among the tiles of 128 columns.
+    """
+    values, scales = FLOAT8_ROWS.encode(tile)
+
+    def store(i: Any, _: Any) -> None:
+        @pl.when(i < count)
+        def _() -> None:
+            values_ref[first + i, pl.ds(column * BLOCK, BLOCK)] = values[i]
+            scales_ref[first + i, column] = scales[i, 0]
+
+    lax.fori_loop(0, BLOCK, store, None)
 
 
 def load_tile(ref: Any, first: Any, count: Any, columns: Any, scales: Any = None) -> jax.Array:

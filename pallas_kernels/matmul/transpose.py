@@ -19,7 +19,6 @@ values:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -31,7 +30,15 @@ from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS
-from pallas_kernels.matmul.quantized_tiles import PTX_TYPE, Scaled, on_tiles, past, pointer_to
+from pallas_kernels.matmul.quantized_tiles import (
+    PTX_TYPE,
+    Scaled,
+    Tile,
+    max_of,
+    on_tiles,
+    past,
+    pointer_to,
+)
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
 # A thread handles a patch of 8 rows by 8 columns: two words of four values in each row.
@@ -60,8 +67,8 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
     """
     width, num_blocks = rows.values.shape[1], blocks.shape[0]
 
-    def emit(memrefs: Any, *numbers: Value) -> None:
-        _Tile(width, num_blocks * BLOCK, *numbers).emit(*memrefs)
+    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
+        _Tile(block, column, first, count, width, num_blocks * BLOCK).emit(*memrefs)
 
     results = on_tiles(
         "transpose_rows",
@@ -102,24 +109,16 @@ def _interpreted(refs: Any, block: Any, column: Any, first: Any, count: Any) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Tile(Tile):
     """A tile of 128 rows by 128 columns, which a thread block transposes.
 
     Attributes:
       width: number of columns of the rows.
       height: number of columns of the transposed rows, P.
-      block: the index of the tile's block of 128 rows.
-      column: the index of the tile in its row of tiles.
-      first: the block's first row in the input.
-      count: the number of rows that the block has, of 128.
     """
 
     width: int
     height: int
-    block: Value
-    column: Value
-    first: Value
-    count: Value
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any) -> None:
         """Emits the code by which a thread transposes its patch; takes memrefs of all arrays."""
@@ -142,14 +141,14 @@ class _Tile:
             )
             for start in range(0, BLOCK, WARP)
         ]
-        bits = mosaic.warp_max(functools.reduce(arith.maxui, of_lane))
+        bits = mosaic.warp_max(max_of(of_lane))
         f32 = mosaic.float_type()
         largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
         inverse = float8.reciprocal(largest)
         factors = [arith.mulf(scale, inverse) for scale in own]
         with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
-            at = arith.addi(arith.muli(self.block, i32(self.width // BLOCK)), self.column)
-            llvm.store(largest, mosaic.element_pointer(mosaic.pointer(out_scales), at, f32))
+            at = pointer_to(out_scales, self.block, self.width // BLOCK, self.column, 4)
+            llvm.store(largest, at)
 
         row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
         start = pointer_to(out, left, self.height, row_of_out, 1)
@@ -173,9 +172,7 @@ class _Tile:
 
         The values of rows that the block lacks are zero.
         """
-        exists = mosaic.below(row, self.count)
-        # A row that the block lacks may not exist in the input. Its first row is read instead.
-        row = arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+        exists, row = self.find(row)
         two = mosaic.vector_type(2, mosaic.integer_type(32))
         loaded = llvm.load(two, pointer_to(values, row, self.width, left, 1), alignment=_PATCH)
         words = (vector.extract(loaded, [], [i]) for i in range(2))
@@ -183,7 +180,6 @@ class _Tile:
 
     def load_scale(self, scales: Any, row: Value) -> Value:
         """Loads the scale of a row of the tile; it is 0 if the block lacks the row."""
-        exists = mosaic.below(row, self.count)
-        row = arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+        exists, row = self.find(row)
         at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
         return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))

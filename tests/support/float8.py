@@ -103,6 +103,19 @@ def transposed_quantized_rows(rows: QuantizedArray, sizes: Sequence[int]) -> Tra
     return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
 
 
+# Rows for kernels that handle blocks of 128 rows: a group of two blocks, and one of three rows. The
+# last 15 of the rows are in no group.
+BLOCK_SIZES = [3, 0, 150]
+BLOCK_ROWS, BLOCK_LIVE = 168, sum(BLOCK_SIZES)
+
+
+def rows_in_blocks(kind: str, seed: int = 0) -> np.ndarray:
+    """Returns rows [168, 256] float32 of a kind of `KINDS`, with NaN past the last group."""
+    rows = np.full((BLOCK_ROWS, 256), np.nan, np.float32)
+    rows[:BLOCK_LIVE] = numbers(kind, (BLOCK_LIVE, 256), seed)
+    return rows
+
+
 def swiglu(gate: Any, up: Any) -> Any:
     return jax.nn.silu(gate) * up
 

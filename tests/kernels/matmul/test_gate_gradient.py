@@ -15,16 +15,7 @@ from pallas_kernels.matmul import gate_gradient
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
-# A group of two blocks, and one of three rows.
-SIZES = [3, 0, 150]
-# The last 15 of the 168 rows are in no group.
-ROWS, LIVE = 168, sum(SIZES)
-GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
-
-
-def rows_of(x):
-    """Appends rows of NaN, past the last group, to rows x [153, C]; returns [168, C]."""
-    return np.concatenate([x, np.full((ROWS - LIVE, x.shape[1]), np.nan, np.float32)])
+SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE
 
 
 @simulated
@@ -32,15 +23,12 @@ def rows_of(x):
     ("kind", "gating"), [("random", operands.shifted), ("nan", operands.swiglu)]
 )
 def test_gate_gradient(kind, gating):
-    dhidden = np.asarray(
-        jnp.asarray(rows_of(operands.numbers("random", (LIVE, 256))), jnp.bfloat16)
-    )
+    dhidden = np.asarray(jnp.asarray(operands.rows_in_blocks("random"), jnp.bfloat16))
     gate, up = (
-        operands.rows(rows_of(operands.numbers(each, (LIVE, 256), i)))
-        for i, each in enumerate((kind, "random"))
+        operands.rows(operands.rows_in_blocks(each, i)) for i, each in enumerate((kind, "random"))
     )
     weights = np.random.default_rng(0).random(ROWS, np.float32)
-    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), ROWS)
     got = interpret(
         lambda: gate_gradient.gate_gradient(
             gate_gradient.gradient_of(gating),
