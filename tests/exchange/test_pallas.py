@@ -134,7 +134,7 @@ SHAPES = [
     Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
     Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
     Shapes(63, 131, 5, 12, "float16", **ranks(4), alignment=3),
-    Shapes(1, 1, 1, 1, "float32", **ranks(1)),
+    Shapes(17, 1, 1, 1, "float32", **ranks(1)),
     Shapes(33, 64, 2, 6, **ranks(1)),
     Shapes(2, 8192, 13, 16, "float32", mesh=(("data", 2), ("expert", 4))),
     Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
