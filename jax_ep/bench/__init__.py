@@ -1,4 +1,5 @@
-"""Implements the commands `bench` (measures times) and `estimate` of `python -m jax_ep`.
+"""Implements the commands `bench` and `estimate` of `python -m jax_ep`.
 
-`estimate` predicts the time of an exchange between hosts.
+`bench` measures times on this machine. `estimate` predicts the least time of a dispatch between
+hosts.
 """

@@ -1,16 +1,17 @@
-"""`python -m jax_ep bench balance`: times a layer under skewed routing, by placement of experts.
+"""`python -m jax_ep bench balance`: times an MoE layer under skewed routing, by placement.
 
-All layers of a model shape have the same parameters and tokens. The router's choices are given: K
-distinct experts per token, drawn with probabilities proportional to
+A placement says which rank holds which experts; popular experts may be held by several ranks. All
+layers of a model shape have the same parameters and tokens. A token's K experts are not chosen by
+the router but drawn at random, with probabilities proportional to
 1 / (1 + popularity rank) ** exponent. Exponent 0 is uniform routing. Popularity ranks are assigned
-to experts at random. `jax_ep.placement.balance` computes a placement (which rank holds which
-experts, popular ones more than once) from the loads of a second draw of equally many tokens.
+to experts at random. `jax_ep.placement.balance` computes a placement from the experts' loads in a
+second draw, independent of the one that is measured.
 
-The receive buffer has the rows that the routing and the placement need, or the number of rows that
---capacity_factor sets. The column "redistribute us" is the wall time of one call of
-`jax_ep.placement.redistribute`, which moves the experts' weights between the order of their ids and
-the placement. The column "a step" is this time divided by --redistribute_every, the number of
-training steps between two redistributions.
+The receive buffer is just large enough for the routing and the placement, or has the number of rows
+that --capacity_factor sets. The column "redistribute us" is the wall time of one call of
+`jax_ep.placement.redistribute`, which moves the experts' weights from the order of expert ids to
+the placement, or back. The column "a step" is this time divided by --redistribute_every, the number
+of training steps between two redistributions.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def run() -> int:
 
 
 class Placed(NamedTuple):
-    """A MoE layer whose experts' weights are arranged by a placement.
+    """An MoE layer whose experts' weights are arranged by a placement.
 
     Attributes:
       state: the tuple (parameters, x, topk_idx, placement); every array has a leading axis of
@@ -101,7 +102,8 @@ class Placed(NamedTuple):
       config: the layer's configuration, except for the capacity factor, which `BalanceCase.build`
         sets.
       needed: the number of rows that the most loaded rank receives.
-      facts: fields for the row of results: the time and bytes of moving the weights.
+      facts: fields to add to the row of results: the time and bytes of moving the weights to the
+        placement.
     """
 
     state: Any
@@ -114,8 +116,9 @@ class Placed(NamedTuple):
 class BalanceCase(runner.Case):
     """Measures a layer with one routing and one placement, for each overflow rule and capacity.
 
-    All cases share the dict `expected`, which maps a description of a routing to the output
-    [N, T, H] of the first placement that was checked. All other placements must give this output.
+    All cases share the dict `expected`, which maps a routing, described in words, to the output
+    that the first checked placement gave for it, [N, T, H] for N ranks. Every other placement must
+    give the same output for this routing.
     """
 
     spaced = False
@@ -320,7 +323,10 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, R
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Returns the number of rows that the most loaded rank receives; `state`: see `Placed`."""
+    """Returns the number of rows that the most loaded rank receives.
+
+    `state` is the tuple (parameters, x, topk_idx, placement), with a leading axis of ranks.
+    """
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
@@ -348,8 +354,8 @@ def compare(rows: list[Row], steps: int) -> None:
     """Adds the fields "share_us" and "over_uniform" to each row of results.
 
     "share_us" is the time of one redistribution of the experts divided by `steps`, the number of
-    training steps between two redistributions. "over_uniform" is the sum of the row's wall time and
-    "share_us", divided by the wall time of the same layer with uniform routing.
+    training steps between two redistributions. "over_uniform" is the sum of the layer's wall time
+    and "share_us", divided by the wall time of the same layer with uniform routing.
     """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")

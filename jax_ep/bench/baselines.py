@@ -27,7 +27,7 @@ class Baseline:
     """A collective that moves rows in one direction of an exchange, for `timing.Loop`.
 
     Attributes:
-      arrays: host arrays [N * B, ...], B rows per rank.
+      arrays: host arrays [N * B, ...], with B rows for each of the N ranks.
       prepare: makes a rank's operands from its B rows of each array, as in `timing.Loop`.
       step: runs the collective on a rank's operands, over the mesh axis `AXIS`.
       expected: computes the right result of `step` from the operands; operands and result have a
@@ -54,7 +54,8 @@ class Baseline:
 class Case:
     """The routing and sizes of an exchange (dispatch and combine) to measure.
 
-    `routing` [N * T, K] holds the destination rank of each token's K choices, -1 for no choice.
+    `routing` [N * T, K] holds, for each of the T tokens of each of the N ranks, the destination
+    ranks of its K choices, -1 for no choice.
     """
 
     routing: Array
@@ -180,8 +181,8 @@ def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     destination rank (second axis) in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    # The index of the first row that a source rank sends to a destination rank, in the source's
-    # operand (send_offsets) and in the destination's output (recv_offsets): [source, destination].
+    # The rows from rank s to rank d start at row send_offsets[s, d] of the operand of s, and at row
+    # recv_offsets[s, d] of the output of d.
     send_offsets = np.cumsum(counts, axis=1) - counts
     recv_offsets = np.cumsum(counts, axis=0) - counts
     send_rows = max(int(counts.sum(axis=1).max()), 1)

@@ -2,13 +2,13 @@
 
 Prints a table for each operation and number of ranks. A line has the shape of the whole array, its
 size in MB (10^6 bytes), the time of each algorithm, the fastest algorithm, its speed-up over the
-function of `jax.lax`, and the algorithm that algorithm=None selects. Times are in-loop wall times
-and, on GPUs, device times of everything that a call launches; `jax_ep.bench.timing` describes both.
-`--write_table` writes the fastest algorithms as a file like `jax_ep/collectives/table.json`, the
-table from which algorithm=None selects.
+function of `jax.lax`, and the algorithm that the library selects for algorithm=None. Times are
+in-loop wall times and, on GPUs, device times of everything that a call launches;
+`jax_ep.bench.timing` describes both. `--write_table` writes the fastest algorithms to a file like
+`jax_ep/collectives/table.json`, the table by which the library selects.
 
-NCCL's own use of NVLink multicast is off unless NCCL_NVLS_ENABLE is set, since many hosts lack
-multicast and the kernels do not need it.
+The command turns off NCCL's use of NVLink multicast, unless NCCL_NVLS_ENABLE is set. Many hosts
+lack multicast, and the kernels that are measured by default do not use it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce_rms_norm": collectives.all_reduce_rms_norm,
 }
 OPERATIONS = tuple(FUNCTIONS)
-# Maps each operation to the algorithms that are measured by default: all but "fused", which only
-# selects one of two others, and "multimem", which needs multicast memory.
+# Maps each operation to the algorithms that are measured by default. "fused" is left out because it
+# only selects "fused_one_shot" or "fused_two_shot", and "multimem" because it needs multicast.
 MEASURED = {
     op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
     for op, algorithms in ALGORITHMS.items()
@@ -140,7 +140,8 @@ class CollectivesCase(runner.Case):
     def columns(self, rows: int) -> list[tuple[str, str]]:
         """Returns the (algorithm, plan) pairs to measure for an array of `rows` rows.
 
-        The plan is a text such as "64x4x1"; "" is the plan that the algorithm chooses itself.
+        A plan is a kernel's launch configuration as text: "64x4x1" is 64 thread blocks of 4
+        warpgroups, with 1 vector per thread. "" is the plan that the algorithm chooses itself.
         """
         names = _IMPLEMENTATIONS.value
         if names is None:
@@ -156,7 +157,7 @@ class CollectivesCase(runner.Case):
     def x(self, rows: int) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a rank's operand for a whole array of `rows` rows.
 
-        For all_gather, the whole array is the gathered result, of which the operand is one of N
+        For all_gather, the whole array is the gathered result, and the operand is one of its N
         equal parts. For the other operations, the whole array is the operand itself.
         """
         rows = rows // self.num_ranks if self.op == "all_gather" else rows
@@ -165,7 +166,8 @@ class CollectivesCase(runner.Case):
     def problem(self, rows: int) -> Problem:
         """Describes the collective on a whole array of `rows` rows: operands, ranks and machine.
 
-        By this `Problem`, an algorithm is selected, and each algorithm says whether it can run.
+        From a `Problem`, the library selects an algorithm, and an algorithm tells whether it can
+        run.
         """
         x = self.x(rows)
         others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
@@ -260,8 +262,8 @@ class CollectivesBench(runner.Bench):
     def table(self, rows: Sequence[Row]) -> list[str]:
         """Renders a table of wall times and, if measured, a table of device times.
 
-        Each table has a line for each array size. `rows` are those of one operation and number of
-        ranks.
+        Each table has a line for each array size. `rows` are the results of one operation on one
+        number of ranks.
         """
         lines = []
         for clock in ("wall", "device"):
@@ -271,7 +273,7 @@ class CollectivesBench(runner.Bench):
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:
-        """Writes the fastest algorithms to the lookup table --write_table, if the flag is given."""
+        """Writes the fastest algorithms to the file of --write_table, if the flag is given."""
         if _WRITE_TABLE.value:
             write_table(_WRITE_TABLE.value, rows, jax.devices())
 
@@ -390,10 +392,10 @@ def read_table(path: str) -> dict[str, Any]:
 def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]) -> None:
     """Writes the fastest algorithm for each operation, number of ranks and size to a lookup table.
 
-    An existing table in the file is updated. For an operation and number of ranks, device times are
-    compared if every algorithm has them at every size, and else wall times. Times that the file
-    already has for other array sizes are kept only if they come from the same machine, JAX version,
-    clock ("device" or "wall") and day as the new ones.
+    An existing table in the file is updated. The algorithms of an operation on a number of ranks
+    are compared by device time if all of them have device times at every size, and else by wall
+    time. Times that the file already has for other array sizes are kept only if they come from the
+    same machine, JAX version, clock ("device" or "wall") and day as the new ones.
 
     Args:
       path: the file to write.
@@ -407,8 +409,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            # Leaves out times with a plan from --plans: their implementation contains the plan, as
-            # in "one_shot 64x4x1", so it is not in MEASURED.
+            # Leaves out times with a plan from --plans. Their field "implementation" names the
+            # plan, too, as in "one_shot 64x4x1", so it is not in MEASURED.
             and record["implementation"] in MEASURED[op]
             and record.get("wall")
         ]
@@ -448,8 +450,8 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
 def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which kernels are compiled with the plan `text`, such as "64x4x1".
 
-    A plan is a launch configuration: the numbers of thread blocks, of warpgroups of a block, and of
-    vectors of a thread. With "", kernels choose their plan themselves.
+    A plan is a launch configuration: "64x4x1" is 64 thread blocks of 4 warpgroups, with 1 vector
+    per thread. With "", kernels choose their plan themselves.
     """
     if not text:
         return contextlib.nullcontext()
@@ -463,7 +465,7 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
 def _check_implementations(ranks: Sequence[int]) -> None:
     """Raises `Error` if --implementations, --plans or --write_table cannot be followed here.
 
-    Examples are an algorithm that cannot run on this machine, and plans if no kernel is measured.
+    Examples are an algorithm that cannot run on this machine, and --plans if no kernel is measured.
     """
     names = _IMPLEMENTATIONS.value
     refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))

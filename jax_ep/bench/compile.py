@@ -7,8 +7,8 @@ time of XLA and, for the kernels, of Mosaic's compiler and ptxas. "Kernels" is t
 different kernels in the program.
 
 The layer's parts (router, exchange, experts) are also compiled as separate programs. Their seconds
-do not add up to the layer's: the layer has operations between its parts, and compiles a kernel that
-several parts share only once.
+do not add up to the layer's, for two reasons: the layer has operations between its parts, and a
+kernel that several of its parts use is compiled once.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _MATMUL_DTYPE = FLAGS.choices(
 _SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
-# Regular expressions for the text of a lowered program. _HASH matches the hash of a Mosaic GPU
-# kernel, and _NAME the kernel's name in the name of the host function that launches it.
+# Regular expressions for the text of a lowered program. _HASH finds the hash of each Mosaic kernel.
+# _NAME finds the kernel's name, which is part of the name of the host function that launches it.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
 _SECONDS = ("trace_s", "lower_s", "compile_s")
@@ -163,7 +163,7 @@ def programs(
       num_ranks: N, the number of ranks.
       num_layers: if not None, a program with the forward passes of this many layers is added.
       matmul_dtype: the dtype that experts multiply. None: bfloat16. For any other dtype, parts
-        without experts are left out, because it does not change them.
+        without experts are left out, because they do not depend on it.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,
@@ -221,10 +221,10 @@ def programs(
 
 
 def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Makes a function that returns the result of `function` and gradients as a pair.
+    """Makes a function that returns a pair: the result of `function`, and its gradients.
 
-    The gradients are those of the first `count` arguments. The cotangent is the result itself,
-    because any cotangent will do.
+    The gradients are those of the first `count` arguments. The result itself is used as the
+    cotangent, because any cotangent will do.
     """
 
     def both(*args):

@@ -1,8 +1,8 @@
 """`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding.
 
 A program is a stack of MoE layers in one compiled loop; each iteration stands for one decoding
-step. Each layer adds its output for the normalized x to x, as in a transformer. With all of a
-model's layers, a step is the whole model except for attention, embeddings and logits. Layers are
+step. Each layer computes x + moe(normalize(x)), as in a transformer. If the stack has as many
+layers as a model, a step is the whole model except for attention, embeddings and logits. Layers are
 either unrolled, each with its own arrays, or run by `lax.scan` over stacked arrays. Experts compute
 in bfloat16, or in float8 with weights that are quantized before the loop.
 
@@ -54,11 +54,12 @@ class Format(NamedTuple):
 FORMATS = {
     "bfloat16": Format(None, 2.0, TOLERANCE),
     # Each block of 128 x 128 weights has one float32 scale. The tolerance allows for two successive
-    # matmuls with two operands each, of which rounding changes a number by up to 2^-4 of itself.
+    # matmuls with two operands each. Rounding to float8 changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
-# The shapes that are measured on CPUs. For float8 experts, H and F must be multiples of 128.
+# The shapes that are measured on CPUs. Float8 experts need sizes `hidden` and `mlp_dim` that are
+# multiples of 128.
 SMALL_SHAPES = {
     name: shape._replace(hidden=128, mlp_dim=128, num_experts=16, top_k=min(shape.top_k, 4))
     for name, shape in SHAPES.items()
@@ -166,7 +167,7 @@ class DecodeCase(runner.Case):
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         # Rounding to float8 in one layer may change which experts tokens choose in the next layers.
-        # So stacks of several layers are compared only if they have the same format.
+        # So a stack of several layers is compared only with stacks of the same number format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         name, outputs = self.bench.name(row), loop.outputs()
@@ -203,9 +204,9 @@ class DecodeBench(runner.Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps each work to the name, output [N, T, H] and tolerance of its first program, with
-        # which its other programs are compared. A work is a tuple (shape, layers, ranks, batch),
-        # with the format as a fifth entry if there are several layers.
+        # The name, output [N, T, H] and tolerance of the first program of each kind that was
+        # checked. All further programs of the kind must give the same output. The key is the kind:
+        # (shape, layers, ranks, batch), and the number format if there are several layers.
         self.expected: dict[Any, tuple[str, Any, float]] = {}
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
@@ -289,7 +290,7 @@ def make_stack(
     """Makes the random parameters of `layers` MoE layers on all ranks.
 
     Every array has a leading axis of N ranks. If `scanned`, the layers are stacked along a second
-    axis; else the result has lists with an entry per layer. Both have the same values.
+    axis; else the result has lists with an entry per layer. Both forms hold the same values.
     """
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
@@ -363,9 +364,10 @@ def step_of_layers(
 def experts_hit(
     state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
 ) -> np.ndarray:
-    """Runs a decoding step; returns how many experts of each layer and rank the batch chose.
+    """Runs a decoding step, and counts the experts that the batch chose in each layer, by rank.
 
-    `state` is the `Stack` and the tokens of all ranks. Returns [layers, N] integers.
+    `state` is the `Stack` and the tokens of all ranks. Returns [layers, N] integers: how many of
+    the experts on each of the N ranks were chosen at least once.
     """
 
     def on_rank(state: Any) -> jax.Array:

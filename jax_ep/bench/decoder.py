@@ -50,7 +50,7 @@ REMAT: dict[str, Any] = {
     "projections": _policies.dots_with_no_batch_dims_saveable,
     # Keeps the received tokens, so the backward pass does not repeat the dispatch.
     "dispatched": _policies.save_only_these_names("dispatched_tokens"),
-    # Also keeps the results of the experts' matmuls with wi_0 and wi_1.
+    # Keeps the received tokens, and the results of the experts' matmuls with wi_0 and wi_1.
     "experts": _policies.save_only_these_names("dispatched_tokens", "expert_pre_activations"),
 }
 
@@ -96,8 +96,9 @@ class DecoderConfig:
     def active_params(self) -> int:
         """Returns the number of parameters that are used to compute one token.
 
-        These are, in every layer, the matrices of K routed experts and of the shared experts, and
-        the parameters of attention, router and norms. Embedding and output matrix count V * H once.
+        In every layer, they are the matrices of K routed experts and of the shared experts, and
+        the parameters of attention, router and norms. The output matrix [H, V] counts, too, but not
+        the embedding, which is only looked up.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim
@@ -109,9 +110,9 @@ class DecoderConfig:
     def training_flops_per_token(self, seq_len: int) -> float:
         """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
 
-        With S = `seq_len`, they are 6 FLOPs for each active parameter and, in each layer,
-        6 * S * (query heads * D) FLOPs for causal attention, where a token attends to S / 2 keys on
-        average. Recomputation by rematerialization does not count.
+        Each active parameter takes 6 FLOPs. Causal attention takes 6 * S * num_heads * head_dim
+        FLOPs in each layer, because a token attends to S / 2 keys on average; S is `seq_len`.
+        Recomputation by rematerialization does not count.
         """
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
@@ -223,7 +224,10 @@ class Attention(nn.Module):
 
 
 def fsdp_axes(axis_names: Iterable[str]) -> dict[str, str]:
-    """Returns `MoE.fsdp_axes` for a mesh with these axes: H over "fsdp", if the mesh has it."""
+    """Returns the attribute `fsdp_axes` of `jax_ep.linen.MoE` for a mesh with the named axes.
+
+    It splits parameters along H over the mesh axis "fsdp", or not at all without this axis.
+    """
     return {"embed": FSDP_AXIS} if FSDP_AXIS in axis_names else {}
 
 
@@ -379,8 +383,8 @@ class Decoder(nn.Module):
 def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the rows of the embedding table [V, H] that belong to the tokens [B, S].
 
-    If "fsdp" splits the table along H, the table is gathered first. Otherwise XLA would gather the
-    looked-up rows, those of all devices' tokens.
+    If the table is split along H over "fsdp", it is gathered before the lookup. Otherwise XLA would
+    gather the results of the lookup instead, for the tokens of all devices.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     if FSDP_AXIS in names:
@@ -475,8 +479,8 @@ def _on_ranks(
         on_rank,
         in_specs=(rows, of_head, rows),
         out_specs=_Sums(whole, whole, *grads),
-        # JAX needs the check to differentiate through a shard_map. It never differentiates this
-        # one, because the custom VJP computes the gradients.
+        # JAX needs this check only to differentiate through a shard_map. It never differentiates
+        # this one, because the custom VJP computes the gradients.
         check_vma=False,
     )(x, head, targets)
 
@@ -495,9 +499,10 @@ def _chunks(
     """Computes the summed cross-entropy on one rank, for a chunk of its tokens at a time.
 
     Args:
-        x: the rank's sequences, [B / batch ranks, S, H].
-        head: the rank's part of the output matrix, [H / fsdp ranks, V / tensor ranks].
-        targets: the targets of the rank's sequences, [B / batch ranks, S].
+        x: [b, S, H], the rank's b sequences of S tokens.
+        head: the rank's part of the output matrix [H, V]: H is split over the ranks along `fsdp`,
+            and V over those along `tensor`.
+        targets: [b, S], the target token ids of the rank's sequences.
         chunk: the number of tokens of a chunk.
         gradients: whether to compute the gradients of x and `head`, too.
         batch: the mesh axes over which sequences are split.

@@ -17,8 +17,8 @@ import jax
 from jax_ep.bench.timing import Loop
 from jax_ep.runtime import cuda_driver
 
-# How long a measurement takes at least: the driver updates its energy counter only a few times a
-# second.
+# The least duration of a measurement, in seconds. A shorter one would be inaccurate, because the
+# driver updates its energy counter only a few times a second.
 LEAST_SECONDS = 2.0
 _SM_CLOCK = 1
 
@@ -90,7 +90,10 @@ def _energy(handles: Sequence[ctypes.c_void_p]) -> int:
 
 
 def _read(name: str, *args: Any, of: Any) -> int:
-    """Calls the NVML function `name`, which writes a number of the C type `of`; returns it."""
+    """Calls the NVML function `name`, which writes a number of the C type `of`; returns it.
+
+    `args` are the function's arguments before the pointer to the number.
+    """
     value = of()
     _call(name, *args, ctypes.byref(value))
     return value.value

@@ -8,9 +8,9 @@ The columns of the table are:
 
   "rows"          the rows of a receive buffer that tokens fill, mean over ranks: one for each
                   (token, choice), or in the rank-major layout one for each (token, rank).
-  "logical GB/s"  the bandwidth if "rows" are counted. GB is 10^9 bytes.
-  "wire GB/s"     the bandwidth if only rows that must cross to another rank are counted: one for
-                  each (token, other rank with an expert of the token).
+  "logical GB/s"  the bytes of "rows" divided by the time. GB is 10^9 bytes.
+  "wire GB/s"     the bytes of the rows that cross to another rank, divided by the time. A token
+                  crosses once to each other rank that has an expert of the token.
   "floor us"      the time that no implementation can beat on this machine (`jax_ep.bench.floor`).
   "set by"        the bandwidth that determines the floor: of the link between GPUs, or of memory.
   "of floor"      the floor divided by the measured time.
@@ -119,9 +119,9 @@ def run() -> int:
 class ExchangeCase(runner.Case):
     """Measures one operation by one implementation or baseline.
 
-    For all operations that move rows in the same direction (see `DIRECTIONS`), a baseline is the
-    same program, which is measured only once. All cases share the dict `measured`, which maps the
-    programs that were measured to their results.
+    A baseline is the same program for all operations that move rows in the same direction: from
+    tokens to experts, or back. So it is measured only once per direction. All cases share the dict
+    `measured`, which maps the programs that were measured to their results.
     """
 
     device_repeats = 3
@@ -285,14 +285,14 @@ def name(row: Row) -> str:
 
 
 def _way(row: Row) -> list[str]:
-    """Lists a row's layout and wire dtype, unless they are the defaults, and implementation."""
+    """Lists a row's implementation, preceded by its layout and wire dtype if not the defaults."""
     usual = {"layout": "expert", "wire_dtype": "none"}
     unusual = [row[key] for key in usual if row[key] != usual[key]]
     return [*unusual, row["implementation"]]
 
 
 def _microseconds(row: Row) -> float:
-    """Returns the slowest rank's device time (the wall time if not measured), in microseconds."""
+    """Returns the slowest rank's device time if it was measured, else the wall time."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
@@ -392,7 +392,8 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             if wire_dtype != "none":
                 if op not in QUANTIZED:
                     continue
-                # Only the implementation "xla" of group_by_expert can permute float8 rows.
+                # The rows that group_by_expert permutes are float8 only with --output=quantized,
+                # and only its implementation "xla" can permute float8 rows.
                 if op == "group_by_expert":
                     if _OUTPUT.value != "quantized":
                         continue

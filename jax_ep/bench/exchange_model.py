@@ -115,7 +115,7 @@ class Bound(NamedTuple):
 
 
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
-    """Estimates on how many hosts and on how many ranks the K experts of a token are.
+    """Estimates the numbers of hosts and of ranks that hold at least one of a token's K experts.
 
     Returns means over a sample of tokens, each routed at random to experts of at most
     `work.hosts_per_token` hosts.

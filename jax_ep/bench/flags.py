@@ -13,8 +13,8 @@ from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 from pallas_kernels.formats import RowFormat
 
-# The allowed values of --wire_dtype, the dtype in which rows are sent to other ranks. "none" is the
-# dtype that the rows have.
+# The allowed values of --wire_dtype, the dtype in which rows are sent to other ranks. "none" sends
+# rows in the dtype that they already have.
 WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")

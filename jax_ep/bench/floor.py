@@ -106,18 +106,18 @@ def traffic(op: str, work: Work) -> Traffic:
     wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else own
     filled = received if work.layout == "rank" else pairs
-    # `here` is the bytes of a rank's array [T, H]: tokens, combined outputs or their cotangents.
-    # `rows` is the bytes of the filled rows of an array [R, H]: experts' outputs or cotangents.
-    here = work.num_tokens * own
+    # The bytes of one array [T, H] of a rank: tokens, combined outputs, or their cotangents.
+    tokens = work.num_tokens * own
+    # The bytes of the filled rows of a receive buffer: experts' outputs, or their cotangents.
     rows = filled * own
     local = {
-        "dispatch": here + filled * dispatched,
-        "combine": rows + here,
-        "round_trip": here + filled * dispatched + rows + here,
-        "dispatch_grad": rows + here,
+        "dispatch": tokens + filled * dispatched,
+        "combine": rows + tokens,
+        "round_trip": tokens + filled * dispatched + rows + tokens,
+        "dispatch_grad": rows + tokens,
         # In the layout "expert", a combine takes the router's weights. Their gradient depends on
         # the experts' outputs, which must also be read.
-        "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
+        "combine_grad": tokens + rows + (0 if work.layout == "rank" else rows),
         "group_by_expert": received * dispatched + pairs * own,
         "sum_by_token": pairs * own + received * own,
     }[op]

@@ -227,7 +227,7 @@ class LayerCase(runner.Case):
     def compiled(self, row: Row, loop: Loop) -> Row:
         """Returns fields for a row: bytes of memory, iterations, and the rows that ranks receive.
 
-        The bytes are those of `measuring.held_bytes`, the rows those of `make_config`.
+        See `measuring.held_bytes` for the bytes, and `make_config` for the rows.
         """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
@@ -238,7 +238,8 @@ class LayerCase(runner.Case):
         # Rounding to the wire dtype changes a value by up to `relative_error` of itself, in each of
         # the two compared layers.
         tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
-        if "quantize" in row or "quantize" in other:  # the experts of a layer multiply float8
+        # A row has the field "quantize" if the experts of its layer multiply float8.
+        if "quantize" in row or "quantize" in other:
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
         names = [runner.with_matmul_dtype(each["implementation"], each) for each in (row, other)]
         agree(names[0], outputs, names[1], expected, tolerance)
@@ -342,7 +343,7 @@ class LayerBench(runner.Bench):
 
 
 def shapes(names: Sequence[str], platform: str) -> dict[str, Shape]:
-    """Returns a dict with the layer shape of each model in `names`; on CPUs, with a small one."""
+    """Maps each model in `names` to the shape of its MoE layers; on CPUs, to a smaller shape."""
     table = SMALL_SHAPES if platform == "cpu" else SHAPES
     return {name: table[name] for name in names}
 
@@ -434,10 +435,10 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def random_params(
     shape: Shape, num_ranks: int, own_seed: jax.Array, gate_seed: jax.Array
 ) -> MoEParams:
-    """Makes the random parameters of a MoE layer on one rank.
+    """Makes the random parameters of an MoE layer on one of N ranks.
 
-    All ranks pass the same `gate_seed`, so they get the same gate (the router's matrix). From
-    `own_seed`, which differs between ranks, the weights of a rank's E / N experts are drawn.
+    All ranks pass the same `gate_seed`, so they get the same gate (the router's matrix). Each rank
+    passes another `own_seed`, so it gets other weights for its E / N experts.
     """
     num_local = shape.num_experts // num_ranks
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
@@ -489,7 +490,8 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    # The most rows that a rank can receive: each of its experts receives a token at most once.
+    # The most rows that a rank can receive: every token of all ranks, once for each of the rank's
+    # experts, but at most K times.
     most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
     if not capacity_factor:
         return config, {"rows": average, "rows_needed": needed, "capacity": most}
@@ -571,7 +573,7 @@ def _differing_rows(
     error = jnp.linalg.norm(got - wanted, axis=-1)
     size = jnp.linalg.norm(wanted, axis=-1)
     relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
-    # Written as ~(... <= ...), the comparison also counts rows with NaN.
+    # Written as ~(... <= ...), the comparison also counts rows with NaN as different.
     return jnp.sum(~(relative <= tolerance)), jnp.max(relative)
 
 

@@ -2,8 +2,8 @@
 
 Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`. All layers
 use the same router, give the experts the same rows in a buffer of the same size, and are
-differentiable in all operands. The baselines are written to be fast: a custom VJP replaces each
-scatter-add that JAX would derive as a gradient and that has a faster form.
+differentiable in all operands. The baselines are written to be fast: JAX would derive a scatter-add
+as the gradient of a gather, and custom VJPs replace it by a faster form where there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.params import MoEParams
 
-# The type of a MoE layer: a function (parameters, tokens x [T, H]) -> outputs [T, H], which each
+# The type of an MoE layer: a function (parameters, tokens x [T, H]) -> outputs [T, H], which each
 # rank calls. This library's layer also takes quantized experts as a third argument.
 Layer = Callable[..., jax.Array]
 
@@ -34,7 +34,8 @@ class Exchange(NamedTuple):
 
     Attributes:
       group_sizes: [L] int32, the number of rows that each of this rank's L experts receives.
-      send: the dispatch: a function from x [T, H] to expert-major rows [R, H].
+      send: the dispatch: a function from x [T, H] to the receive buffer [R, H], R expert-major
+        rows.
       bring_back: the combine: a function from the experts' outputs y [R, H] and the router's
         weights [T, K] float32 to each token's weighted sum of its K experts' outputs, [T, H].
     """
@@ -65,7 +66,7 @@ class MeasuredLayer:
 
 
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
-    """Makes a MoE layer of the kind that LAYERS calls `name`.
+    """Makes an MoE layer of the kind that LAYERS calls `name`.
 
     `capacity` is the number of rows of the layer's receive buffer. It must equal the number that
     this library's layer computes from the capacity factor of `config`.
@@ -90,7 +91,7 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
-    """Routes the tokens x [T, H] as `moe_layer` does: by the K experts with the best logits."""
+    """Routes the tokens x [T, H] as `moe_layer` does: to the K experts with the highest logits."""
     assert params.gate is not None
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
@@ -141,8 +142,8 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
     """Fills the receive buffer [R, H] of a rank from the tokens x [T, H] of all ranks.
 
-    All N * T tokens are gathered. Row i of the buffer is the token with the index `token[i]`, or
-    zero for an index of N * T or more.
+    The N * T tokens of the N ranks are gathered. Row i of the buffer is the token with the index
+    `token[i]`, or zero for an index of N * T or more.
     """
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
@@ -193,10 +194,10 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     # pairs[source, destination] is the number of rows that rank `source` sends to `destination`.
     pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)
     # mine[source, e] is the number of rows that rank `source` sends to this rank for the e-th of
-    # this rank's L experts.
+    # this rank's experts.
     mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
     # Received rows are ordered by source rank, then by expert. Unfilled rows at the end of the
-    # buffer get the expert number L, so that they sort last.
+    # buffer get the number `num_local`, which no expert has, so that they sort last.
     block_ends = jnp.cumsum(mine.reshape(-1), dtype=jnp.int32)
     block = jnp.searchsorted(block_ends, jnp.arange(capacity), side="right")
     expert = jnp.where(block < mine.size, block % num_local, num_local)
@@ -245,21 +246,23 @@ _permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends rows that are ordered by destination rank to these ranks, as a dispatch does.
+    """Sends each row to its destination rank, as a dispatch does.
 
-    pairs[s, d] is the number of rows that rank s sends to rank d. Returns the rows that this rank
-    receives, ordered by source rank and padded with zeros to [num_rows, H].
+    `rows` are ordered by destination rank. pairs[s, d] is the number of rows that rank s sends to
+    rank d. Returns the rows that this rank receives, ordered by source rank and padded with zeros
+    to [num_rows, H].
     """
     return _ragged_all_to_all(rows, pairs, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends rows that are ordered as the result of `_ragged_out` back to the ranks they came from.
+    """Sends each row back to the rank that it came from, as a combine does.
 
-    pairs[s, d] is the number of rows that rank d sends back to rank s. Returns the rows that come
-    back to this rank, padded with zeros to [num_rows, H]. This function is the transpose of
-    `_ragged_out`, so each of the two computes the other's gradient.
+    `rows` are in the order in which `_ragged_out` returned them. pairs[s, d] is the number of rows
+    that rank d sends back to rank s. Returns the rows that come back to this rank, padded with
+    zeros to [num_rows, H]. This function is the transpose of `_ragged_out`, so each of the two
+    computes the other's gradient.
     """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 

@@ -2,25 +2,25 @@
 
 The operations are the product of rows and their groups' matrices, the gated product
 silu(x @ gate) * (x @ up), the product's gradients with respect to the rows (dlhs) and to the
-matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. A GPU's clock
-drifts, so each round of measurement runs one loop of the dense matmul and of every backend that can
-run the operation here, other projects' included. The column "of dense" is the ratio of a backend's
-rate to that of the dense matmul in the same dtype, the median over rounds. TFLOP/s count only rows
-that are in a group.
+matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. A backend is
+an implementation of this library or of another project. A GPU's clock drifts, so the programs run
+in turns: each round runs one loop of the dense matmul and one of each backend. The column "of
+dense" is a backend's rate divided by the rate of the dense matmul in the same dtype, the median
+over rounds. TFLOP/s count only rows that are in a group.
 
 The baseline "torch" is PyTorch's grouped matmul by CUTLASS, for product and dlhs, in bfloat16 and
 float8. It runs in a process of its own, one loop per round, on random operands with groups of the
 same sizes, but without rows that are in no group. In float8 it has one scale for each row and for
-each column of a matrix, and its sums are less precise than float32. It is left out where PyTorch
-2.9 or newer or an NVIDIA GPU is missing, and needs a few GB of memory that JAX has not reserved.
-Its loop starts at once, while a compiled one takes about 450 us, so compare device times, or set
-many --iterations. Its device time is that between CUDA events around a loop.
+each column of a matrix, and its sums are less precise than float32. It needs PyTorch 2.9 or newer,
+an NVIDIA GPU, and a few GB of memory that JAX has not reserved. Its device time is the time between
+CUDA events around a loop. A compiled JAX loop takes about 450 us to start, which this loop does
+not. So compare device times, or set many --iterations.
 
 With --matmul_dtype=float8_e4m3fn, operations are also measured on float8 operands, which are
 quantized before the loop. "vs plain" is the rate of a float8 program divided by the rate of the
 same implementation in --dtype. The operation "quantize" quantizes the matrices, as they are and
-transposed. It is compared with a copy, which moves as many bytes where --dtype has 16 bits. There
-"of dense" is the ratio of its rate to the copy's.
+transposed. It is compared with a copy instead of the dense matmul, so "of dense" is its rate
+divided by the copy's. If --dtype has 16 bits, both move as many bytes.
 
 `--check` compares the results of every backend with float32. It checks some groups of the timed
 operands, and all groups of additional small operands. Some groups of the small operands are empty,
@@ -123,7 +123,7 @@ class MatmulCase(runner.Case):
 
     def __init__(self, case: Case, op: str, dtype: Any):
         self.case, self.op, self.dtype = case, op, dtype
-        # Ends the processes of TORCH that `build` has started.
+        # On exit, it ends the PyTorch processes that `build` has started.
         self.processes = contextlib.ExitStack()
         self.functions = programs(case, op, dtype)
         facts = {
@@ -193,7 +193,8 @@ class MatmulCase(runner.Case):
         of_dense = flops * rows / self.case.live
         of_dense /= 2 if self.op in OF_TWO_PAIRS else 1
         is_dense, rate = row["implementation"] == "dense", row.pop("relative_rate", None)
-        if self.op == QUANTIZE:  # moves as many bytes as the copy, so times give the ratio of rates
+        # Quantization has no FLOPs. It is compared with a copy of as many bytes, by time alone.
+        if self.op == QUANTIZE:
             return {} if is_dense else {"share_of_dense": rate}
         done = of_dense if is_dense else flops
         found = {"flops": done, "tflops": done / row["wall"]["median_us"] * 1e-6}
@@ -215,7 +216,7 @@ class MatmulCase(runner.Case):
 class SmallCase(MatmulCase):
     """Checks one operation on small operands; `measure` returns only the rows of failures.
 
-    TORCH, which has operands of its own, is not among the programs.
+    PyTorch is not checked, because it makes its own operands.
     """
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
@@ -337,18 +338,17 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
         raise Error("--sweep: is of pallas without float8, which is not measured here")
 
 
-# A function that computes an operation from the operands in JAX, or None for TORCH.
+# A JAX function that computes an operation from the operands, or None for PyTorch.
 Program = Callable[[Any], Any] | None
 
 
 def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Program]:
     """Returns the programs to measure for an operation `op` on operands of the size `case`.
 
-    A program computes the operation by one backend or by TORCH in one matmul dtype, or is the dense
-    matmul for comparison. Returns a dict from pairs (name of the backend, TORCH or "dense", matmul
-    dtype) to programs. For each matmul dtype, "dense" comes first, unless nothing else can run the
-    operation in this dtype; then the dict has nothing for the dtype. `dtype` is the dtype of the
-    operands.
+    `dtype` is the dtype of the operands. Returns a dict from pairs (name, matmul dtype) to
+    programs. The name is that of a backend, TORCH for PyTorch, or "dense" for the dense matmul, with
+    which the others are compared. For each matmul dtype, "dense" comes first. If nothing else can run the
+    operation in a matmul dtype, the dict has no programs for this dtype.
     """
     found: dict[tuple[str, str], Program] = {}
     if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:

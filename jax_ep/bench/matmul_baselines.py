@@ -29,10 +29,10 @@ from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 def mosaic_blocks(short: bool, num_cols: int) -> dict[str, int]:
     """Chooses the block sizes with which JAX's "mosaic" kernels are called.
 
-    A block of the result has 64 rows if `short`, and else 128. Short blocks suit groups of few
-    rows, because the kernel pads the last block of each group, and results whose number of rows is
-    not a multiple of 128. `num_cols` is the number of columns of the result. Returns keyword
-    arguments of the kernels.
+    A block of the result has 64 rows if `short`, and else 128. Short blocks waste less on groups of
+    few rows, because the kernel pads the last block of each group. They are also for results whose
+    number of rows is not a multiple of 128. `num_cols` is the number of columns of the result.
+    Returns keyword arguments of the kernels.
     """
     return {
         "block_m": 64 if short else 128,
@@ -53,8 +53,8 @@ def mosaic_product(
     """Multiplies each row by its group's matrix with JAX's kernel `ragged_dot_mgpu`.
 
     A row of the result depends only on the same row of lhs, so NaNs in rows of lhs past the last
-    group do not spread. The kernel leaves the result's rows past the last group unwritten. A select
-    makes them zero; XLA fuses it into the next operation.
+    group do not spread. The kernel leaves the result's rows past the last group unwritten. A
+    `jnp.where` then makes these rows zero; XLA fuses it into the next operation.
     """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -76,8 +76,8 @@ def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.
 
     The kernel reads blocks of `block_k` rows. It multiplies rows of a block that belong to another
     group, or to none, by zero. But zero times NaN is NaN, and the rows past the last group may be
-    NaN. So those of them that share a block with the last group are first set to zero, in place if
-    XLA can. The kernel does not read later blocks.
+    NaN. So the `block_k` rows after the last group are first set to zero, in place if XLA can. The
+    kernel does not read further rows.
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
@@ -122,7 +122,8 @@ def _core_count_known(module: Any) -> Iterator[None]:
 def _zero_rows_after_end(x: jax.Array, group_sizes: jax.Array, count: int) -> jax.Array:
     """Sets the `count` rows of x that follow the last group to zero; returns the changed x.
 
-    All other rows keep their values. x is [R, ...] and `group_sizes` [L] int32.
+    All other rows keep their values. The rows of x are ordered by group, and `group_sizes` holds
+    the number of rows of each group.
     """
     count = min(count, x.shape[0])
     end = jnp.sum(group_sizes)
@@ -216,16 +217,18 @@ def usual_implementations(case: Case) -> list[str]:
 
 
 def _backends() -> dict[str, Backend]:
-    """Returns a dict from names to all backends that can be measured, which TORCH is not.
+    """Returns a dict from names to all backends that can be measured.
 
-    This is a function and not a constant, because tests replace some of the backends.
+    It lacks PyTorch, which runs in another process. This is a function and not a constant, because
+    tests replace some of the backends.
     """
     return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
 # Tile sizes with which --sweep measures the grouped-matmul kernel. An entry has the allowed numbers
-# of rows of a tile, its number of columns (block_n), and the largest allowed `band`: the number of
-# tile columns that thread blocks sweep together. See `pallas_kernels.matmul.grouped_matmul.Tiles`.
+# of rows of a tile, its number of columns (block_n), and the largest allowed `band`. The thread
+# blocks compute the result in vertical strips, one after the other, each `band` tiles wide; see
+# `pallas_kernels.matmul.grouped_matmul.Tiles`.
 PALLAS_TILES = (
     ((128,), 128, 16),
     ((256,), 128, 16),
@@ -235,8 +238,8 @@ PALLAS_TILES = (
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
 # Tile sizes with which --sweep measures the drhs kernel. An entry has the number of columns of a
-# tile (block_n) and the largest allowed `band`, the number of tile columns that thread blocks sweep
-# together.
+# tile (block_n) and the largest allowed `band`. The thread blocks compute each group's result in
+# vertical strips, one after the other, each `band` tiles wide.
 PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))
 
 
@@ -261,8 +264,8 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     )
     if op == "drhs":
         kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)
-    # The variants are collected in a dict by name, because several entries give the same tiles, and
-    # so the same name, if the result has few columns.
+    # The dict keeps one variant per name. If the result has few columns, several entries give the
+    # same tiles, and so the same name.
     found = {}
     for *shape, block_n, most in shapes:
         if columns % block_n == 0:

@@ -1,9 +1,9 @@
 """The float8 operations of `bench matmul`, whose operands are quantized before they are timed.
 
 The OPERATIONS of `jax_ep.bench.matmul_operations` are computed from the same operands as in other
-dtypes, quantized as the experts quantize them. A further operation, QUANTIZE, is the quantization
-of the matrices itself, which a training step runs once. Its time is compared with that of a copy,
-which moves as many bytes.
+dtypes, quantized in the way in which experts of an MoE layer quantize theirs. A further operation,
+QUANTIZE, is the quantization of the matrices itself, which a training step runs once. Its time is
+compared with that of a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from jax_ep.matmul.float8 import QuantizedMatrices
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, row_blocks
 
 QUANTIZE = "quantize"
-# The largest allowed error of a result, as in LIMITS of `matmul_operations`, for the two operations
-# whose limit is above 1e-2: "gated" rounds its result to float8, and "drhs" is compared with a
-# result from operands that are not quantized.
+# The largest allowed relative error (in norm) of a group's result, for operations that need more
+# than the usual 1e-2: "gated" rounds its result to float8, and "drhs" is compared with a result
+# from operands that are not quantized.
 LIMITS = {"gated": 4e-2, "drhs": 6e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Operands:
     """The operands of all operations of `bench matmul`, quantized to float8.
+
+    There are R rows, in L groups, and a matrix [H, F] for each group.
 
     Attributes:
         rows: lhs [R, H], grad [R, F] and grad_1 [R, F] of `Operands`, quantized with a scale for
@@ -41,8 +43,8 @@ class Float8Operands:
         transposed: lhs and grad, transposed for "drhs", with a scale for each block of 128 rows and
             128 columns.
         wide: rhs before it is quantized, [L, H, F], the operand of QUANTIZE.
-        groups: [L, 2] int32, the first block of 128 rows of each group in `transposed`, and its
-            number of blocks; the second result of `row_blocks`.
+        groups: [L, 2] int32, for each group the index of its first block of 128 rows in
+            `transposed`, and its number of blocks; the second result of `row_blocks`.
         group_sizes: [L] int32, the number of rows of each group.
     """
 
@@ -125,11 +127,11 @@ def operation(implementation: Any, op: str, dtype: Any) -> Callable[[Float8Opera
 
 
 def dense_operation(op: str, dtype: Any) -> Callable[[Float8Operands], Any]:
-    """Returns a dense float8 matmul with whose time the grouped operation `op` is compared.
+    """Returns the dense float8 matmul whose speed is the yardstick for the grouped operation `op`.
 
     The function takes `Float8Operands`. It is XLA's matmul of the values, without their scales, and
     treats all rows as a single group, as `matmul_operations.dense_operation` does. For QUANTIZE, it
-    is not a matmul but negates the matrices, so that they are read and written as in a copy.
+    is no matmul: it negates the matrices, so that they are read and written as in a copy.
     """
 
     def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -173,7 +175,7 @@ def check(
         expected = quantize(operands.rhs, FLOAT8_MATRICES).dequantize(jnp.float32)
         for numbers, wanted in zip(both, (expected, expected.swapaxes(1, 2)), strict=True):
             # XLA for GPUs divides approximately, so a number may be rounded to the float8 value
-            # next to the right one. That changes few numbers, and these by an eighth at most.
+            # next to the right one. That changes few numbers, each by an eighth at most.
             off = jnp.abs(numbers - wanted) > 1e-5 * jnp.abs(wanted)
             share = float(off.mean())
             error = float(jnp.linalg.norm(numbers - wanted) / jnp.linalg.norm(wanted))
@@ -186,7 +188,8 @@ def check(
     numbers = Operands(lhs, rhs, grad, rhs_1, grad_1, operands.group_sizes)
     if op == "drhs":
         numbers = operands
-    if op == "gated":  # rows past the last group are undefined
+    # Sets the result's rows past the last group to zero, because "gated" leaves them undefined.
+    if op == "gated":
         live = jnp.arange(lhs.shape[0]) < jnp.sum(operands.group_sizes)
         out = jnp.where(live[:, None], out.dequantize(jnp.float32), 0)
     check_groups(op, numbers, out, groups, LIMITS.get(op, 1e-2))

@@ -16,12 +16,12 @@ from jax import lax
 from jax_ep.matmul.backend import Backend
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
-# The operations that consist of two matrix products. The dense matmul with which they are compared
-# is a single product.
+# The operations that consist of two matrix products. Their yardstick, a dense matmul, is a single
+# product.
 OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
 
-# Maps the operands' dtype to the largest allowed error of a group's result: the norm of its
-# difference from the result in float32, divided by the norm of the latter.
+# Maps the operands' dtype to the largest allowed relative error of a group's result: the norm of
+# its difference from a float32 result, divided by the norm of the float32 result.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
@@ -35,7 +35,7 @@ class Case:
       hidden: H, the length of a row.
       mlp: F, the number of columns of a matrix.
       num_groups: L, the number of groups, each of which has a matrix.
-      live: the number of rows that belong to groups, from the first; the remaining rows are unused.
+      live: the number of rows that belong to groups. They come first; all later rows are unused.
       slow: whether the slow backends "xla" and "loop" are timed, too.
     """
 
@@ -79,8 +79,8 @@ class Operands:
     """The operands of all operations, as JAX or NumPy arrays.
 
     Attributes:
-      lhs: [R, H], the rows, ordered by group.
-      rhs: [L, H, F], a matrix for each group.
+      lhs: [R, H], R rows, ordered by group.
+      rhs: [L, H, F], a matrix [H, F] for each of the L groups.
       grad: [R, F], the cotangent of the product lhs @ rhs.
       rhs_1: [L, H, F], the matrices of the second product in "gated" and "sum_of_dlhs".
       grad_1: [R, F], the cotangent of the second product.
@@ -126,11 +126,11 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """Returns a dense matmul with whose time the grouped operation `operation` is compared.
+    """Returns the dense matmul whose speed is the yardstick for the grouped `operation`.
 
-    The function takes `Operands` and treats all rows as a single group: every row of lhs or grad is
-    multiplied by the matrix of the first group or, for "drhs", lhs.T by grad. Of the two products
-    of "gated" and "sum_of_dlhs", only one is computed.
+    The function takes `Operands` and treats all rows as a single group: it multiplies lhs or grad
+    by the matrix of the first group or, for "drhs", lhs.T by grad. Of the two products of "gated"
+    and "sum_of_dlhs", it computes only one.
     """
     return {
         "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
@@ -145,7 +145,7 @@ def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
     """Draws the operands of a case from a normal distribution, with groups of random sizes.
 
     Every array has a leading axis of length 1, because a `Loop` takes arrays with a leading axis of
-    ranks. Each of the first `case.live` rows belongs to a group, to each with the same probability.
+    ranks. Each of the first `case.live` rows belongs to a group, and all groups are equally likely.
     """
     sizes = np.random.default_rng(seed).multinomial(
         case.live, np.full(case.num_groups, 1 / case.num_groups)
@@ -172,8 +172,8 @@ def small_operands(dtype: Any) -> Iterator[Operands]:
     Rows past the last group are NaN. Each run of the program draws other random numbers.
     """
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-    # Each shape is compiled anew for each operation, so there are few. The first and the last one
-    # have sides that are multiples of 128, as float8 needs.
+    # Only three shapes are used, because every operation is compiled anew for each shape. In the
+    # first and the last, `hidden` and `mlp` are multiples of 128, as float8 needs.
     for num_rows, sizes, hidden, mlp in (
         (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
         (768, np.array([0, 1, 640, 0, 7, 0]), 192, 64),
@@ -211,8 +211,8 @@ def check_groups(
       operands: its operands.
       out: its result.
       groups: the numbers of the groups to check.
-      limit: the largest allowed error of a group, as in LIMITS. None: the one that LIMITS has for
-        the operands' dtype.
+      limit: the largest allowed relative error (in norm) of a group. None: the one that LIMITS has
+        for the operands' dtype.
     """
     o, limit = operands, LIMITS[operands.lhs.dtype.name] if limit is None else limit
     on_host = isinstance(o.lhs, np.ndarray)

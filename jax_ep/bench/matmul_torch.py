@@ -1,7 +1,7 @@
 """Times PyTorch's grouped matmul, which `bench matmul` compares with this library's.
 
-PyTorch cannot run inside a compiled JAX loop. So `TorchLoop` starts `torch_grouped_mm.py` as a
-process, which uses the GPU memory that JAX has left, and asks it to run one loop at a time.
+PyTorch cannot run inside a compiled JAX loop. So `TorchLoop` runs `torch_grouped_mm.py` in another
+process, which uses the GPU memory that JAX has left, and asks that process for one loop at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TorchLoop(Loop):
 
     It is timed like other loops, but has no state, compiled program or outputs. Its operands are
     random, with groups of the sizes `group_sizes` and no rows past the last group. With
-    `has_float8`, they are float8 instead of bfloat16. `op` is one of OPERATIONS.
+    `has_float8`, they are float8 instead of bfloat16. `op` is "product" or "dlhs".
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class TorchLoop(Loop):
         iterations: int,
     ):
         self.mesh, self.iterations = mesh, iterations
-        # The largest allowed error of a group, as in LIMITS of `matmul_operations`.
+        # The largest allowed relative error (in norm) of a group's result.
         self.limit = 3e-2 if has_float8 else 1e-2
         depth, columns = (case.hidden, case.mlp) if op == "product" else (case.mlp, case.hidden)
         product = {"depth": depth, "columns": columns, "group_sizes": list(group_sizes)}
         product |= {"float8": has_float8, "transposed": op == "dlhs"}
-        # With -P, PyTorch does not import modules from the script's folder.
+        # With -P, Python does not search the script's folder for modules that PyTorch imports.
         self._process = subprocess.Popen(
             [sys.executable, "-P", torch_grouped_mm.__file__, json.dumps(product)],
             stdin=subprocess.PIPE,
@@ -64,9 +64,10 @@ class TorchLoop(Loop):
         )
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Returns what a method of `torch_grouped_mm.Product` returns in the process."""
+        """Calls a method of `torch_grouped_mm.Product` in PyTorch's process; returns its result."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the last answer says why the process ended
+        # If the process has ended, its last line of output, which is read below, says why.
+        with contextlib.suppress(BrokenPipeError):
             print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -78,20 +79,21 @@ class TorchLoop(Loop):
 
     def run(self) -> float:
         wall, _ = self._ask("times", self.iterations)
-        # The GPU turns back to this process before the next loop is timed.
+        # Uses the GPU, so that it switches back from PyTorch's process to this one before the next
+        # loop is timed.
         jax.block_until_ready(jnp.zeros(1) + 1)
         return wall
 
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
     ) -> DeviceTime:
-        """Measures the time of a call between CUDA events around a loop, with no profiler."""
+        """Measures the time of a call by CUDA events before and after a loop, with no profiler."""
         times = [self._ask("times", self.iterations)[1] for _ in range(repeats)]
         median = statistics.median(times)
         return DeviceTime(median, median, min(times), max(times), {}, "events")
 
     def check(self, groups: Sequence[int]) -> None:
-        """Raises AssertionError unless the result is right for some of the groups."""
+        """Raises AssertionError unless the result is right for each group in `groups`."""
         for group, error in zip(groups, self._ask("errors", *groups), strict=True):
             text = f"group {group} is off by {error:.1e} of its norm, not {self.limit:g}"
             assert error < self.limit, text
@@ -116,10 +118,10 @@ def unavailable_reason(problem: Problem) -> str | None:
 
 @functools.cache
 def _failure(has_float8: bool) -> str | None:
-    """Multiplies small operands by PyTorch; returns why that fails, or None if it does not.
+    """Tries PyTorch's grouped matmul on small operands; returns why it fails, or None.
 
-    It fails, for example, for a PyTorch without CUDA, and for one before 2.9, which refuses groups
-    of such sizes.
+    It fails, for example, in a PyTorch without CUDA, and in one before 2.9, which refuses groups of
+    5 and 27 rows.
     """
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("one",))
     loop = TorchLoop(Case("", 32, 128, 128, 2, 32), "product", has_float8, (5, 27), mesh, 1)

@@ -30,8 +30,8 @@ class Work:
       capacity: R, the number of rows of the receive buffer; None: enough for any routing.
       expert_alignment: each expert's block of rows starts at a multiple of this number.
       layout: the order of received rows: "expert" (expert-major) or "rank" (rank-major).
-      wire_dtype: the dtype in which rows are sent: those of a dispatch, the sums of a combine, the
-        cotangents of a gradient. None: the dtype that they already have.
+      wire_dtype: the dtype in which rows (tokens, partial sums or cotangents) are sent to other
+        ranks. None: the dtype that they already have.
       output: what a dispatch with a wire_dtype returns: "dequantized" rows, or "quantized" rows and
         scales.
       num_hosts: M, the number of hosts that the ranks run on.
@@ -64,8 +64,8 @@ class Work:
     def routes(self) -> list[reference.Routes]:
         """Computes with `jax_ep.reference` where an expert-major dispatch sends each token.
 
-        Returns a list with the `Routes` of each rank: for each choice of each of its tokens, the
-        destination rank and the row of that rank's receive buffer, [T, K] each.
+        Returns a list with the `Routes` of each rank: two arrays [T, K], which hold for each choice
+        of each token the destination rank, and the row in that rank's receive buffer.
         """
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
@@ -90,8 +90,8 @@ class Work:
     def reference_dispatch(self, x, topk_idx):
         """Computes with the NumPy reference what each rank receives in an expert-major dispatch.
 
-        `x` is a list of each rank's tokens [T, H], and `topk_idx` of the expert ids [T, K] that
-        these tokens chose.
+        `x` is a list of each rank's tokens [T, H]. `topk_idx` is a list of the expert ids [T, K]
+        that each rank's tokens chose.
         """
         return reference.dispatch(
             x,
@@ -326,8 +326,8 @@ def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
     def check(state, out):
         y, grouped, received = state
         for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
-            # rows[0], [N * T, K], holds the expert-major row of each choice of each of the N * T
-            # tokens that this rank received. (`rows` has a leading axis of length 1.)
+            # rows[0] is [N * T, K]. For each choice of each of the N * T tokens that this rank can
+            # receive, it holds the index of a row of y. (`rows` has a leading axis of length 1.)
             routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
             (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
             got = np.asarray(out[rank]).reshape(wanted.shape)
@@ -383,8 +383,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
     def check(state, out):
         _, g, y, weights = state
         # A value that is halfway between two neighboring numbers of the wire format may be rounded
-        # up on the GPU and down by NumPy here. Then the two results differ by the distance of these
-        # numbers.
+        # up on the GPU and down by NumPy here. Then the two results differ by the distance between
+        # the two neighbors.
         slack = 2 * work.wire.relative_error
         g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":

@@ -174,7 +174,7 @@ def lines(
         for axis, (name, found) in zip(axes, panels.items(), strict=True):
             for label, points in found.items():
                 x, y = zip(*sorted(points), strict=True)
-                # Later lines have smaller markers, so that of two equal lines both are visible.
+                # Later lines have smaller markers, so that two equal lines are both visible.
                 size = max(3, 10 - 2 * list(styles).index(label))
                 points_style = {"marker": "o", "markersize": size} if logarithmic else {}
                 axis.plot(x, y, label=label, **styles[label], **points_style)
@@ -261,7 +261,7 @@ def bars(
                 texts = ["failed" if h is None else readable(h) for h in found.values()]
                 axis.bar_label(drawn, texts, fontsize=7, rotation=90, padding=2)
             axis.set_xticks(range(len(groups)), groups, fontsize="small")
-            # Space above the bars, where their heights are written as numbers.
+            # Leaves space above the bars, where their heights are written as numbers.
             axis.margins(y=0.15)
             axis.set(title=name.replace("_", " "), ylabel=label)
             axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: readable(value)))

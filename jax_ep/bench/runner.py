@@ -22,7 +22,8 @@ from jax_ep.bench.flags import BenchFlags, Shared
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 
-# The most times that a loop is run and timed if `Case.is_slow` is true for its program.
+# How many times, at most, the loop of a slow program is run and timed. `Case.is_slow` says which
+# programs are slow.
 _SLOW_REPEATS = 3
 # A pair: the row of results of a program, and the compiled loop that calls the program.
 Program = tuple[Row, Loop]
@@ -35,8 +36,8 @@ class Run(NamedTuple):
       check: whether a program's results are checked before it is timed.
       repeats: how many times each loop is run and timed.
       timer: the profiler that measures device times, one of `flags.TIMERS`.
-      seconds: the number of seconds after the start at which the command begins no further
-        measurement; None: no limit.
+      seconds: the time limit, in seconds since the start. Past it, the command begins no further
+        measurement. None: no limit.
       started: when the command started, in seconds of `time.monotonic`.
       energy: whether the GPUs' energy, power and clock are measured, too.
     """
@@ -100,7 +101,7 @@ class Case:
         return False
 
     def yardstick(self, row: Row) -> Row:
-        """Returns fields that identify the program over which the row's speed-up is computed."""
+        """Returns fields that identify the program that a row's speed is compared with."""
         return self.rows[0]
 
     def results(self, row: Row) -> Row:
@@ -146,9 +147,9 @@ class Case:
     def _time(self, programs: Sequence[Program], run: Run) -> None:
         """Times the loops of programs; adds wall times, device times and `results` to their rows.
 
-        Each round runs every loop once. With `in_turns`, the field "relative_rate" is the speed-up
-        over the program that `yardstick` identifies, the median over rounds. The speed-up compares
-        times of the same round, because a GPU's clock drifts.
+        Each round runs every loop once. With `in_turns`, rows also get the field "relative_rate":
+        the speed-up over the program that `yardstick` identifies, the median over rounds. Only
+        times of the same round are compared, because a GPU's clock drifts between rounds.
         """
         slow = any(self.is_slow(row) for row, _ in programs)
         with errors_go_into(*(row for row, _ in programs)):
@@ -296,8 +297,8 @@ def with_matmul_dtype(text: str, row: Row) -> str:
 def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
     """Adds the field "speedup_of_float8" to rows whose "matmul_dtype" is float8.
 
-    It is the speed-up in wall time over the row that has the same values of the fields `keys` and
-    the matmul dtype "none".
+    The field is the speed-up in wall time over another row: the one with the matmul dtype "none"
+    and the same values of the fields `keys`.
     """
     rows = [row for row in rows if "wall" in row]
 
@@ -333,7 +334,8 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
 
     Returns:
       Fields for a row of results: "device", a dict of times in microseconds, or None if nothing was
-      measured; and "device_error", why not, unless `timer` is "none", or "auto" without a GPU.
+      measured; and "device_error", the reason why nothing was measured. There is no "device_error"
+      if `timer` is "none", or if it is "auto" and the devices are no GPUs.
     """
     if timer == "none":
         return {"device": None}

@@ -1,9 +1,9 @@
 """Divides the device time of a training step among its parts, such as attention and experts.
 
-A profile gives, for each kernel, the HLO operation of the compiled program that it runs. The
-program's text has an `op_name` for each operation: the Flax modules and named scopes in which JAX
-traced it. A kernel's part follows from this `op_name`, or, for kernels of this library, from the
-kernel's name.
+A profile names, for each kernel, the HLO operation that the kernel runs. The text of the compiled
+program has an `op_name` for each operation: the Flax modules and named scopes in which JAX traced
+it. The part that a kernel belongs to follows from this `op_name` or, for kernels of this library,
+from the kernel's name.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
-# How many characters, the last ones, of a failed step's standard error are kept.
+# How many characters of a failed step's standard error are kept, counted from its end.
 _TAIL = 4000
 # The seconds to wait for a process to end, after SIGTERM and again after SIGKILL.
 _SECONDS_TO_END = 10

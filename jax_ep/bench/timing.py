@@ -75,7 +75,7 @@ class DeviceTime(NamedTuple):
     of_loop: float = 0.0
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Returns these times minus `of_loop` microseconds, but `by_kernel` unchanged."""
+        """Returns a copy with `of_loop` subtracted from `median`, `slowest`, `low` and `high`."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -337,7 +337,8 @@ def launches_by_device(
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
             continue
-        # The other lines of a profile ("XLA Ops", "Steps", ...) show the same time again.
+        # Only the profile's lines "Stream..." are read. Other lines ("XLA Ops", "Steps", ...) show
+        # the same time again.
         events = [
             (event.start_ns, label(event) if label else event.name, event.duration_ns / 1e3)
             for line in plane.lines
@@ -389,9 +390,9 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
     """Computes the device time of one call from a list in which launches of all ranks are mixed.
 
-    It is not known which launches belong to one call. So the median of a call's time is estimated
-    as the sum over kernels of the median time of a launch times the number of launches per call.
-    Percentiles are estimated in the same way.
+    It is not known which launches belong to one call. So the median time of a call is estimated:
+    for each kernel, the median duration of a launch is multiplied by the number of launches per
+    call, and these products are added up. Percentiles are estimated in the same way.
 
     Args:
       launches: the launches of all ranks, in any order.
@@ -405,7 +406,7 @@ def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> D
     by_kernel: dict[str, float] = {}
     for name, values in durations.items():
         values.sort()
-        # The number of launches of the kernel by a rank in one call.
+        # How many times a rank launches the kernel in one call.
         launched = len(values) / (calls * num_ranks)
         median += launched * statistics.median(values)
         low += launched * values[int(0.1 * (len(values) - 1))]

@@ -1,8 +1,9 @@
-"""Multiplies by PyTorch's grouped matmul; `jax_ep.bench.matmul_torch` runs this file as a script.
+"""Runs PyTorch's grouped matmul; `jax_ep.bench.matmul_torch` runs this file as a script.
 
 The script imports nothing of this library, so that JAX does not start in its process. Its argument
-is a JSON object, the arguments of `Product`. Each line of its input is a method of `Product` and
-its arguments as a JSON list, and is answered by a line: the result, or {"error": text}.
+is a JSON object with the arguments of `Product`. Each line of its input is a JSON list: a method of
+`Product`, and the method's arguments. For each such line it prints one line: the method's result,
+or {"error": text}.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Product:
 
     With `float8`, operands are float8_e4m3fn instead of bfloat16. They have scales, all 1, for each
     row and for each column of a matrix, and sums are less precise than float32 (`use_fast_accum`).
-    The result is bfloat16. With `transposed`, and in float8 always, matrices lie transposed.
+    The result is bfloat16. With `transposed` or `float8`, the matrices are stored transposed, as
+    [columns, depth].
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Product:
     def times(self, calls: int) -> tuple[float, float]:
         """Returns the microseconds of a call by the host's clock, and by CUDA events."""
         first, last = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The GPU turns from JAX's process to this one before the clock starts.
+        # Uses the GPU, so that it switches from JAX's process to this one before the clock starts.
         self.torch.zeros(1, device="cuda")
         self.torch.cuda.synchronize()
         start = time.perf_counter()
@@ -75,8 +77,9 @@ class Product:
         return seconds / calls * 1e6, first.elapsed_time(last) / calls * 1e3
 
     def errors(self, *groups: int) -> list[float]:
-        """Returns the error of each group: its norm, divided by that of a float32 result.
+        """Returns the relative error of each group's result.
 
+        It is the norm of the difference from a float32 result, divided by the norm of the latter.
         Only the first 1024 rows of a group are compared, because float32 copies take much memory.
         """
         out, found = self.multiply(), []
@@ -90,9 +93,10 @@ class Product:
 
 
 def main() -> None:
-    import torch  # while JAX compiles
+    # The import is slow, so it comes before the first request, while JAX compiles.
+    import torch
 
-    # The GPU is not used before the first request, so that XLA compares its kernels undisturbed.
+    # The GPU is not used before the first request, because that would disturb XLA's autotuning.
     product = None
     for line in sys.stdin:
         method, *arguments = json.loads(line)

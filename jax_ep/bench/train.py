@@ -11,7 +11,7 @@ The same step is measured with the experts' matmuls in bfloat16 and in float8, a
 place of this library: XLA's collectives as the exchange ("xla"), and also `lax.ragged_dot` for the
 experts ("xla+ragged_dot"). Each program is compiled and timed alone.
 
-TFLOP/s count 6 FLOPs for each active parameter and token, the embedding once, and causal attention;
+TFLOP/s count 6 FLOPs for each active parameter and token, and those of causal attention;
 `DecoderConfig.training_flops_per_token` is the formula. "Of peak" divides by the GPU's dense
 bfloat16 peak (989 TFLOP/s for H100 and H200), even for float8. "Peak GiB" is the memory that the
 program holds on a device, according to XLA: arguments, results and temporaries.
@@ -19,7 +19,8 @@ program holds on a device, according to XLA: arguments, results and temporaries.
 The times of the step's parts are device times from JAX's profiler, means over ranks;
 `jax_ep.bench.step_parts` assigns kernels to parts. They are measured on a program that is compiled
 without CUDA graphs, because kernels in a CUDA graph lose the names of their operations. Parts
-overlap if their kernels run concurrently. "Idle" is the step's time minus the sum of the parts.
+whose kernels run concurrently are each counted in full. "Idle" is the step's time minus the sum of
+the parts.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ _SHARED = FLAGS.share(
     seconds=1500.0,
 )
 
-# The largest allowed relative differences, between two programs, of the first step's loss and of
-# its gradient's norm. Rounding to bfloat16, or to float8 in experts, causes the differences.
+# By how much, relatively, the loss and the gradient's norm of the first step may differ between two
+# programs. Rounding to bfloat16, or to float8 in experts, causes the differences.
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
 
 
@@ -212,8 +213,8 @@ class StepLoop:
         """
         if "trace" not in timers:
             raise RuntimeError("only --device_timer=trace knows the parts of a step")
-        # Compiles without CUDA graphs: a profile does not tell the HLO operations of a graph's
-        # kernels.
+        # Compiles without CUDA graphs, because a profile does not say which HLO operations the
+        # kernels of a graph run.
         compiled = self._lowered.compile({"xla_gpu_enable_command_buffer": ""})
         label = step_parts.labels(step_parts.operations_of(compiled.as_text() or ""))
         self._run(compiled)
@@ -411,7 +412,7 @@ class TrainBench(runner.Bench):
         return runner.with_matmul_dtype(text, row)
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds to each row its speed-up in wall time over "xla", with the same model and ranks."""
+        """Adds each row's speed-up in wall time over the baseline "xla" of its model and ranks."""
         measured = [row for row in rows if "wall" in row]
         plain = {
             (row["shape"], row["ranks"]): row["wall"]["median_us"]

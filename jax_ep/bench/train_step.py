@@ -2,10 +2,10 @@
 
 Parameters have the shardings that the model defines: experts are split over the mesh axis "expert";
 heads, experts' hidden width and the vocabulary over "tensor", and every matrix along H over "fsdp",
-if the mesh has these axes. Over all other axes they are replicated. The optimizer's state is also
-split over the axes along which parameters are replicated (ZeRO; Rajbhandari et al., 2020): each
-device updates a part of the parameters with its part of the gradients, and then all-gathers the
-updated parts.
+if the mesh has these axes. Over all other axes, parameters are replicated. The optimizer's state is
+also split over the axes along which parameters are replicated (ZeRO; Rajbhandari et al., 2020):
+each device updates a part of the parameters with its part of the gradients, and then all-gathers
+the updated parts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     Attributes:
         state: the shardings of a `TrainState`.
         parts: the shardings of gradients and parameters while the optimizer updates the parameters.
-            Each device then updates a different part of them.
+            With them, each device updates a different part of the parameters.
         batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
             of S tokens, each with one more token as the target of the last.
         everywhere: the sharding of a fully replicated array.
@@ -106,7 +106,7 @@ def make_layout(
 
 
 def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
-    """Returns over how many ranks a batch's sequences are split: those of all axes but "tensor"."""
+    """Returns over how many ranks sequences are split: those along all axes but "tensor"."""
     return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
 
 
@@ -117,8 +117,9 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    One dimension is split further, over all these axes: of the dimensions whose shards the axes
-    divide evenly, the one with the longest shards. Without any, the sharding stays unchanged.
+    One dimension is split further, over all of these axes together. It must have shards that can be
+    split evenly; of such dimensions, the one with the longest shards is taken. If there is none,
+    the sharding stays unchanged.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -262,7 +263,7 @@ def _step_biases(router_state: Any, expert_counts: jax.Array, objective: Objecti
     """Updates the selection biases of all routers, so that experts' loads become more even.
 
     `router_state` has the biases of each layer's router, [E], and `expert_counts` [layers, E] says
-    how often each expert was chosen. A bias changes by `objective.bias_rate`; see
+    how often each expert was chosen. A bias goes up or down by `objective.bias_rate`; see
     `jax_ep.update_expert_bias`.
     """
 

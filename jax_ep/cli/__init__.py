@@ -89,7 +89,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command; returns the exit status: 0 for success, 2 for wrong usage.
+    """Runs a command; returns the exit status: the command's own, or 2 for wrong usage.
 
     argv[0] is ignored. The command's name, of one or two words, and its flags follow.
     """

@@ -104,7 +104,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _names_missing() -> str | None:
-    """Returns which functions and modules this JAX lacks that the kernels need, or None."""
+    """Names what the kernels need and this JAX lacks; returns None if it lacks nothing."""
     reasons = [
         availability.jax_unavailable_reason(),
         availability.mosaic_unavailable_reason(),

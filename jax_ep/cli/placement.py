@@ -75,8 +75,8 @@ _PLOT = FLAGS.plot("the balance by step")
 
 # The bytes of one value of a row; rows are bfloat16.
 _ROW_BYTES = 2
-# The number of intervals of evaluated steps whose load balance is printed, to show how a placement
-# becomes worse with time.
+# The evaluated steps are divided into this many intervals. The load balance of each interval is
+# printed, to show how a placement becomes worse with time.
 _AGES = 6
 
 
@@ -275,7 +275,7 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
 
 
 def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str, sizes: str) -> None:
-    """Plots the busiest rank's load divided by the mean load over the steps of the trace.
+    """Plots, for each step of the trace, the busiest rank's load divided by the mean load.
 
     Args:
         found: maps each method to a list with the result of `_figures` for each step.
