@@ -346,9 +346,9 @@ def programs(case: Case, op: str, dtype: Any) -> dict[tuple[str, str], Program]:
     """Returns the programs to measure for an operation `op` on operands of the size `case`.
 
     `dtype` is the dtype of the operands. Returns a dict from pairs (name, matmul dtype) to
-    programs. The name is that of a backend, TORCH for PyTorch, or "dense" for the dense matmul, with
-    which the others are compared. For each matmul dtype, "dense" comes first. If nothing else can run the
-    operation in a matmul dtype, the dict has no programs for this dtype.
+    programs. The name is that of a backend, TORCH for PyTorch, or "dense" for the dense matmul,
+    with which the others are compared. For each matmul dtype, "dense" comes first. If nothing else
+    can run the operation in a matmul dtype, the dict has no programs for this dtype.
     """
     found: dict[tuple[str, str], Program] = {}
     if "none" in _MATMUL_DTYPE.value and op != QUANTIZE:
