@@ -1,4 +1,4 @@
-"""Collectives between the ranks of mesh axes, each by the fastest algorithm; start at `api`."""
+"""Runs collectives between the ranks along mesh axes by the fastest algorithm; start at `api`."""
 
 from jax_ep.collectives.api import (
     all_gather,

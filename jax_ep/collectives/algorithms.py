@@ -12,7 +12,7 @@ from jax_ep.collectives.problem import FUSED, Problem
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
-# None selects the fastest algorithm that can run.
+# The name of an algorithm, or None for the fastest algorithm that can run.
 Algorithm = str | None
 
 
@@ -21,7 +21,7 @@ def _kernel(name: str) -> Implementation:
         reason = problem.kernels_unavailable_reason or availability.mosaic_unavailable_reason()
         if reason:
             return reason
-        # Imported here, because it loads Mosaic, which only programs for GPUs need.
+        # The import is here because it loads Mosaic, which only programs for GPUs need.
         from jax_ep.collectives import pallas
 
         return pallas.unavailable_reason(name, problem)

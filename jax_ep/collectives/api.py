@@ -5,10 +5,10 @@ N ranks. The order of a tuple defines the order of the ranks, and must equal the
 functions are differentiable in forward and reverse mode, with the gradients of the functions of
 `jax.lax` that they replace.
 
-Algorithms. `algorithm=None` picks the fastest algorithm that was measured for the operation, the
-number of ranks, the bytes and the GPU generation (`jax_ep.collectives.table`). On GPUs of other
-generations and on other devices it picks "xla". A named algorithm that cannot run raises an error
-that says why.
+Algorithms. `algorithm=None` picks the algorithm that was the fastest in measurements with this
+operation, number of ranks, number of bytes and GPU generation (`jax_ep.collectives.table`). On GPU
+generations without measurements, and on other devices, it picks "xla". A named algorithm that
+cannot run raises an error that says why.
 
   "xla"       the function of `jax.lax`; any platform, any number of hosts.
   "one_shot"  all_reduce: every rank reads all ranks' inputs and sums them.
@@ -17,22 +17,27 @@ that says why.
   "one_shot_ll", "two_shot_ll", "ll"
               "one_shot", "two_shot" and "direct" over the low-latency protocol
               (`pallas_kernels.fabric.low_latency`): a rank sends data to symmetric memory, which
-              the receiver polls, so no rank waits for a peer before it sends. They are the fastest
-              up to a few megabytes. x is at most 4 MiB in one_shot_ll and all_gather, 2 N MiB in
-              two_shot_ll, 4 N MiB in the others; half as much on a host of more than 4 GPUs.
-  "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
-              broadcasts. Needs multicast memory. None never picks it.
+              the receiver polls, so no rank waits for a peer before it sends. These algorithms are
+              the fastest up to a few megabytes. On a host of up to 4 GPUs, x is at most 4 MiB in
+              one_shot_ll and all_gather, 2 N MiB in two_shot_ll, and 4 N MiB in reduce_scatter and
+              all_to_all. On a host of more GPUs, each limit is half as large.
+  "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums in float32 and
+              broadcasts the sums. Needs multicast memory. `algorithm=None` never picks it.
 
 The library's kernels (all algorithms but "xla" and "multimem") run between GPUs of one host, in any
 number of processes. They sum in float32, in rank order, and round once: all ranks get the same
 bits, on every run.
 
-The kernels count their calls. Two programs that share two or more GPUs must start in the same
-order on all of them: start them from one thread. XLA must not overlap the kernels of a program:
-leave `xla_gpu_command_buffer_scheduling_mode` at its default (a concurrent mode in XLA_FLAGS is
-refused), and use no streams of your own. If these rules are broken, results are silently wrong. A
-rank waits for its peers inside the kernel; if a peer is late by JAX_EP_TIMEOUT_SECONDS (default
-100), the program ends with an error.
+Each GPU counts the kernel calls that it makes with each peer, and a call communicates with the
+peer's call of the same number. So all GPUs must run the calls in the same order:
+
+- Two programs that share two or more GPUs must start in the same order on each of these GPUs. Start
+  the programs from one thread.
+- XLA must not overlap the kernels of a program. Leave `xla_gpu_command_buffer_scheduling_mode` at
+  its default (a concurrent mode in XLA_FLAGS is refused), and use no streams of your own.
+
+If these rules are broken, results are silently wrong. A rank waits for its peers inside the kernel;
+if a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
 """
 
 from __future__ import annotations
@@ -126,7 +131,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
         run.
 
     Returns:
-      [N * n, ...]: [r * n : (r + 1) * n] is from rank r. It is its own transpose.
+      [N * n, ...]: rows [r * n : (r + 1) * n] came from rank r. all_to_all is its own transpose.
 
     Raises:
       ValueError: the first axis of x is not a multiple of N, which `jax.lax.all_to_all` also
@@ -190,8 +195,9 @@ def all_reduce_rms_norm(
     if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
-    # Under check_vma, the results vary over the mesh axes over which residual or scale varies, and
-    # over those of x that are not summed over. The casts make the operands vary over these axes.
+    # Under check_vma, the results vary over each mesh axis over which residual or scale varies, and
+    # over each axis over which x varies but is not summed. The casts make all operands vary over
+    # these axes, and x over the summed axes, too.
     of_x = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))

@@ -35,11 +35,11 @@ from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_chan
 
 Kernel = Callable[..., jax.Array]
 
-# One thread block for each multiprocessor of a Hopper GPU.
+# A kernel has at most one thread block for each of a Hopper GPU's 132 multiprocessors.
 _MAX_BLOCKS = 132
 _MAX_WARPGROUPS = 4
-# all_reduce_rms_norm uses several waves of thread blocks (8 blocks for each multiprocessor), so
-# that one block sums over the ranks while another normalizes its rows.
+# The kernel of all_reduce_rms_norm instead has up to 8 thread blocks for each multiprocessor, so
+# that one block sums over the ranks while another block normalizes its rows.
 _MAX_ROW_BLOCKS = 1056
 # A tile is the part of an array that a warpgroup holds in registers at a time. A thread block has
 # one warpgroup for each _FEW_TILES tiles of the array, up to _MAX_WARPGROUPS, so that small arrays
@@ -60,7 +60,11 @@ _BYTES_OF_A_TRIP = 2**19
 
 @contextlib.contextmanager
 def forced_plan(plan: TilePlan | None) -> Iterator[None]:
-    """Sets the `TilePlan` of kernels that are lowered in this context; None: the default plans."""
+    """Sets the `TilePlan` of the kernels that are lowered inside this `with` statement.
+
+    A plan is the number of a kernel's thread blocks and warpgroups, and the size of their tiles.
+    None selects the default plans.
+    """
     token = _forced_plan.set(plan)
     try:
         yield
@@ -274,7 +278,7 @@ class _RowGrid:
     Attributes:
       rows_per_block: the number of rows that a thread block processes.
       num_blocks: the number of thread blocks.
-      num_warpgroups: the number of warpgroups of a thread block, which share each row.
+      num_warpgroups: the number of warpgroups of a thread block. Each row is divided among them.
     """
 
     rows_per_block: int
@@ -319,10 +323,10 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
-    """Returns a plan that spreads a rank's elements evenly over thread blocks and warpgroups.
+    """Returns a `TilePlan` that spreads a rank's elements evenly over thread blocks and warpgroups.
 
-    For the low-latency protocol, tiles have the smallest size, and the number of warpgroups is at
-    most MAX_WORKERS, for which the protocol has buffers.
+    For the low-latency protocol, tiles have the smallest size. All thread blocks together then have
+    at most MAX_WORKERS warpgroups, because the protocol has no buffers for more.
     """
     if forced := _forced_plan.get():
         return forced

@@ -9,8 +9,8 @@ N ranks:
   ep_all_to_all           x [N * n, ...]                        -> [N * n, ...]
   ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
 
-The first four are linear and have transposes. Each primitive lowers to the algorithm that
-`jax_ep.collectives.selection` selects.
+The number n of rows is arbitrary. The first four primitives are linear and have transposes. Each
+primitive lowers to the algorithm that `jax_ep.collectives.selection` selects.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Collectives(Protocol):
 def _primitive(op: str, **rules: Any) -> Primitive:
     """Returns the primitive ep_<op> of a collective.
 
-    The primitive lowers to the method `op` of the `Collectives` of the selected algorithm. `rules`
-    are further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
+    Lowering selects an algorithm, and calls the method named `op` of the algorithm's `Collectives`.
+    `rules` are further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
     """
 
     def lower(
@@ -92,7 +92,7 @@ def _function(
 ) -> Callable[..., list[jax.Array]]:
     collectives: Collectives = XlaCollectives(axis_name)
     if algorithm != "xla":
-        # Imported here, because it loads Mosaic, which only the kernels need.
+        # The import is here because it loads Mosaic, which only the kernels need.
         from jax_ep.collectives.pallas import PallasCollectives
 
         collectives = PallasCollectives(algorithm, axis_name)

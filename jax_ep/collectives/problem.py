@@ -40,10 +40,10 @@ class Problem:
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """Why the program or devices `place` can run no kernel between the ranks, or None."""
+        """Why the program or devices `place` cannot run kernels between ranks; None: they can."""
         return self.place.unavailable_reason(self.axis_name)
 
 
 def is_low_latency(algorithm: str) -> bool:
-    """Returns whether an algorithm uses the low-latency protocol, as names that end in "ll" say."""
+    """Returns whether an algorithm uses the low-latency protocol; if so, its name ends in "ll"."""
     return algorithm.endswith("ll")

@@ -1,4 +1,4 @@
-"""Selects the algorithm of a collective: the named one, or the fastest by the table of times."""
+"""Selects a collective's algorithm: the named one, or the fastest in the table of times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def select(algorithm: Algorithm, problem: Problem) -> str:
     if algorithm is not None:
         return algorithms.select(algorithm, problem).name
     if jax.default_backend() != "gpu" or problem.kernels_unavailable_reason is not None:
-        # The table is not used where no kernel can run: it has no times of CPUs, and sizes there
-        # may be symbolic dimensions, without a value.
+        # No kernel can run, so the table is not used: it has no times of CPUs, and the sizes of x
+        # may be symbolic dimensions, which have no value.
         return "xla"
     x = problem.operands[0]
     return table.lookup(

@@ -139,9 +139,9 @@ def lookup(
 ) -> str:
     """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
 
-    If this number of ranks was not measured, the times of the next larger measured number apply, or
-    else those of the largest. If the fastest algorithm cannot run, the fastest of those that can
-    is returned.
+    If N ranks were not measured, the times of the next larger measured number of ranks are used. If
+    no larger number was measured, the times of the largest measured number are used. If the fastest
+    algorithm cannot run, the fastest one that can run is returned.
 
     Args:
       op: the operation, such as "all_reduce".

@@ -46,8 +46,8 @@ class XlaCollectives:
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Calls `function` on x with the mesh's Explicit axes made Auto; shards the result like x.
 
-    JAX cannot lower psum_scatter (also the transpose of all_gather) for an array that is sharded
-    over Explicit axes.
+    Without this, JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an
+    array that is sharded over Explicit axes.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -81,7 +81,7 @@ def unfused(
 
 
 def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
-    """Adds in float32, or residual's dtype if wider; returns the sum in residual's dtype."""
+    """Returns total + residual in residual's dtype; adds in float32, or that dtype if wider."""
     wide = wide_dtype(residual.dtype)
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 

@@ -102,11 +102,11 @@ def dispatch(
         most q rows, its first in row order; q is the largest number at which all blocks and their
         padding fit in R, so the experts with most rows lose rows first.
       host_capacity: the most tokens that this rank sends to each other host, where ranks are on
-        several hosts; None: all T. Of tokens past this limit, in token order, the choices of
-        experts on that host are dropped; `num_dropped` on the ranks of these experts includes them.
-        If a router limits each token to k of M hosts, T·k / M of a rank's tokens choose a given
-        host on average; set host_capacity above this average, such as to 0.6·T for DeepSeek-V3's
-        4 of 8 hosts.
+        several hosts; None: all T. The first tokens that chose experts on a host, up to this many,
+        are sent there. In later tokens, the choices of experts on that host are dropped; the ranks
+        of these experts count them in `num_dropped`. If a router limits each token to k of M hosts,
+        T·k / M of a rank's tokens choose a given host on average. Set host_capacity above this
+        average, such as to 0.6·T for DeepSeek-V3, whose tokens choose 4 of 8 hosts.
       wire_dtype: None, or `jnp.float8_e4m3fn`: rows are sent as float8 values with one float32
         scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the rounding
         errors, and how NaN and the largest and smallest values are encoded.
@@ -119,10 +119,10 @@ def dispatch(
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: weights to send with the rows,
         so that the experts' rank can multiply its outputs by them. Differentiable.
-      zero_unused: whether the unused rows past the last expert's block are zero, in the
-        expert-major layout. False leaves them undefined (they may be NaN), in the received rows and
-        in the gradient of a combine's y, and saves "pallas" the time to write them. Without a
-        capacity, most rows are unused. No result of `grouped_matmul`, `routed_experts` or `combine`
+      zero_unused: in the expert-major layout, whether the unused rows past the last expert's block
+        are zero, both in the received rows and in the gradient of a combine's y. False leaves them
+        undefined (they may be NaN), and saves "pallas" the time to write them. If `capacity` is
+        None, most rows are unused. No result of `grouped_matmul`, `routed_experts` or `combine`
         depends on unused rows.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
@@ -206,10 +206,9 @@ def combine(
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,
         [N, T, H]: for each (source rank, token), the weighted sum over the experts of this rank.
-        Rows without an expert of this rank are never read.
+        Rows of tokens that chose no expert of this rank are never read.
       handle: the handle of the dispatch.
-      topk_weights: [T, K] floating, or None for a plain sum; None in the rank-major
-        layout.
+      topk_weights: [T, K] floating, or None for a plain sum. Must be None in the rank-major layout.
       wire_dtype: the dtype in which sums are sent: None for y's dtype, or `jnp.float8_e4m3fn` with
         scales, as in `dispatch`. With "two_level", only sums between hosts are quantized. Each of
         up to N float8 sums of a token has the rounding error that `jax_ep.formats` states, which

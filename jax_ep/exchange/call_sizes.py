@@ -10,7 +10,7 @@ from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.formats import RowFormat
 
-# The bytes of an int32 or a float32.
+# An int32 and a float32 have this many bytes.
 WORD = 4
 
 
@@ -94,10 +94,10 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the low-latency kernels on N GPUs; None if they do not support the sizes."""
+        """The launch plan of the low-latency kernels on N GPUs; None if they cannot run."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:
-        """Returns the bytes of padded copies of `count` rows; 0 if H already fits the kernels."""
+        """Returns the bytes of padded copies of `count` rows; 0 if the kernels need no padding."""
         padded = self.padded_hidden
         return 0 if padded == self.hidden else count * padded * self.dtype.itemsize

@@ -24,7 +24,7 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
     """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
 
     Returns [R], one value per row; rows without a choice are zero. `implementation` is the argument
-    of the exchange: it says whether the collective, too, may run Pallas kernels.
+    of the exchange. It decides whether the collective that sends the values may be a Pallas kernel.
     """
     values, routes, collective = _operands(values, handle, implementation)
 
@@ -41,8 +41,8 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
     """Sends values [R], one per receive-buffer row, back to the (token, choice) of each row.
 
     Returns [T, K]; choices without a row are zero. This function is the transpose of
-    `choices_to_rows`. `implementation` is the argument of the exchange: it says whether the
-    collective, too, may run Pallas kernels.
+    `choices_to_rows`. `implementation` is the argument of the exchange. It decides whether the
+    collective that sends the values may be a Pallas kernel.
     """
     values, routes, collective = _operands(values, handle, implementation)
     swap = functools.partial(all_to_all, **collective)

@@ -171,7 +171,7 @@ def dispatch(
 def combine(
     y: jax.Array, handle: Handle, topk_weights: jax.Array | None, **options: Any
 ) -> jax.Array:
-    """Sums expert-major rows y [R, H] by token and returns them to the tokens' ranks: [T, H].
+    """Sums expert-major rows y [R, H] by token, and sends the sums to the tokens' ranks: [T, H].
 
     `api.combine` calls this function. `options` are further arguments of `gradients.configure`.
     """
@@ -203,8 +203,9 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> Any:
 def stand_in_rows(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
     """Returns zeros [R, H] through which the gradient of quantized received rows reaches x [T, H].
 
-    Quantized rows themselves have no gradient; `gradients.stand_in_rows` says how to use the zeros.
-    `options` are further arguments of `gradients.configure`.
+    Quantized rows have no gradient. A function of them therefore takes the zeros as one more
+    operand, and returns the rows' cotangent as the cotangent of the zeros. `options` are further
+    arguments of `gradients.configure`.
     """
     config, x = _config_like(x, handle, options)
     return gradients.stand_in_rows(config, x, handle.routes)
@@ -267,8 +268,8 @@ def _capacity(
       num_local_experts: L, the experts of this rank.
 
     Raises:
-      ValueError: `capacity` is None, or the alignment pads blocks, and some routing needs more rows
-        than an int32 can count.
+      ValueError: some routing needs more rows than an int32 can count. With a given `capacity`,
+        this is an error only if the blocks' padding is the cause.
     """
     rows = routes.dropless_capacity(num_choices, num_local_experts, expert_alignment)
     if not checks.is_symbolic(rows) and rows > checks.MAX_INT32:

@@ -38,7 +38,7 @@ def configure(
 
     Args:
       name: the caller's name for `rows`, for errors.
-      rows: [..., H]: the rows to send, or whose sums are sent.
+      rows: [..., H]: the rows that the exchange sends, or the rows whose sums it sends.
       list_words: the 4-byte words per token that kernels hold in shared memory for its choices: K,
         or 2 K if weights are sent with the choices.
       wire_dtype: the dtype in which rows or sums are sent; None: their own.
@@ -81,10 +81,10 @@ def dispatch(
       topk_weights: [T, K] float32, sent with the choices in the rank-major layout; or None.
 
     Returns:
-      The received rows, [R, H] or rank-major [N, T, H], as a `QuantizedArray` if
-      `config.quantized`; the `Routes` or `RankRoutes`; and, in the expert-major layout, the
-      `RowGroups` (the sizes of the experts' blocks), or, in the rank-major layout, the received
-      weights, [N, T, K] float32, or None without weights.
+      Three results. The first is the received rows, [R, H] or rank-major [N, T, H], as a
+      `QuantizedArray` if `config.quantized`. The second is the `Routes` or `RankRoutes`. The third
+      is, in the expert-major layout, the `RowGroups` (the sizes of the experts' blocks); in the
+      rank-major layout, the received weights, [N, T, K] float32, or None if none were sent.
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None

@@ -24,11 +24,12 @@ Received = tuple[jax.Array, ...]
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` of the collectives (`jax_ep.collectives`) that accompany an exchange.
+    """Returns the `algorithm` for collectives that a program runs beside its exchange.
 
-    `implementation` is the argument of the exchange. The result None lets a collective select
-    Pallas kernels, too. The result "xla" is for an exchange without Pallas kernels, and for
-    "two_level": its ranks are on several hosts, between which Pallas collectives cannot run.
+    `implementation` is the argument of the exchange. For "pallas" or None, the result is None,
+    which lets a function of `jax_ep.collectives` select Pallas kernels, too. For "xla" and
+    "two_level" the result is "xla". The ranks of "two_level" are on several hosts, between which
+    Pallas collectives cannot run.
     """
     return None if implementation in (None, "pallas") else "xla"
 
@@ -91,7 +92,8 @@ class Config:
     def of_cotangents(self) -> Self:
         """The configuration of the exchange that computes the gradient of this exchange.
 
-        It sends cotangents in the format `grad_wire`. Its own gradient sends rows unquantized.
+        That exchange sends cotangents in the format `grad_wire`. The exchange that computes its own
+        gradient, in turn, sends rows unquantized.
         """
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
@@ -113,13 +115,13 @@ class Exchange(Protocol):
         ...
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to a dispatch's receive-buffer rows; returns the receive buffer [R, H]."""
+        """Sends x [T, H] to the rows of an earlier dispatch; returns the receive buffer [R, H]."""
         ...
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums the rows y [R, H] of each token, and returns the sums [T, H] to the tokens' ranks.
+        """Sums each token's rows of y [R, H]; sends the sums [T, H] back to the tokens' ranks.
 
         `topk_weights` [T, K] float32 multiply the rows; None: a plain sum.
         """
@@ -152,11 +154,11 @@ class Exchange(Protocol):
 class ExchangeInParts(Exchange, Protocol):
     """An `Exchange` that can divide the tokens of one dispatch among several calls.
 
-    In each call, `routes.rows` has the rows of that call's tokens only, and `routes.counts` the
-    counts of the whole dispatch. The first call writes zeros to padding and, if
-    `config.zero_unused`, to unused rows. A later call takes the result of the previous call as
-    `into`, writes the rows of its own tokens there, and keeps all other rows. `config.wire` must
-    not quantize rows.
+    In each call, `routes.rows` has the rows of that call's tokens only, and `routes.counts` has the
+    counts of the whole dispatch. The first call writes zeros to the rows that pad experts' blocks
+    and, if `config.zero_unused`, to the unused rows after the last block. A later call takes the
+    result of the previous call as `into`, writes the rows of its own tokens there, and keeps all
+    other rows. `config.wire` must not quantize rows.
     """
 
     def dispatch_like(

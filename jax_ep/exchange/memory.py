@@ -37,7 +37,7 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# Maps each operation of LOCAL to the operation that computes it, run over a single rank.
+# Maps each operation of LOCAL to the operation of the exchange that computes it on one rank.
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
@@ -65,16 +65,17 @@ def workspace_bytes(
     `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
     heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
     are counted for the dispatch that makes them, and live as long as its handle; all other buffers
-    are freed when the call returns. Each host is assumed to have one GPU for each of its ranks:
-    this number sets the room in the heap, by which "pallas" selects its kernels.
+    are freed when the call returns. Each host is assumed to have one GPU for each of its ranks. The
+    number of GPUs determines which calls fit in the heap, and so which kernels "pallas" selects.
 
     For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
     and lets arrays share memory. It needs up to K more arrays [N, T, H] where it does not fuse the
     sum over a token's choices.
 
     Args:
-      operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", their
-        gradients ("combine_grad" has weights in the expert-major layout).
+      operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", the
+        gradient of a dispatch or a combine. In the expert-major layout, "combine_grad" is the
+        gradient of a combine with weights.
       implementation: "pallas" or "xla".
       num_tokens: T, the tokens per rank.
       hidden: H, the columns of a row.
@@ -140,7 +141,7 @@ def result_bytes(
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`, attributes of `given`; returns the `CallSizes`."""
+    """Checks the arguments of `workspace_bytes`, which `given` holds; returns the `CallSizes`."""
     operation, layout, capacity = given.operation, given.layout, given.capacity
     num_ranks, num_tokens, num_experts = given.num_ranks, given.num_tokens, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)

@@ -63,7 +63,7 @@ def dispatch(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] to a dispatch's receive-buffer rows; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to the rows of an earlier dispatch; see `ExchangeInParts.dispatch_like`."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
@@ -88,7 +88,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
+    """Sums each token's rows of y [R, H] and sends the sums back; see `Exchange.combine`."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
     return out[:, : y.shape[1]]
@@ -105,9 +105,9 @@ def _combine(
 ) -> jax.Array:
     """Sums padded rows y by token and sends the sums to the tokens' ranks; returns [T, H].
 
-    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` is [N, T, K], with an entry for each
-    choice: the choice's row of y; or, if `by_rank`, its local expert, which is -1 where the choice
-    adds nothing.
+    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` [N, T, K] has an entry for each choice.
+    It is the choice's row of y. If `by_rank`, it is instead the choice's local expert, or -1 for a
+    choice of no expert of this rank.
     """
     fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows
@@ -162,7 +162,7 @@ def combine_grad(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
+    """Sends tokens x [T, H] to their experts' ranks; see `Exchange.rank_dispatch`."""
     num_tokens = x.shape[0]
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
@@ -206,9 +206,10 @@ def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the plan of the low-latency kernels for padded rows x [.., H] and sizes (N, T, K).
+    """Returns the low-latency kernels' plan for padded rows x [.., H] and sizes (N, T, K).
 
-    Returns None if these kernels do not support the rows.
+    A plan states the numbers of thread blocks and the sizes of buffers. Returns None if these
+    kernels do not support the rows.
     """
     return plans.for_low_latency(
         _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()

@@ -1,9 +1,10 @@
 """Permutes rank-major rows to the expert-major layout of `grouped_matmul`, and unpermutes results.
 
-A grouped matmul needs each expert's rows next to each other. The rank-major layout has one row for
-all of a token's experts on a rank, so each rank must gather its rows once. This gather is a
-`dispatch` over no mesh axes, axis_name=(): the rank sends rows only to itself, on GPUs with the
-kernels of a dispatch. The result equals that of an expert-major dispatch, bit for bit.
+A grouped matmul needs each expert's rows next to each other. In the rank-major layout, all experts
+that a token chose on a rank share one row, so the rank must first gather the rows of each expert.
+This gather is a `dispatch` over no mesh axes, axis_name=(): the rank sends rows only to itself. On
+GPUs, it runs the kernels of a dispatch. The result equals that of an expert-major dispatch, bit for
+bit.
 
     received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
     grouped = group_by_expert(received)

@@ -34,9 +34,9 @@ from jax_ep.runtime.jax_compat import (
 from pallas_kernels.formats import PLAIN
 
 _Shape: Any = jax.ShapeDtypeStruct
-# The most tokens that a rank alone moves by XLA instead of by kernels, if they are not quantized on
-# the way. On an H100, eight layers of Qwen3-MoE took 554 us instead of 621 with one token, 2345
-# instead of 2361 with 16, and 3631 instead of 3617 with 128.
+# If there is a single rank with at most this many tokens, XLA moves the tokens instead of kernels,
+# unless they are quantized. On an H100, eight layers of Qwen3-MoE took 554 us with XLA instead
+# of 621 with kernels for one token, 2345 instead of 2361 for 16, and 3631 instead of 3617 for 128.
 _FEW_TOKENS = 16
 
 
@@ -74,7 +74,8 @@ def _problem(
         and num_tokens is not None
         and not checks.is_symbolic(num_tokens)
         and num_tokens <= _FEW_TOKENS
-        # The rows of the receive buffer take time, too. They were K a token when this was measured.
+        # A large receive buffer takes time, too. _FEW_TOKENS was measured with K rows for each
+        # token, and up to 2 K rows are accepted.
         and config.capacity <= 2 * num_tokens * list_words
     )
     return selection.Problem(place, config.axis_name, moved, few_of_one_rank)
@@ -103,7 +104,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def abstract_eval(*types, tree, config):
-        # All operands and results vary over the same mesh axes, as the first operand's type says.
+        # All operands and results vary over the same mesh axes as the first operand.
         shapes = jax.tree.leaves(results(*jax.tree.unflatten(tree, types), config))
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 

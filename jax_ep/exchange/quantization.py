@@ -114,18 +114,19 @@ def parts(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.A
 
 
 # A program of `jax.export` with symbolic shapes cannot run a bitcast between numbers of different
-# widths. So the two functions below cast to unsigned integers of the same width, and shift bytes.
+# widths. So the two functions below bitcast only between a number and an unsigned integer of the
+# same width, and convert that integer from and to bytes by shifts.
 
 
 def _to_bytes(x: jax.Array) -> jax.Array:
-    """Returns the bytes of x [...], lowest first: [..., size] uint8."""
+    """Splits each number of x [...] into its `size` bytes, lowest first: [..., size] uint8."""
     size = x.dtype.itemsize
     words = lax.bitcast_convert_type(x, f"uint{8 * size}")
     return jnp.stack([(words >> (8 * i)).astype(jnp.uint8) for i in range(size)], axis=-1)
 
 
 def _from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the numbers [...] of `dtype` whose bytes are x [..., size] uint8, lowest first."""
+    """Joins the bytes x [..., size] uint8, lowest first, to numbers [...] of `dtype`."""
     size = x.shape[-1]
     words = [x[..., i].astype(f"uint{8 * size}") << (8 * i) for i in range(size)]
     return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, words), dtype)

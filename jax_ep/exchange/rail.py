@@ -43,9 +43,10 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rail:
-    """The M ranks, one per host, that have this rank's number within their hosts.
+    """The M ranks, one per host, that have the same number within their hosts as this rank.
 
-    Its methods send rows among these ranks, and select rows of one source host.
+    The methods send rows between this rank and the others, its *counterparts*, and select the rows
+    that came from one host.
 
     Attributes:
       config: the configuration of the exchange among all ranks.
@@ -54,10 +55,10 @@ class Rail:
       host: [] int32: the number of this host.
       kernels: whether Pallas kernels move rows inside this host.
       at_once: whether one call of the exchange inside this host moves the tokens of all hosts.
-      sent_tokens: [M, C] int32: the tokens that this rank sends to each host, padded with T; None
-        where each host gets all T tokens.
-      received_tokens: [G, M, C] int32: the tokens that each rank of this host receives from each
-        host, padded with T; None where `sent_tokens` is None.
+      sent_tokens: [M, C] int32, where C is the host_capacity: the indices of the tokens that this
+        rank sends to each host, padded with T. None if each host gets all T tokens.
+      received_tokens: [G, M, C] int32: the indices, on their source ranks, of the tokens that each
+        rank of this host receives from each host, padded with T. None if `sent_tokens` is None.
     """
 
     config: Config
@@ -95,12 +96,13 @@ class Rail:
         num_tokens = topk_idx.shape[0]
         if not self.drops(num_tokens):
             return self
-        chosen, place = self._places(topk_idx)
-        # A token that chose no expert of a host has the index T there, and the scatter drops it.
-        place = jnp.where(chosen, place, num_tokens)
-        tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
-        sent_tokens = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
-        sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
+        chosen, position = self._positions(topk_idx)
+        # A token that chose no expert of a host gets the position T there. `sent_tokens` has only
+        # host_capacity positions, fewer than T, so the scatter drops this token.
+        position = jnp.where(chosen, position, num_tokens)
+        tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
+        sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, self._capacity))
+        sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), position].set(tokens, mode="drop")
         received_tokens = xla_exchange.stack_ranks(self._exchange(sent_tokens), self.inside)
         return dataclasses.replace(self, sent_tokens=sent_tokens, received_tokens=received_tokens)
 
@@ -131,18 +133,18 @@ class Rail:
         """Returns topk_idx [T, K] with -1 in place of each choice that the host_capacity drops."""
         if not self.drops(topk_idx.shape[0]):
             return topk_idx
-        _, place = self._places(topk_idx)
+        _, position = self._positions(topk_idx)
         host = self._host_of(topk_idx)
-        sent = jnp.take_along_axis(place, jnp.clip(host, 0, self.num_hosts - 1), axis=1)
-        past = (host >= 0) & (host != self.host) & (sent >= self._capacity)
+        on_host = jnp.take_along_axis(position, jnp.clip(host, 0, self.num_hosts - 1), axis=1)
+        past = (host >= 0) & (host != self.host) & (on_host >= self._capacity)
         return jnp.where(past, -1, topk_idx)
 
-    def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns, for each token t and host m, whether t chose an expert of m, and t's place.
+    def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns whether each token chose an expert of each host, and the token's position there.
 
-        Both arrays are [T, M]. The first is False where m is this rank's own host. The place is the
-        number of earlier tokens that chose an expert of m. If t chose an expert of m, t is sent to
-        m only if its place is below the host_capacity.
+        Both arrays are [T, M], for token t and host m. The first is False if m is this rank's own
+        host. The position is the number of earlier tokens that chose an expert of m. A token that
+        chose an expert of m is sent to m only if its position is below the host_capacity.
         """
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
@@ -166,7 +168,7 @@ class Rail:
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Gathers x [...] from the rail's M ranks, one on each host; returns [M, ...], by host."""
+        """Gathers x [...] from this rank and its counterparts; returns [M, ...], by host."""
         bits = quantization.bits(x)
         bits = lax.all_gather(
             bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
@@ -174,27 +176,28 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends rows x [T, ...] to the rail's rank on each host; returns [M, T, ...] by source.
+        """Sends rows x [T, ...] to this rank's counterpart on each host; returns those received.
 
-        With a host_capacity of C below T, returns [M, C, ...], padded with the value `fill`.
+        The result is [M, T, ...], by source host. With a host_capacity of C below T, each host gets
+        at most C of the rows. The result is then [M, C, ...], padded with the value `fill`.
         """
         if self.sent_tokens is None:
             return self.gather(x)
         return self._exchange(_picked(x, self.sent_tokens, fill))
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        """Sends x[h] of x [M, ...] to the rail's rank on host h; returns [M, ...] by source."""
+        """Sends x[h] of x [M, ...] to the counterpart on host h; returns [M, ...], by source."""
         return lax.all_to_all(
             x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
         )
 
     def _shift(self, x: jax.Array, distance: int) -> jax.Array:
-        """Sends x [...] to the rail's rank on the host `distance` places after this one, modulo M.
+        """Sends x [...] to the counterpart on the host numbered this host + `distance`, modulo M.
 
-        Returns the x that arrives from the host `distance` places before this one.
+        Returns the x that arrives from the host numbered this host - `distance`, modulo M.
         """
-        # By default, XLA for GPUs overlaps a ppermute with kernels, but not an all_gather. A
-        # ppermute needs the axes in the mesh's order, so ranks are renumbered for it.
+        # A ppermute is used because XLA for GPUs, by default, overlaps it with kernels, but does
+        # not overlap an all_gather. It needs the axes in the mesh's order, so ranks are renumbered.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
         there = (ranks + distance * self.ranks_per_host) % self.num_ranks
@@ -203,7 +206,7 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Sends results, one row for each token, back to the rail's ranks that sent the tokens.
+        """Sends results, one row for each token, back to the counterparts that sent the tokens.
 
         Args:
           others: [M, T, ...], or [M, C, ...] with a host_capacity: the results that this rank
@@ -212,7 +215,7 @@ class Rail:
 
         Yields:
           M arrays [T, ...]. The h-th has the results for this rank's tokens that were computed on
-          host h, by the rail's rank there. It is `own` if h is this rank's own host.
+          host h, by the counterpart there. It is `own` if h is this rank's own host.
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
@@ -230,7 +233,7 @@ class Rail:
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
-        """Sends rows x [T, ...] to the rail's rank on each host; calls `add` for each source host.
+        """Sends rows x [T, ...] to the counterpart on each host; calls `add` for each source host.
 
         The first call of `add` gets this rank's own rows. While a call handles the rows from one
         host, the rows from the next host arrive. If `at_once` is set, `add` is called only once,
@@ -267,7 +270,7 @@ class Rail:
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Computes sums for each host's tokens, and sends them to the rail's rank on that host.
+        """Computes sums for each host's tokens, and sends them to the counterpart on that host.
 
         While the sums for one host are sent, the sums for the next host are computed; the sums for
         this host's own tokens come last. If `at_once` is set, one call computes all sums.
@@ -278,7 +281,7 @@ class Rail:
 
         Yields:
           M arrays [T, ...]. The h-th has the sums for this rank's tokens that were computed on host
-          h, by the rail's rank there.
+          h, by the counterpart there.
         """
         if self.at_once:
             own, others = self.split([sums(None)])
@@ -287,8 +290,8 @@ class Rail:
         here = self.host
         returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
-            # The barriers make XLA run the turns in order. Each turn must use the host number
-            # `here` that the previous turn's barrier returned: XLA drops unused results.
+            # The barriers make XLA run the turns in order. XLA ignores a barrier whose results are
+            # unused, so each turn uses the host number `here` from the previous turn's barrier.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
             if returned:
                 part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
@@ -298,7 +301,7 @@ class Rail:
         own = lax.optimization_barrier(sums(self._source(0, here)))
         parts = [own]
         for turn, part in enumerate(returned, 1):
-            # The sums in `part` arrived from the host `turn` places before this one.
+            # The sums in `part` arrived from the host numbered this host - `turn`, modulo M.
             parts.append(self._by_token(part, (self.host - turn) % self.num_hosts, own))
         for host in range(self.num_hosts):
             yield lax.select_n((self.host - host) % self.num_hosts, *parts)
@@ -333,8 +336,9 @@ class Rail:
           source: the host whose tokens' entries to select; None: all hosts.
 
         Returns:
-          [G, tokens, ...]: for each of the G ranks of this rank's host, the entries of the tokens
-          whose rows `Rail.rows` selects on that rank, in the same order; -1 for padding rows.
+          [G, tokens, ...], where G is the number of ranks per host. Item g belongs to rank g of
+          this host: it has the entries of the tokens whose rows `Rail.rows` selects on that rank,
+          in the same order. The entries of padding rows are -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
         if source is None and self.sent_tokens is None:

@@ -30,8 +30,9 @@ class Routes(NamedTuple):
 
     Attributes:
       topk_idx: [T, K] int32: the choices of this rank's tokens, as expert ids of all ranks.
-      rows: [N, T, K] int32: the row in this rank's receive buffer of choice k of token t of rank s.
-        It is -1 for an expert of another rank, and the capacity or more if the row is dropped.
+      rows: [N, T, K] int32: entry [s, t, k] is the row, in this rank's receive buffer, for choice k
+        of rank s's token t. It is -1 if the expert is on another rank, and the capacity or more if
+        the row is dropped.
       counts: [N, E] int32: how often each rank chose each expert.
     """
 
@@ -159,8 +160,9 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     fit in `capacity` rows; it is max(counts) if all rows fit. `counts` [L] are the rows sent to
     each local expert.
     """
-    # Sizes are in units of expert_alignment rows: `blocks` of the experts, `room` of the buffer. In
-    # these units, q is the largest number with sum(min(blocks, q)) <= room.
+    # `blocks` has the sizes of the experts' blocks, and `room` is the size of the buffer, in units
+    # of expert_alignment rows. In these units, q is the largest number with sum(min(blocks, q)) <=
+    # room.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
     # Entry i of `whole` says whether all blocks fit if each is cut to at most the size of block i.
@@ -206,11 +208,11 @@ def receive_rows(
       recv_counts: [N, L] int32: the rows that each source rank sends to each local expert.
       rank: [] int32: the number of this rank.
       expert_alignment: each expert's block starts at a multiple of this many rows.
-      fair_capacity: R, where overflow is "fair"; None where it is "tail".
+      fair_capacity: R, the rows of the receive buffer, if overflow is "fair"; None if it is "tail".
 
     Returns:
-      [N, T, K] int32: -1 for an expert of another rank, and R or more for a dropped row (exactly R
-      with "fair").
+      [N, T, K] int32: the row of each choice. It is -1 if the expert is on another rank, and R or
+      more if the row is dropped (exactly R with "fair").
     """
     num_local_experts = recv_counts.shape[1]
     kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)

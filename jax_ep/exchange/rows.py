@@ -23,7 +23,7 @@ class Rows:
       num_ranks: N, the ranks that exchange rows.
       list_words: the 4-byte words that describe a token's choices: K, or 2 K if weights are sent
         with the choices.
-      num_experts: E, the experts of these ranks.
+      num_experts: E, the experts of all N ranks.
       wire: the format in which rows or their sums are sent.
     """
 

@@ -25,8 +25,8 @@ class Problem:
       place: the program, or the devices, that are to run the exchange.
       axis_name: the mesh axes along which ranks are numbered.
       rows: the rows that the exchange sends; None: rows that the kernels support are assumed.
-      few_of_one_rank: whether a rank alone moves so few rows that XLA takes less time than the
-        kernels, whose launches take longest.
+      few_of_one_rank: whether there is a single rank with so few rows that XLA is faster, because
+        launching the kernels takes longer.
     """
 
     place: availability.Place

@@ -87,7 +87,7 @@ class TwoLevel:
         return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to a dispatch's receive-buffer rows; see `Exchange.dispatch_like`."""
+        """Sends x [T, H] to the rows of an earlier dispatch; see `Exchange.dispatch_like`."""
         words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
@@ -109,7 +109,7 @@ class TwoLevel:
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
+        """Sums each token's rows of y [R, H] and sends the sums back; see `Exchange.combine`."""
         # Ranks of one host send each other float32 sums, so that only their total is rounded.
         several = lax.axis_size(config.axis_name) > self.num_hosts
         sum_dtype = _FLOAT32 if several or config.wire.quantized else None
@@ -159,13 +159,13 @@ class TwoLevel:
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
-        # The sum is exact: only the term of the host with the choice's expert is not zero.
+        # Only the host of a choice's expert adds a term that is not zero, so the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
+        """Sends tokens x [T, H] to their experts' ranks; see `Exchange.rank_dispatch`."""
         words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
@@ -183,8 +183,9 @@ class TwoLevel:
             rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:
-                # The exchange inside the host returned [G, M·T, ...], by the source rank's number
-                # within its host. This reshapes each array to [M, G, T, ...], with the host first.
+                # The exchange inside the host returned arrays [G, M·T, ...]: first by the source
+                # rank's number within its host, then by host and token. They are reordered to
+                # [M, G, T, ...], with the source host first.
                 shape = rail.ranks_per_host, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
             return [
@@ -255,7 +256,7 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the choices of the tokens of this rank and of those that `rail.send` sends to it.
+        """Returns the choices of this rank's tokens, and of the tokens that it gets from each host.
 
         The experts of this host get the ids 0 to E / M - 1. An id outside this range stands for
         another host's expert or for no expert.
@@ -276,10 +277,10 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes by which the exchange inside this host moves a source's tokens.
+        """Returns the routes by which the exchange inside this host moves the tokens of one host.
 
         Args:
-          rail: the rail of the call.
+          rail: the `Rail` of the call, which selects the tokens of the source.
           routes: the routes of the dispatch among all ranks.
           source: the host whose tokens are moved; None: all hosts.
           choices: the result of `_choices`, which kernels need; None for XLA's exchange.
@@ -288,8 +289,9 @@ class TwoLevel:
         if choices is None:
             # XLA's exchange reads only `Routes.rows`; the other fields stay those of all hosts.
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels write zeros after an expert's last row, so they need the counts of all hosts'
-        # rows: sums over the ranks, one on each host, with the same number within their hosts.
+        # The kernels write zeros after an expert's last row. To find that row, they need the
+        # counts of the rows from all hosts. Entry g of `counts` is the sum over the ranks, one on
+        # each host, that have the number g within their hosts.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -358,7 +360,7 @@ def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces each id in topk_idx [T, K] that is no expert, outside [0, num_experts), by -1."""
+    """Replaces ids in topk_idx [T, K] outside [0, num_experts), which name no expert, by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
@@ -370,7 +372,7 @@ def _narrow(numbers: jax.Array, most: int) -> jax.Array:
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
 
-# ------------------------------------------------------------------------ buffers of a call
+# --------------------------------------------------------------- sizes of the buffers of a call
 
 
 def workspace(
@@ -381,7 +383,7 @@ def workspace(
     rows_to_host: int,
     inside: Callable[[str, bool, CallSizes], dict[str, int]],
 ) -> dict[str, int]:
-    """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
+    """Returns the buffers of a call, including those inside a host: name -> bytes per rank.
 
     Args:
       operation: one of `jax_ep.exchange.memory.OPERATIONS` that communicates between ranks.
@@ -436,7 +438,7 @@ def workspace(
     held["quantized rows"] = sizes.quantized_rows(num_tokens)
     received = {"received rows": sizes.quantized_rows(sizes.capacity)}
     if operation == "combine_grad" and not sizes.by_rank:
-        # The exchange inside a host moves these rows in their own dtype, after dequantization.
+        # The exchange inside a host moves cotangents after dequantization, in their own dtype.
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
     elif sizes.wire.quantized:
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.

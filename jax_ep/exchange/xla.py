@@ -35,7 +35,7 @@ def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
     """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
-    # One all-gather brings all from which routes are computed: every rank's choices and counts.
+    # One all-gather brings all that the routes are computed from: each rank's choices and counts.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
@@ -80,7 +80,7 @@ def read_messages(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] to a dispatch's receive-buffer rows; see `ExchangeInParts.dispatch_like`."""
+    """Sends x [T, H] to the rows of an earlier dispatch; see `ExchangeInParts.dispatch_like`."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
@@ -91,7 +91,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums the rows y [R, H] of each token for the token's rank; see `Exchange.combine`."""
+    """Sums each token's rows of y [R, H] and sends the sums back; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
     if weights is not None:
@@ -161,14 +161,14 @@ def rows_to_choices(
     returns the received entries, [N, ...], by source rank.
     """
     by_rank = swap(_fill(values, routes.rows))
-    # The sum is exact: a choice has a row on at most one rank, and the terms of the others are 0.
+    # A choice has a row on at most one rank. The other ranks add zeros, so the sum is exact.
     return jnp.sum(by_rank, axis=0)
 
 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
+    """Sends tokens x [T, H] to their experts' ranks; see `Exchange.rank_dispatch`."""
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
@@ -194,7 +194,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Sends g [N, T, K], the cotangent of the received weights, to the tokens' ranks: [T, K]."""
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
-    # The sum is exact: only the term of the rank with the choice's expert is not zero.
+    # Only the rank of a choice's expert adds a term that is not zero, so the sum is exact.
     return jnp.sum(returned, axis=0)
 
 
@@ -251,9 +251,10 @@ def _union(some: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the flat index s·T·K + t·K + k of each row's choice, [R] int32; -1 without one.
+    """Returns the index s·T·K + t·K + k of each row's choice, [R] int32; -1 for an empty row.
 
-    `rows` [N, T, K] are the rows of all choices.
+    The index stands for choice k of token t of rank s. `rows` [N, T, K] are the rows of all
+    choices.
     """
     places = _places(rows, capacity)
     nothing = jnp.full_like(places, -1, shape=(capacity,))
@@ -270,7 +271,7 @@ def _places(rows: jax.Array, capacity: int) -> jax.Array:
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
 
 
-# ------------------------------------------------------------------------ buffers of a call
+# --------------------------------------------------------------- sizes of the buffers of a call
 
 
 def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:

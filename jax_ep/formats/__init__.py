@@ -31,11 +31,11 @@ CPUs treats subnormal float32 values, below 2^-126, as zero. Such a value has an
 a relative error of 2^-22, so a value halfway between two numbers of e4m3 may be rounded to the
 other number. The float8 rows that implementation="xla" sends from GPUs may differ from the kernels'
 rows in such ties. (3) Where sums are sent, XLA may multiply by a scale and add to the sum over
-ranks with one rounding; the kernels and `jax_ep.reference` round twice.
+ranks in a fused multiply-add, with one rounding; the kernels and `jax_ep.reference` round twice.
 
 **MXFP4.** A block's scale is the largest power of two that is at most a quarter of the block's
-largest magnitude. Numbers above 6 times the scale are stored as 6 times the scale. A block that has
-NaN or an infinity becomes NaN as a whole.
+largest magnitude. Magnitudes above 6 times the scale are stored as 6 times the scale. If a block
+has NaN or an infinity, all of its numbers become NaN.
 """
 
 import jax.numpy as _jnp

@@ -21,7 +21,7 @@ from pallas_kernels.formats import (
     times_power_of_two,
 )
 
-# Entry i is the positive float4 number whose code is i.
+# Entry i is the float4 number with the code i; codes from 8 on are the negative numbers.
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _MIDDLES = (_POSITIVE[:-1] + _POSITIVE[1:]) / 2
 # The largest power of two that float4 represents is 4, with the exponent 2.
@@ -43,7 +43,7 @@ class MXFloat4(Format):
 
     @property
     def relative_error(self) -> float:
-        # The largest error is that of a number just below 8 times the scale, stored as 6 times it.
+        # A number just below 8 times the scale has the largest error: it is stored as 6 times it.
         return 1 / 4
 
     def encode(self, x: Array) -> tuple[Array, Array]:
@@ -84,7 +84,7 @@ def _numbers(codes: Array) -> Array:
 
 
 def _codes(numbers: Array) -> Array:
-    """Returns the uint8 code of the float4 nearest to each number; of two, the even code."""
+    """Returns the uint8 code of the float4 nearest to each number; in a tie, the even code."""
     xp = namespace(numbers)
     size = xp.abs(numbers)
     below = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)

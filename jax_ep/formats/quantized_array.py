@@ -82,8 +82,8 @@ class QuantizedArray:
     def astype(self, dtype: jax.typing.DTypeLike) -> QuantizedArray:
         """Returns a `QuantizedArray` of the same stored values and scales with another `dtype`.
 
-        `dtype` is what `dequantize` of the result returns by default. The stored arrays do not
-        change.
+        `dtype` is the dtype that the result's `dequantize` returns by default. The stored arrays do
+        not change.
 
         Raises:
           TypeError: `dtype` is not floating.

@@ -14,9 +14,9 @@ class Transposed(Format):
     """A format of matrices [..., R, C], whose transposes [..., C, R] are stored in another format.
 
     Published models store a layer's matrix as [out, in], whereas this library takes it as [in,
-    out]. Blocks of MXFP4 run along the last axis of the stored matrix, which is `in`. Values and
-    scales therefore have the axes of the stored transposes; `QuantizedArray.specs` returns their
-    PartitionSpecs.
+    out]. A byte and a block of MXFP4 hold several numbers along the last axis of the stored matrix,
+    `in`, so the stored arrays cannot be transposed. Instead, values and scales keep the axes [out,
+    in]; `QuantizedArray.specs` returns their PartitionSpecs.
 
     Attributes:
       transposes: the format in which the transposes are stored.

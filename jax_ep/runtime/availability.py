@@ -3,8 +3,8 @@
 A `Place` is a program that is being traced (`TRACED`), a program that is being lowered (`Lowered`),
 or a list of devices (`Machine`). Functions here return None, or a reason that completes "the
 kernels cannot run: ...". They check the platform before the version of JAX, since another version
-would not help on an unsupported platform. The kernels' operands are not considered here: the table
-of each operation checks them (`Implementations` in `jax_ep.implementations`).
+would not help on an unsupported platform. The kernels' operands are not considered here: they are
+checked when an operation's implementation is selected (`jax_ep.implementations`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def mosaic_unavailable_reason() -> str | None:
     try:
         from pallas_kernels.fabric import mosaic
     except (ImportError, AttributeError) as error:
-        # The import fails if the installed Pallas lacks a name that the module uses.
+        # The import fails if the installed Pallas lacks a name that the module `mosaic` uses.
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
     reason = mosaic.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
@@ -127,7 +127,7 @@ def program_unavailable_reason(
     if reason := jax_unavailable_reason():
         return reason
     if len(program.platforms) > 1:
-        # A program for several platforms branches over them; XLA forbids collectives there.
+        # A program for several platforms has a branch for each. XLA forbids collectives in them.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
@@ -204,7 +204,10 @@ class Place(Protocol):
 
 
 class _Traced:
-    """The `Place` of a program that is being traced; used if the user named the kernels."""
+    """A program that is being traced, as a `Place` that may run kernels.
+
+    It is asked only about kernels that the user named, as in implementation="pallas".
+    """
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
@@ -221,7 +224,7 @@ TRACED: Place = _Traced()
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """The `Place` of a program that is being lowered."""
+    """A program that is being lowered, as a `Place` that may run kernels."""
 
     program: jax_compat.Program
 
@@ -241,7 +244,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The `Place` that is a list of devices: device i runs rank i."""
+    """A list of devices, as a `Place` that may run kernels; device i runs rank i."""
 
     devices: Sequence[jax.Device]
 

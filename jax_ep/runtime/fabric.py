@@ -35,7 +35,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    # None is for ranks that form no block of the mesh; `runtime.availability` refuses these.
+    # `parts` is None if the ranks of a host form no block of the mesh. `runtime.availability` has
+    # refused kernels in that case.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)

@@ -57,7 +57,7 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """Returns for each device a value that is equal for the devices of one host only.
+    """Returns a value for each device; two devices have equal values only if they share a host.
 
     The value is None where JAX does not say on which host the device is. `devices` are `jax.Device`
     objects or, if JAX_EP_DEVICES_PER_HOST is set, may be the indices of devices in the mesh.
@@ -104,7 +104,7 @@ def ranks_along(
     their position along the axes `axis_name`.
 
     Args:
-      devices: the mesh's devices, in its shape.
+      devices: the mesh's devices, as an array of the mesh's shape.
       axis_names: the names of all axes of the mesh.
       axis_name: the mesh axes along which ranks communicate.
     """

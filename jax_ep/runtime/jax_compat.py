@@ -81,7 +81,7 @@ def devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except AssertionError as error:
-        # JAX raises it, without a text, for JAX_PLATFORMS=cuda on a machine without a GPU.
+        # JAX_PLATFORMS=cuda makes JAX raise this, without a text, on a machine without a GPU.
         raise RuntimeError(
             f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform of this machine"
         ) from error
@@ -157,7 +157,7 @@ def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.A
     return function(*operands)
 
 
-# --------------------------------------------------------------------- programs that are lowered
+# ------------------------------------------------------------ the program that is being lowered
 
 
 _concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")
@@ -189,7 +189,7 @@ class Program:
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether XLA partitions no array of this program; False where JAX does not say."""
+        """Whether XLA keeps each array on one device, unpartitioned; False if JAX does not say."""
         mesh, manual = self.mesh, getattr(self._axis_context, "manual_axes", None)
         if mesh is not None and manual is not None:
             return all(size == 1 or name in manual for name, size in mesh.shape.items())
@@ -395,7 +395,7 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # XLA stores the result of partition_id without a kernel, unlike that of `lax.axis_index`.
+    # XLA launches a kernel to store the result of `lax.axis_index`, but none for partition_id.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -408,7 +408,8 @@ _place_p = define_primitive(
     "ep_place",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_place,
-    # Never called: kernels alone use this primitive, and are refused where it is a stand-in.
+    # This is never called. Only kernels use this primitive, and where JAX cannot define
+    # primitives, kernels are refused.
     inline=_lacks("what primitives need"),
     multiple_results=False,
 )
@@ -586,7 +587,8 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# JAX's kernels that use the NVLink switch, by path, because importing them loads Mosaic.
+# The import paths of JAX's kernels that use the NVLink switch. They are imported only when they
+# are needed, because that loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",

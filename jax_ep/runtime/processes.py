@@ -55,7 +55,7 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Publishes to all hosts the `reason` why this process's GPUs share no memory, or None."""
+    """Tells all processes the `reason` why this one's GPUs share no memory; None: they share it."""
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
@@ -174,8 +174,8 @@ class Meeting:
         A message is a dict and a list of file descriptors.
 
         Args:
-          cards: the cards of the processes that take part, by process number, this process
-            included: those from the result of `introduce` whose processes are on this host.
+          cards: by process number, the cards of the processes that take part, this one included.
+            They are the processes on this host; `introduce` returned their cards.
           message: the dict to send to each other process. A key "failure" with a reason says that
             this process cannot go on; then this method raises `Refused` in all processes.
           descriptors: file descriptors to send, which the caller closes.
@@ -303,7 +303,7 @@ class Meeting:
                 if not ready:
                     raise self._late(missing[0])
                 for key in ready:
-                    # These connections bring no data, so a readable one has been closed.
+                    # Processes send no data over these connections, so a readable one was closed.
                     selector.unregister(key.fileobj)
                     self._gone[key.data] = self._ended(key.data)
 

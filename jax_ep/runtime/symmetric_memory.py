@@ -122,7 +122,7 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 
 
 def unavailable_reason_of(process: int) -> str | None:
-    """Returns why the GPUs of a process on another host do not share memory, or None if they do.
+    """Returns why the GPUs of another host's process share no memory there, or None if they do.
 
     Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
     JAX_EP_TIMEOUT_SECONDS. Both processes must know the answer, to lower to the same exchange.
@@ -237,7 +237,7 @@ def set_up(me: Participant) -> Domain | str:
     """Sets up symmetric memory together with the other processes of this host.
 
     Returns the `Domain`, which describes the GPUs that share memory, or a string that says why none
-    do; it is equal in all processes. If there is no `Domain`, no memory stays mapped.
+    do. All processes get an equal result. If the result is a string, no memory stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -257,7 +257,8 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            # Removes the callbacks that unmap all memory; they run if the set-up fails.
+            # If the set-up fails, callbacks in `undo` unmap all memory. It succeeded, so they are
+            # removed.
             undo.pop_all()
             return found
     except (Refused, cuda_driver.Error) as reason:
@@ -329,8 +330,8 @@ class _Sharing:
     """Sets up symmetric memory on behalf of one process, by `offer`, `accept` and then `domain`.
 
     Attributes:
-      places: for each GPU of the host, by number: its process, and a dict of its device id,
-        ordinal, PCI address and UUID, from the card of that process (see `_card`).
+      places: a pair for each GPU of the host, in the order of the GPUs' numbers. The pair is the
+        GPU's process, and a dict of its device id, ordinal, PCI address and UUID (see `_card`).
       local: maps the number of each GPU of this process to the driver's ordinal.
     """
 
@@ -339,7 +340,8 @@ class _Sharing:
     ) -> None:
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
-        # GPUs of several processes are numbered by PCI address; of one, in the driver's order.
+        # If there are several processes, all GPUs are numbered in the order of their PCI
+        # addresses. If there is one, they keep the driver's order.
         if not self._alone:
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
         self.local = {
@@ -593,7 +595,7 @@ def _array_address(device: jax.Device) -> int:
 
 
 def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:
-    """Returns whether two GPUs may be on one host: XLA's slice index does not rule it out."""
+    """Returns whether two GPUs may share a host: their slice indices are equal or unknown."""
     slices = {getattr(each, "slice_index", None) for each in (device, mine)}
     return len(slices) == 1 or None in slices
 
