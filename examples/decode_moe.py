@@ -48,13 +48,13 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
 
 
 class Decoding(NamedTuple):
-    """The decoding state between two steps: B sequences, caches with room for S tokens each."""
+    """The state between two decoding steps: B sequences, whose caches have room for S tokens."""
 
     # The newest token of each sequence, [B] int32.
     tokens: jax.Array
     # The number of tokens in each cache, [] int32.
     length: jax.Array
-    # The attention keys of each block, [B, S, heads, D].
+    # The attention keys of each block, [B, S, heads, head size]; `values` likewise.
     keys: list[jax.Array]
     values: list[jax.Array]
 
@@ -123,7 +123,7 @@ def init_model(dtype: Any) -> tuple[Any, Any]:
 
 
 def init_decoding(mesh: Mesh, dtype: Any) -> Decoding:
-    """Returns the first state: caches of --context zero tokens, and one token per sequence."""
+    """Returns the first state: caches with --context tokens of zeros, and a token per sequence."""
     heads, room = _NUM_HEADS.value, _CONTEXT.value + _STEPS.value
     shape = _BATCH_SIZE.value, room, heads, _HIDDEN.value // heads
 

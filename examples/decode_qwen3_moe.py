@@ -231,8 +231,8 @@ def bytes_of_step(
     """Decodes one more step and counts the bytes that a device must read in it; donates `state`.
 
     A device reads its replicated weights, the weights of the experts that some token chose
-    (averaged over the devices), and the keys and values of the tokens that are attended to. Where
-    a step dequantizes experts, all experts of the device count as read and written, too.
+    (averaged over the devices), and the keys and values of the tokens that are attended to. If the
+    step dequantizes experts first, it also reads all experts of the device and writes the results.
 
     Returns:
         The bytes on one device, and the number of experts chosen in a layer, averaged over layers.
@@ -250,7 +250,8 @@ def bytes_of_step(
     for params in layers:
         for name, values in params._asdict().items():
             if isinstance(values, QuantizedArray) and config.moe.matmul_dtype is None:
-                # All experts of a device are read and dequantized, and those chosen read again.
+                # A step reads all experts of a device and writes them dequantized. It then reads
+                # the dequantized weights of the chosen experts.
                 numbers = math.prod(values.shape) * values.dtype.itemsize
                 others += (bytes_of(values) + numbers) / config.mesh.size
                 of_experts += numbers
@@ -259,7 +260,7 @@ def bytes_of_step(
             else:
                 others += bytes_of(values)
     if "lm_head.weight" in model.shared:
-        # A separate embedding table is read only in the rows of the step's tokens.
+        # If the output head has a matrix of its own, a step reads few rows of the embedding table.
         others -= bytes_of(model.shared["model.embed_tokens.weight"])
     held = config.moe.num_slots or config.moe.num_experts
     return others + of_experts * experts / held / config.mesh.size + attended, experts

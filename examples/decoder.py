@@ -37,16 +37,17 @@ Weights = dict[str, jax.Array]
 
 # The attention window of a layer that attends to all earlier tokens.
 NO_WINDOW = 2**30
-# Stands for a token after a sequence's end, and for the position of a padding column.
+# Stands in for the token after a sequence's end, and for the position of a token that is padding.
 PADDING = -1
 QKV = "self_attn.qkv_proj"
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding: an angle per position for each pair of values, and a scale.
+    """The rotary embedding, which rotates the D / 2 pairs of values of a head of size D.
 
     Attributes:
-        frequencies: D / 2 angles in radians; position p rotates pair i by p * frequencies[i].
+        frequencies: an angle in radians for each pair: pair i of the token at position p is rotated
+            by p * frequencies[i].
         scale: factor on cosine and sine; YaRN sets it.
     """
 
@@ -86,8 +87,8 @@ class Model(NamedTuple):
     `layers` has the weights of each layer but its MoE block, under names without their prefix
     "model.layers.<i>."; `moe` has the MoE blocks. Both are lists with one entry per layer, or one
     entry whose arrays are stacked over the layers. The query, key and value projections are joined
-    into one matrix, `QKV`. `placement` is None, or says which expert each expert slot holds where
-    the number of devices does not divide the number of experts.
+    into one matrix, `QKV`. `placement` says which expert each expert slot holds. It is None if the
+    number of devices divides the number of experts, because no slots are needed then.
     """
 
     shared: Weights
@@ -100,8 +101,8 @@ class Cache(NamedTuple):
     """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards.
 
     Attributes:
-        keys, values: a list of one array per layer, [B, M, heads, D], or one array [layers, B, M,
-            heads, D].
+        keys, values: a list of one array per layer, [B, M, key-value heads, head size], or one
+            array with an axis of layers in front.
         positions: [B, M] int32, the position in its sequence of the token in each slot; PADDING
             where the slot holds none.
         lengths: [B] int32, the number of tokens read of each sequence.
@@ -144,7 +145,7 @@ class State(NamedTuple):
 
 
 def layer_shapes(published: Published) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of a layer's published tensors, except those of its MoE block."""
+    """Returns the shapes of a layer's published tensors by name, without those of its MoE block."""
     hidden, heads = published["hidden_size"], published["num_attention_heads"]
     width = head_dim(published)
     rows = {"q": heads * width, "o": heads * width}
@@ -164,7 +165,7 @@ def layer_shapes(published: Published) -> dict[str, tuple[int, ...]]:
 
 
 def shared_shapes(published: Published) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of the published tensors that belong to no layer."""
+    """Returns the shapes of the published tensors that belong to no layer, by name."""
     table = published["vocab_size"], published["hidden_size"]
     shapes = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
     return shapes if published.get("tie_word_embeddings") else shapes | {"lm_head.weight": table}
@@ -251,7 +252,7 @@ def load_model(
       stack: whether to stack the layers' weights into one array per name, so that the layers can be
         scanned.
       quantized: None: matrices that are stored as float8 or MXFP4 are converted to `dtype`. "keep":
-        those of experts stay as they are stored. A format: all experts are quantized to it.
+        experts' matrices stay as they are stored. A format: all experts are quantized to it.
       fields: further fields of `jax_ep.MoEConfig`.
     """
     published = json.loads((folder / "config.json").read_text())
@@ -333,7 +334,8 @@ def random_model(
             experts = jnp.arange(slots["num_slots"]) % moe_config.num_experts
             of_experts = [name for name in params if LOGICAL_AXES[name][0] == "exp"]
             params |= {name: params[name][experts] for name in of_experts}
-        if quantized is not None:  # the transposes, as in published files
+        if quantized is not None:
+            # Quantizes the transposed matrices, as published files do.
             format = Transposed.of(quantized)
             params |= {name: quantize(params[name], format) for name in ("wi_0", "wi_1", "wo")}
         return weights, params
@@ -353,9 +355,10 @@ def random_model(
 
 
 def _random(key: jax.Array, shapes: dict[str, Any], fan_in: int, dtype: Any) -> Weights:
-    """Draws arrays of the given shapes; a matrix product keeps the scale of its input.
+    """Draws weights of the given shapes at random, except norm weights, which are ones.
 
-    A matrix is scaled by 1 / sqrt(its length along the axis `fan_in`). Norm weights are ones.
+    A matrix is scaled by 1 / sqrt(its length along the axis `fan_in`), so that its product with a
+    vector has about the vector's scale.
     """
     arrays = {}
     for one, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
@@ -406,7 +409,10 @@ def _one_qkv(weights: Weights) -> Weights:
 def _layers(
     layers: Iterable[tuple[Weights, MoEParams]], published: Published, stack: bool
 ) -> tuple[Any, Any]:
-    """Collects the layers in lists, or stacks them; then at most one layer is in memory twice."""
+    """Collects the layers' weights, and their MoE parameters, in lists or in stacked arrays.
+
+    Layers are stacked one by one as they are made, so at most one layer is in memory twice.
+    """
     if not stack:
         weights, moe = zip(*layers, strict=True)
         return list(weights), list(moe)
@@ -598,8 +604,9 @@ def logits_of(config: Config, model: Model, x: jax.Array) -> jax.Array:
 
 
 def empty_cache(config: Config, model: Model, batch: int, room: int, dtype: Any) -> Cache:
-    """Allocates a cache of `room` slots per sequence, as lists or stacked, as the layers are.
+    """Allocates a cache of `room` slots per sequence.
 
+    Its arrays are a list of one per layer, or stacked over the layers, like the model's weights.
     The batch axis is split over the mesh if the number of devices divides it.
     """
     mesh = config.mesh
@@ -647,7 +654,7 @@ def prefill(
 ) -> tuple[jax.Array, Cache]:
     """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
 
-    Every prompt must have a token.
+    Every prompt must have at least one token.
 
     Returns:
         The logits [B, vocabulary] float32 of each prompt's next token, and the cache.

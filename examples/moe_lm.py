@@ -146,9 +146,9 @@ def sample(model: LanguageModel, params: Any, prompt: str, length: int, seed: in
 def training_flops_per_token(params: Any) -> float:
     """Returns the matmul FLOPs per token of a training step, forward and backward.
 
-    The forward pass costs two FLOPs for each weight that a token is multiplied by, and those of
-    causal attention to S / 2 keys on average. Forward and backward together cost three times as
-    much.
+    The forward pass costs two FLOPs for each weight that a token is multiplied by. Attention adds
+    the products of its queries with keys and of its scores with values. A token attends to half of
+    the sequence on average. Forward and backward together cost three times the forward pass.
     """
     sizes = {
         jax.tree_util.keystr(path): x.size

@@ -76,13 +76,13 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def _join() -> None:
-    """Joins the processes given by the flags, or by `srun` or `mpirun`; else does nothing."""
+    """Connects to the processes that the flags, `srun` or `mpirun` name; else does nothing."""
     named = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
     missing = [f"--{name}" for name, value in named.items() if value is None]
     if missing and len(missing) < len(named):
         raise app.UsageError(f"give {', '.join(missing)} too: a process needs all three")
     if not missing or _is_started_by_cluster():
-        # JAX's preemption service would catch SIGTERM, by which clusters end programs, and go on.
+        # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             _COORDINATOR.value,

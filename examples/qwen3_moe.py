@@ -57,8 +57,8 @@ def read_weight(files: Directory, name: str) -> np.ndarray:
 def load_params(folder: Path, like: Any, mesh: Mesh) -> Any:
     """Loads a checkpoint as the parameters of `jax_ep.bench.decoder.Decoder`.
 
-    The decoder's modules have the names of the published weights. A published matrix is transposed
-    and reshaped to the decoder's separate axes of heads.
+    The decoder's modules have the names of the published weights. Published matrices are
+    transposed. Those of attention are also reshaped, to separate axes for heads and head size.
 
     Args:
         folder: the checkpoint directory.

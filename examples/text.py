@@ -20,7 +20,7 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(data: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Returns sequences [B, S + 1] int32 of `data`, which begin at the indices `starts` [B]."""
+    """Returns sequences of seq_len + 1 bytes of `data`, one from each index in `starts`, int32."""
     return data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
 
 

@@ -60,7 +60,7 @@ _EXPERT_PARALLEL = flags.DEFINE_integer(
     "Ranks to spread the experts over. Default: as many as can be.",
     lower_bound=1,
 )
-# A run can continue a checkpoint only if these flags have the same values in both.
+# A run can continue a checkpoint only if it has the same values of these flags.
 RUN_FLAGS = (*training.RUN_FLAGS, *moe_lm.MODEL_FLAGS)
 
 LOAD_BALANCE_WEIGHT = 1e-2
@@ -73,7 +73,7 @@ PROMPT, SAMPLE_BYTES = "The built-in function ", 200
 
 
 def training_batch(data: np.ndarray, step: int) -> np.ndarray:
-    """Draws the training sequences of a step, [B, S + 1] int32.
+    """Draws the training sequences of a step, [--batch_size, --seq_len + 1] int32.
 
     The sequences depend on the seed and the step alone, so a resumed run draws the same ones.
     """
@@ -108,7 +108,10 @@ def init_state(
 def make_train_step(
     model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable:
-    """Compiles the training step: (state, donated; batch [B, S + 1]) -> (next state, metrics)."""
+    """Returns the jitted training step, (state, batch) -> (next state, metrics).
+
+    The state is donated. The batch is [B, S + 1] int32: B sequences of S inputs and S targets.
+    """
 
     def loss_fn(params: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         mutable = ["trace"] if _TRACE.value else []
@@ -119,7 +122,7 @@ def make_train_step(
             "load_balance_loss": moe.load_balance_loss.mean(),
             "router_z_loss": moe.router_z_loss.mean(),
             "num_dropped": moe.num_dropped.sum(),
-            # The tokens of each expert, [blocks, experts] int32.
+            # How many tokens chose each expert, [blocks, experts] int32.
             "expert_counts": moe.expert_counts,
         }
         if _TRACE.value:

@@ -121,8 +121,8 @@ _ROUTER_Z = flags.DEFINE_float("router_z_weight", 1e-4, "Factor of the router's 
 _BIAS_RATE = flags.DEFINE_float(
     "bias_rate", 0.0, "Change of the selection biases per step; 0: there are none."
 )
-# A run can continue a checkpoint only if these flags have the same values in both; the mesh may
-# differ.
+# A run can continue a checkpoint only if it has the same values of these flags; the mesh may be
+# another.
 RUN_FLAGS = (
     *(*training.RUN_FLAGS, _MODEL, *_SIZES, _CHECKPOINT, _DATA, _SEQ_LEN, _PARAM_DTYPE),
     *(_MATMUL_DTYPE, _WIRE_DTYPE, _BALANCE, _ROUTER_Z, _BIAS_RATE),
@@ -145,8 +145,9 @@ def make_config() -> DecoderConfig:
 def make_mesh(config: DecoderConfig) -> Mesh:
     """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of the devices of all processes.
 
-    `fsdp` has --fsdp ranks, `tensor` --tensor_parallel, and `expert` --expert_parallel: by default
-    the greatest number that divides both the other devices and the experts. `data` has the rest.
+    `fsdp` has --fsdp ranks, `tensor` --tensor_parallel, and `expert` --expert_parallel. `data` has
+    the ranks that remain. By default `expert` has as many ranks as can be: the greatest number that
+    divides both the number of experts and the number of ranks left for `expert` and `data`.
     """
     devices, tensor, fsdp = np.array(jax.devices()), _TENSOR_PARALLEL.value, _FSDP.value
     split = {
@@ -240,7 +241,10 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"--steps={training.STEPS.value}: the checkpoint is of step {start}")
 
     def batch_of(step: int) -> jax.Array:
-        """Draws a step's batch [microbatches, B, S + 1] from the seed and the step alone."""
+        """Draws a step's batch from the seed and the step alone.
+
+        The batch is [microbatches, sequences of a microbatch, seq_len + 1] int32.
+        """
         rng = np.random.default_rng([training.SEED.value, step])
         starts = rng.integers(0, len(data) - seq_len, BATCH_SIZE.value)
         sequences = windows(data, starts, seq_len)

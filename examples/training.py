@@ -283,7 +283,7 @@ def train(
 def plot(
     records: list[dict], unit: str, valid_loss: float | None = None, entropy: float | None = None
 ) -> None:
-    """Plots the training loss and each expert's share of the tokens in the last block to --plot.
+    """Plots the training loss and the expert load of the last block, by step, to the file --plot.
 
     Args:
         records: the metrics of each step.

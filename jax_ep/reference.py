@@ -44,6 +44,8 @@ class Routes(NamedTuple):
 class Dispatched(NamedTuple):
     """The result of `dispatch` on one rank: the rows that it received, and the routes that it sent.
 
+    The rank has L local experts, and its receive buffer has R rows.
+
     Attributes:
       tokens: [R, H]: the received rows, grouped by local expert. Padding and unused rows are zero.
       group_sizes: [L] int32: the number of rows in each expert's block, padding included.
@@ -118,9 +120,9 @@ def dispatch(
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
       choice. With "tail", rows past R in that order are dropped, and `group_sizes` counts only the
-      rows of a block, padding included, that are within R. With "fair", an expert to which c rows
-      are sent keeps the first min(c, q) of them, where q is the rank's `fair_quota`, and its block
-      holds only the kept rows.
+      rows of a block, padding included, that are within R. With "fair", each expert keeps the first
+      q of the rows sent to it, where q is the rank's `fair_quota`. Its block holds only the kept
+      rows and their padding.
     """
     num_ranks = len(x_per_rank)
     num_tokens, hidden = x_per_rank[0].shape
@@ -228,15 +230,15 @@ def combine(
     """Sums the experts' rows by token: out[t] = sum_k weights[t, k] * y[row of (t, k)].
 
     Args:
-      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. Rows without a pair
-        (padding and unused rows) are never read.
+      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. Padding and unused
+        rows are never read.
       routes_per_rank: the `Dispatched.routes` of the N ranks.
       topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
       num_hosts: M, the number of hosts; host m has ranks m * N / M ... (m + 1) * N / M - 1.
 
     Returns:
-      N arrays [T, H] of y's dtype. Masked and dropped pairs add nothing. A token's rows on one host
-      are summed in float32, and the sum is rounded to y's dtype. The sums of the hosts are then
+      N arrays [T, H] of y's dtype. Masked and dropped choices add nothing. A token's rows on one
+      host are summed in float32, and the sum is rounded to y's dtype. The hosts' sums are then
       added in float32, in the order of the hosts. (With one host, the library also rounds the sum
       of a token's rows on each rank; this reference does not.)
     """
@@ -262,9 +264,10 @@ def combine(
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Sends other data [T, H'] of the same tokens to the rows that a dispatch sent the tokens to.
+    """Sends other data of the same tokens to the rows that a dispatch sent the tokens to.
 
-    Takes and returns one array per rank; the results are [R, H'], zero in rows without a pair.
+    Takes N arrays [T, H'], one from each rank, and returns N arrays [R, H'] of received rows. Rows
+    to which no token was sent are zero.
     """
     return _scatter(x_per_rank, routes_per_rank, None, x_per_rank[0].dtype)
 
@@ -274,7 +277,8 @@ def dispatch_grad(
 ) -> list[Array]:
     """Computes the gradient of `dispatch` with respect to x.
 
-    Sums the cotangents of each token's rows. Takes N arrays [R, H] and returns N arrays [T, H].
+    Sums the cotangents of each token's rows. Takes N arrays [R, H], the cotangents of the received
+    rows, and returns N arrays [T, H], the gradients of the tokens.
     """
     return combine(grad_tokens_per_rank, routes_per_rank)
 
@@ -295,10 +299,10 @@ def combine_grad(
 
     Returns:
       A list of the gradients of y and a list of the gradients of the weights. The gradients of y
-      are N arrays [R, H] of y's dtype: the row of pair (t, k) is weights[t, k] * grad_out[t], and
-      rows without a pair are zero. The gradients of the weights are N arrays [T, K] of the weights'
-      dtype: the inner products of grad_out[t] and y[row of (t, k)], zero for masked and dropped
-      pairs. The second list is empty without weights.
+      are N arrays [R, H] of y's dtype. The row of choice k of token t is weights[t, k] *
+      grad_out[t], and padding and unused rows are zero. The gradients of the weights are N arrays
+      [T, K] of the weights' dtype: the inner products of grad_out[t] and y[row of (t, k)], zero for
+      masked and dropped choices. The second list is empty without weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -352,8 +356,8 @@ class RankDispatched(NamedTuple):
     Attributes:
       tokens: [N, T, H]: row (s, t) is token t of rank s, or zero if that token chose no expert of
         this rank.
-      local_topk_idx: [N, T, K] int32: the tokens' choices as ids of this rank's experts, in [0, L);
-        -1 where a choice is an expert of another rank, or none.
+      local_topk_idx: [N, T, K] int32: the tokens' choices as ids of this rank's experts, which are
+        counted from 0; -1 where a choice is an expert of another rank, or none.
       topk_weights: [N, T, K]: the weights of the choices, 0 where local_topk_idx is -1. None if no
         weights were sent.
     """
@@ -374,7 +378,8 @@ def rank_dispatch(
 
     Args:
       x_per_rank: N arrays [T, H], floating.
-      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; others choose no expert.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids. Any value outside 0 ... E - 1
+        chooses no expert.
       topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
       num_experts: E, a multiple of N.
 
@@ -400,7 +405,7 @@ def rank_dispatch(
 def rank_combine(
     y_per_rank: Sequence[Array], local_topk_idx_per_rank: Sequence[Array]
 ) -> list[Array]:
-    """Sums the ranks' partial outputs: out[t] of rank s is the sum of y[s, t] over all ranks.
+    """Sums the ranks' partial outputs: out[t] of rank s is the sum of all ranks' y[s, t].
 
     Args:
       y_per_rank: N arrays [N, T, H]: each rank's weighted sum of its own experts' outputs, for
@@ -454,12 +459,13 @@ def top_k_routing(
 ) -> Routing:
     """Chooses k experts for each token from logits [T, E]; computes in float64.
 
-    `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2), or with
-    `choose_by="logit"` to the logits, for the choice only. With `num_groups` > 1 the experts form
-    equal groups of consecutive ids. The score of a group is the sum of its two best biased scores
-    ("top2") or its best one ("max"), and experts are chosen from the `groups_kept` best groups.
-    Equal biased scores are ordered by larger logit, then by lower id. Weights are computed from
-    logarithms of the scores, so scores that underflow still have exact ratios.
+    Experts are chosen by their scores or, with `choose_by="logit"`, by their logits. `bias` [E] is
+    added to these for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2). With `num_groups` > 1
+    the experts form equal groups of consecutive ids. The score of a group is the sum of its two
+    best biased scores ("top2") or its best one ("max"), and experts are chosen from the
+    `groups_kept` best groups. Equal biased scores are ordered by larger logit, then by lower id.
+    Weights are computed from logarithms of the scores, so scores that underflow still have exact
+    ratios.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -482,8 +488,8 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # For the sigmoid, groups are ordered by the log odds of their mean score; log_score -
-            # logit is log(1 - score).
+            # `of_mean` orders groups with equal sums. For the sigmoid it is the log odds of their
+            # mean score, where log_score - logit is log(1 - score).
             if score == "sigmoid":
                 of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
         tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
@@ -498,7 +504,7 @@ def top_k_routing(
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
         log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
-        # Weights and epsilon are first divided by the largest, so that not all underflow to 0.
+        # Divides weights and epsilon by the largest of them first: not all may underflow to 0.
         largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
         weights = np.exp(log_weights - largest)
         total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
@@ -573,7 +579,7 @@ def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
 
 
 def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Multiplies each group of rows of lhs [R, H] by the group's matrix of rhs [L, H, F].
+    """Multiplies each of L groups of rows of lhs [R, H] by the group's matrix of rhs [L, H, F].
 
     Group l has the `group_sizes[l]` rows that follow group l - 1. Returns [R, F] float64, zero past
     the last group.
@@ -598,9 +604,10 @@ def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """Applies each local expert to its group of expert-major rows [R, H], in float64.
+    """Applies each of L local experts to its group of expert-major rows [R, H], in float64.
 
-    wi_0 and wi_1 are [L, H, F], and wo is [L, F, H]; `gated_mlp` defines one expert.
+    Expert l has `group_sizes[l]` rows. wi_0 and wi_1 are [L, H, F], and wo is [L, F, H];
+    `gated_mlp` defines one expert.
     """
     gate = grouped_matmul(tokens, wi_0, group_sizes)
     up = grouped_matmul(tokens, wi_1, group_sizes)
@@ -625,8 +632,8 @@ def moe_layer(
 
 # -------------------------------------------------------------------------------- float8 experts
 
-# The tests allow matmuls of float8 operands to differ from float64 sums by this factor times the
-# sum of |products|, because tensor cores add 128 products in about 14 bits.
+# The tests allow a float8 matmul to differ from the float64 sum of its products by this factor
+# times the sum of their magnitudes, because tensor cores add 128 products with about 14 bits.
 FLOAT8_SUM_ERROR = 2.0**-12
 
 
@@ -634,9 +641,10 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
     """Rounds x to float8_e4m3fn with one scale per block; returns the rounded numbers in float64.
 
     A number is the exact product of a float8 value and the scale of its block. The scale is the
-    block's largest finite |x| / 448 in float32, at least 2^-117. Values have 4 significant bits,
-    and are multiples of 2^-9. NaN and infinities become NaN, without effect on the rest of their
-    block. The rounding error of a finite x is at most max(2^-4 |x|, 2^-10 scale).
+    largest magnitude of a finite number in the block, divided by 448, in float32, and at least
+    2^-117. Values have 4 significant bits, and are multiples of 2^-9. NaN and infinities become
+    NaN, without effect on the rest of their block. The rounding error of a finite x is at most
+    max(2^-4 |x|, 2^-10 scale).
 
     Args:
       x: [..., R, C] floating, cast to float32 first.
@@ -665,19 +673,21 @@ def _float8_block(x: Array) -> Array:
 
 
 def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Computes `grouped_matmul` of lhs [R, H] and rhs [L, H, F], both rounded to float8.
+    """Computes `grouped_matmul` of rows lhs [R, H] and L matrices rhs, both rounded to float8.
 
     Rows of lhs have one scale per 128 numbers of a row, and matrices have one scale per block of
-    128 x 128. The gradient of lhs is `float8_matmul(grad, rhs.swapaxes(1, 2), group_sizes)`.
+    128 x 128. The gradient of lhs for a cotangent `grad` is `float8_matmul(grad, rhs.swapaxes(1,
+    2), group_sizes)`.
     """
     return grouped_matmul(float8(lhs), float8(rhs, (128, 128)), group_sizes)
 
 
 def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
-    """Computes the gradient of rhs [L, H, F] from lhs [R, H] and grad [R, F], rounded to float8.
+    """Computes the gradient of `float8_matmul` with respect to rhs, [L, H, F] float64.
 
-    The gradient sums over the rows of a group. Therefore both operands have one scale per 128 rows
-    of a group and 128 columns.
+    `grad` [R, F] is the cotangent of the product. The gradient for a group is a sum over the
+    group's rows: lhs.T @ grad. Both operands are rounded to float8, with one scale per 128 rows of
+    a group and 128 columns.
     """
     drhs = np.zeros((len(group_sizes), lhs.shape[1], grad.shape[1]), np.float64)
     start = 0
@@ -702,8 +712,8 @@ def float8_expert_mlp_grad(
     """Computes the gradients of `float8_expert_mlp`, with rounding differentiated as the identity.
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
-    and the backward pass computes from these. Tokens and cotangents are rounded with the same
-    scales. For the matrices' gradients, `float8_matmul_drhs` rounds them again.
+    and the backward pass computes from these. Tokens and cotangents are rounded in the same way.
+    For the gradients of the matrices, `float8_matmul_drhs` rounds its operands a second time.
 
     Args:
       grad: [R, H], the cotangents of the output.

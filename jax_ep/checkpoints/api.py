@@ -60,9 +60,9 @@ def load_moe_params(
     Args:
         directory: a directory as published, with config.json and safetensors files.
         layer: the number of the decoder's layer, from 0.
-        mesh: the mesh over which to spread the experts (along `expert_axis`) and F (along
-            `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient mesh, or
-            else one device.
+        mesh: the mesh over which to spread the experts (along `expert_axis`) and their hidden width
+            F (along `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient
+            mesh, or else one device.
         dtype: the dtype of the parameters; the selection bias is always float32. None: the stored
             dtype, or bfloat16 for stored float8 and MXFP4. For quantized parameters, it is the
             dtype that they dequantize to.
@@ -71,13 +71,14 @@ def load_moe_params(
             `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
             `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
             to this format while they are loaded; matrices that the files hold in this format keep
-            their bytes. The values and scales of each matrix belong to its transpose, [out, in], as
-            published (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
+            their bytes. The values and scales have the axis order of published matrices, [out,
+            in], which is the transpose of the parameter's (`jax_ep.formats.Transposed`). Quantized
+            parameters have no gradient.
         progress: called as progress(bytes loaded, bytes to load); both count this process only.
             None draws a progress bar on standard error if standard error is a terminal.
-        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
-            `num_slots`, P, the experts' parameters are [P, ...]: slot s holds a copy of expert
-            s % E, as in `jax_ep.placement.Placement.in_order`.
+        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. If
+            `num_slots` is set to P, the experts' parameters are [P, ...]. Slot s of the P then
+            holds a copy of expert s % E, as in `jax_ep.placement.Placement.in_order`.
 
     Returns:
         The configuration and the parameters.
@@ -186,9 +187,9 @@ def save_moe(
         directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
         layer: the number of the decoder's layer, from 0.
-        placement: the `jax_ep.placement.Placement` of this layer, if the first axis of its experts'
-            parameters is slots (`num_slots`); None if it is experts. An expert with several slots
-            is saved from its first.
+        placement: the layer's `jax_ep.placement.Placement`, which says the expert of each slot.
+            Required if slots are the first axis of the experts' parameters (`num_slots`), and None
+            if experts are. An expert with several slots is saved from its first slot.
 
     Raises:
         FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the parameters' names
@@ -224,7 +225,7 @@ def save_moe(
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
-    """Returns a dict from each parameter to be loaded as a `QuantizedArray` to its format.
+    """Returns the format of each parameter that is to be loaded as a `QuantizedArray`, by name.
 
     `quantized` is the argument of `load_moe_params`.
     """
@@ -288,8 +289,8 @@ def _check_call(
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # This machine may lack the configuration's implementations, which are for the machine that will
-    # call the layer. So the call is traced with implementations that every machine has.
+    # `config` may ask for implementations that this machine lacks, if another machine will call the
+    # layer. So the call is traced with implementations that every machine has.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -401,9 +402,10 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """A function that sums the numbers of bytes with which several threads call it.
+    """Counts the bytes that several threads have loaded, and reports the progress.
 
-    In each call, calls `report` with the sum so far and with `total`, the bytes to load.
+    A thread calls the counter with the number of bytes that it has loaded. The counter adds them up
+    and calls `report` with the sum so far and with `total`, the number of bytes to load.
     """
 
     def __init__(self, total: int, report: Progress):
@@ -439,7 +441,8 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         structure.append(graph)
         return state
 
-    # With eager sharding, nnx would take the parameters' logical axes for axes of the ambient mesh.
+    # Eager sharding is off: nnx would take the parameters' logical axes, such as "exp", for axes of
+    # the ambient mesh.
     with nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(make)
     layer = nnx.merge(structure[0], shapes)

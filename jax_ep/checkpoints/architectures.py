@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# Maps a parameter's name to the letters of its axes, which this module's docstring explains.
+# Maps a parameter's name to the letters of its axes: "EHF" for wi_0, of shape [experts, hidden
+# size, hidden width]. This module's docstring lists the letters.
 PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
@@ -32,8 +33,8 @@ class Tensor(NamedTuple):
     """Describes a stored tensor: its name, its axes, and the parameters whose weights it holds.
 
     Attributes:
-        params: the name of the parameter in `jax_ep.MoEParams` that the tensor holds. A tensor with
-            the letter G among its axes holds two parameters.
+        params: the names of the parameters in `jax_ep.MoEParams` that the tensor holds: two if its
+            axes have the letter G, else one.
         name: the tensor's name after "layers.<layer>.".
         axes: the letters of the tensor's axes, separated by spaces, such as "E GF H"; this module's
             docstring lists the letters.
@@ -55,8 +56,8 @@ class OneOf(NamedTuple):
 
     Attributes:
         layouts: the alternatives, each a tuple of tensors. A checkpoint has the tensors of one
-            alternative. If an MoE block is saved to a checkpoint that has none yet, it is the first
-            alternative that the model's quantization allows.
+            alternative. When a first MoE block is saved to a checkpoint, it gets the tensors of the
+            first alternative that the model's quantization allows.
     """
 
     layouts: tuple[Tensors, ...]
@@ -79,8 +80,8 @@ class Architecture:
         fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
         defaults: maps keys that config.json may omit or set to null to their values in this case.
-        only: maps keys of config.json to the values that this library supports, besides the lack of
-            the key. Loading a model with any other value is an error.
+        only: maps keys of config.json to the values that this library supports. Loading a model
+            with any other value is an error. A key may always be missing.
         tensors: the tensors that hold the weights.
         unused: names of tensors that are ignored. Some files hold them for experts that compute
             nothing and so need no weights.
@@ -144,8 +145,9 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-# The alternatives of _EXPERTS in the reverse order. A block that is added to a directory without
-# MoE blocks gets tensors that hold all experts, or in a float8 model tensors for each expert.
+# The alternatives of _EXPERTS in the reverse order: the tensors that hold all experts are preferred
+# when a first MoE block is saved to a directory. In a float8 model, each expert still has its own
+# tensors.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
@@ -418,8 +420,8 @@ TABLE = (
         model_types=("granitemoe",),
         sizes=_MIXTRAL_SIZES,
         fields=_K,
-        # Granite's softmax over the chosen logits equals a softmax over all logits whose chosen
-        # values are divided by their sum.
+        # Granite computes the softmax over the chosen logits only. A softmax over all logits gives
+        # the same weights, once the chosen ones are divided by their sum.
         fixed=_SOFTMAX,
         tensors=_GRANITE,
     ),
@@ -444,8 +446,8 @@ TABLE = (
             "gating": "swiglu_alpha",
             "clamp": "swiglu_limit",
         },
-        # GPT-OSS's softmax over the chosen logits equals a softmax over all logits whose chosen
-        # values are divided by their sum.
+        # GPT-OSS computes the softmax over the chosen logits only. A softmax over all logits gives
+        # the same weights, once the chosen ones are divided by their sum.
         fixed=_SOFTMAX,
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
@@ -575,8 +577,8 @@ TABLE = (
 )
 
 
-# Maps the `model_type` of a model to the part of its published tensor names before "layers.", which
-# is "model." for all other models.
+# Maps a model's `model_type` to what precedes "layers." in its published tensor names. For all
+# models that are not listed, this is "model.".
 _ROOTS = {
     "qwen3_5_moe_text": "model.language_model.",
     "qwen3_vl_moe_text": "model.language_model.",

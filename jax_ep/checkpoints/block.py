@@ -66,8 +66,8 @@ _WRAPPERS = (
 )
 _ROOTS = (*root_parts(), *_WRAPPERS)
 
-# Matches the beginning of the name of a tensor in a decoder layer. The three groups are the part up
-# to "layers.", the number of the layer, and "." followed by any _WRAPPERS.
+# Matches the beginning of a decoder layer's tensor names, such as "model.layers.3.". Its groups are
+# the part that ends with "layers.", the layer's number, and the "." with any _WRAPPERS after it.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
@@ -96,8 +96,8 @@ class Block:
         quantization: the quantization that config.json states.
         num_slots: P, if the experts' parameters are read as P slots, where slot s holds the stored
             expert s % E; None if their first axis is the E stored experts.
-        like: for a block that is to be added to the directory, the prefix of the nearest existing
-            block, whose tensor names and encodings the new block takes; None if there is none.
+        like: the prefix of another layer's block in the directory, if this block is to be added.
+            This block takes its tensor names and encodings. None if the directory has no block.
     """
 
     directory: Directory
@@ -206,10 +206,10 @@ class Block:
             param: the parameter's name in `jax_ep.MoEParams`.
             index: a slice for each axis of the parameter.
             dtype: the dtype of the result.
-            done: called after each piece of the slice (one expert, or all of a parameter without
-                experts) with the number of its bytes.
-            format: the quantized format of the result, for a slice that consists of whole blocks of
-                the format. Numbers that are stored in this format are not quantized again. None:
+            done: called with a number of bytes when these have been read: after each expert, or
+                once for a parameter without experts.
+            format: the quantized format of the result; the slice must consist of whole blocks of
+                this format. Numbers that are stored in this format are not quantized again. None:
                 the result is a plain array.
 
         Returns:
@@ -375,9 +375,10 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
     """Makes the `Block` of a layer that a directory lacks, in order to add it to the directory.
 
-    Except for the layer's number, the tensor names of the new block begin like those of the nearest
-    layer that has an MoE block or, if none has, of the nearest layer. If the directory has no
-    layer, they begin like the name of its embedding or last norm, or else as published.
+    The prefix of the new block's tensor names, such as "model.layers.3.", is made from the first of
+    these that the directory has, with the number of the new layer: the MoE block of the nearest
+    layer; the nearest layer; an embedding or last norm. Else it is the prefix that the model is
+    published with.
 
     Returns:
         The block, or None if the directory `path` already has the block of this layer.
@@ -409,8 +410,8 @@ def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[st
 
     Returns:
         A dict that maps the number of each layer with a router to the prefixes of its MoE blocks,
-        such as "model.layers.3."; and a list of the names of routers that have another beginning,
-        so that their layer is unknown.
+        such as "model.layers.3."; and a list of the router tensors whose names have a prefix of
+        another form, which does not tell their layer.
     """
     blocks: dict[int, list[str]] = {}
     others = []
@@ -445,7 +446,10 @@ def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: i
 
 
 def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
-    """Returns the error message for a layer without an MoE block; it names tensors to rename."""
+    """Returns the error message for a layer without an MoE block.
+
+    The message lists tensors of the directory that may belong to it, for the user to rename.
+    """
     gate = _gate(row)
     blocks, others = _routers(directory, row)
     said = (
@@ -509,7 +513,7 @@ def _block(
         prefix: the prefix of the block's tensor names, such as "model.layers.3.".
         keys: looks up values of config.json.
         like: for a block that is to be added, the prefix of an existing block. Where weights may be
-            stored in alternative tensors (`OneOf`), the new block has those of this block.
+            stored in alternative tensors (`OneOf`), the new block takes the existing one's choice.
     """
     quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -585,7 +589,7 @@ class _Keys:
     Attributes:
         config: the contents of config.json.
         row: the architecture, which has default values.
-        layer: the number of the layer, which selects an entry of values that are lists by layer.
+        layer: the number of the layer. Of a value that is a list, it selects the layer's entry.
         file: the path of config.json, for error messages.
         root: the beginning of the model's published tensor names, before "layers.".
     """
@@ -611,9 +615,10 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the value of a key; "a*b" is the product of two keys' values; "a|b": see `value`.
+        """Returns the value of a key that must be an integer; for "a*b", the product of two values.
 
-        Raises ValueError unless all values are integers that are not negative.
+        A key "a|b" is looked up as in `value`. Raises ValueError unless all values are integers
+        that are not negative.
         """
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
@@ -622,9 +627,9 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns the value of a field of `jax_ep.MoEConfig`: that of `key` in config.json.
+        """Returns the value for a field of `jax_ep.MoEConfig`, from `key` in config.json.
 
-        A function for `field` in `jax_ep.checkpoints.functions.MAKE` converts the value.
+        If `jax_ep.checkpoints.functions.MAKE` has a function for the field, it converts the value.
         """
         value = self.value(key)
         try:
@@ -634,7 +639,7 @@ class _Keys:
 
 
 def _gate(row: Architecture) -> str:
-    """Returns the name, without prefix, of the router's weights, by which MoE blocks are found."""
+    """Returns the name, without prefix, of the router's weights, which every MoE block has."""
     return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
 
 
@@ -648,10 +653,10 @@ def _stored(
 ) -> Tensors:
     """Returns the tensors that an MoE block must have.
 
-    Of alternatives (`OneOf`), the one whose tensors the directory has under `prefix` is taken, or
-    else the first one that suits the quantization `method`: float8 matrices have a tensor for each
-    expert, and names of MXFP4 tensors end in `BLOCKS`. Tensors with an axis of size 0 are left out,
-    and so are tensors that, according to config.json, do not exist.
+    Where there are alternatives (`OneOf`), takes the one whose tensors the directory has under
+    `prefix`. If it has none, takes the first alternative that suits the quantization `method`:
+    float8 needs a tensor for each expert, MXFP4 needs names that end in `BLOCKS`. Leaves out
+    tensors with an axis of size 0, and tensors that do not exist according to config.json.
 
     Args:
         directory: the directory with the tensors.
@@ -743,7 +748,10 @@ def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array from the axes `axes` to their order in `letters`, a superset of them."""
+    """Transposes an array so that its axes have the order in which `letters` lists them.
+
+    `axes` has the letter of each of the array's axes. `letters` may list further letters.
+    """
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
@@ -797,7 +805,7 @@ def _entry(array: Parameter, i: int) -> Any:
 
 
 def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
-    """Calls a function that copies one expert's weights for each item, the result of `_experts`.
+    """Calls `function`, which copies one expert's weights, with each of `items`, from `_experts`.
 
     Uses several threads, which run in parallel because NumPy releases the GIL while it copies.
     """

@@ -55,8 +55,8 @@ class Plain:
     def write(self, index: Index, values: np.ndarray) -> None:
         """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
 
-        A stored number that, cast to the dtype of `values`, equals the new number keeps its bits.
-        So writing back values that were read and cast to another dtype changes no bytes.
+        Numbers that have not changed keep their stored bits; they are compared in the dtype of
+        `values`. So writing back values that were read and cast to another dtype changes no bytes.
         """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
@@ -108,7 +108,7 @@ class _InBlocks:
         return numbers[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Encodes `values` and writes them to a slice of the tensor that consists of whole blocks.
+        """Encodes `values` and writes them to a slice, which must consist of whole blocks.
 
         A stored block that already decodes to the new numbers keeps its bytes.
         """
@@ -134,10 +134,11 @@ class _InBlocks:
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Converts a slice of the tensor to a slice of blocks.
+        """Converts a slice of the tensor, in numbers, to the same slice in blocks.
 
         Returns:
-            The slice along each axis, in which the axes of a block are counted in blocks.
+            A slice for each axis. For the tensor's last axes, which are divided into blocks, it
+            counts blocks instead of numbers.
 
         Raises:
             ValueError: the slice has some but not all numbers of a block.
@@ -156,9 +157,9 @@ class _InBlocks:
         """Finds the blocks that contain a slice of the tensor.
 
         Returns:
-            A pair (blocks, within). `blocks` is a slice along each axis of the tensor, in which the
-            last axes, those of a block, are counted in blocks. `within` is the slice, along each of
-            these last axes, that takes the numbers of `index` out of the decoded blocks.
+            A pair (blocks, within). `blocks` has a slice for each axis of the tensor; for the last
+            axes, which are divided into blocks, it counts blocks. `within` has a slice for each of
+            these last axes; it takes the numbers of `index` out of the decoded blocks.
         """
         block = self._block
         blocks, within = [], []
@@ -178,11 +179,11 @@ class _InBlocks:
 
     @property
     def _values_block(self) -> tuple[int, ...]:
-        """The shape of a block in stored values, which hold one number each, two in MXFP4."""
+        """The shape of a block in stored values; a value holds one number, or two in MXFP4."""
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Pads the ends of the last axes of [.., rows, columns] with zeros, to whole blocks."""
+        """Pads an array [.., rows, columns] with zeros at the ends of its axes, to whole blocks."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -270,7 +271,7 @@ class Float8(_InBlocks):
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
     def _of_values(self, blocks: Index) -> Index:
-        """Converts a slice of blocks to the slice of their values, up to the end of the tensor."""
+        """Converts a slice in blocks to one in values, which stops at the end of the tensor."""
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
@@ -350,7 +351,7 @@ class Quantization:
     kept: tuple[str, ...] = ()
 
     def is_float8(self, name: str) -> bool:
-        """Returns whether a new tensor, the matrix `name` of an expert, is stored as float8."""
+        """Returns whether an expert's matrix, in a new tensor called `name`, becomes float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
 

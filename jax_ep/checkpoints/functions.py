@@ -1,4 +1,4 @@
-"""Defines the functions that config.json names or implies: activations, gating, and one router.
+"""Defines the activation, gating and router functions that a published model's config.json selects.
 
 `gpt_oss_gating` and `sparse_mixer` make a function from a number. They return the same object for
 the same number, so that equal layers have equal `jax_ep.MoEConfig`.
@@ -59,9 +59,9 @@ def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
     """Returns Phi-3.5-MoE's inference router, which chooses two experts (arXiv:2409.12136).
 
     The first expert is the one with the largest logit, the second the one with the largest of the
-    remaining logits. A chosen expert's weight is its value in a softmax over its logit and those
-    remaining logits that differ from it by at most 2 * jitter times the larger of the two
-    magnitudes.
+    remaining logits. Each choice has its own softmax, whose value is the chosen expert's weight.
+    This softmax leaves out experts chosen before, and logits far below the chosen one: by more than
+    2 * jitter times the larger magnitude of the two logits.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 
@@ -72,8 +72,9 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        # `size` is 0 only for a logit of 0 that is the largest remaining one, or that belongs to
-        # the expert that was already chosen. For these, any divisor gives the right result.
+        # Where `size` is 0, divides by 1 instead, which changes no result: either the logit is the
+        # largest remaining one and the dividend is 0, or its expert is already chosen, so that
+        # `left` is -inf.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
         # At least one logit in the softmax is finite: the largest one, since it is near itself.

@@ -110,8 +110,8 @@ class Directory:
         Args:
             path: the path of the directory.
             writable: whether `write` may change the files.
-            may_be_empty: whether the directory may have neither an index nor a single file, and
-                then no tensors.
+            may_be_empty: whether a directory with neither an index nor a single file is taken for
+                one without tensors, instead of raising an error.
 
         Raises:
             FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
@@ -290,12 +290,12 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 
 @contextlib.contextmanager
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
-    """Copies the files that hold the tensors `names`, to change the copies and then replace them.
+    """Copies the files that hold the tensors `names`; puts the changed copies in their place.
 
-    Yields a writable `Directory` of the copies. On exit, the copies replace the files of
-    `directory`, each atomically: a reader sees either the old or the new file, even if the process
-    is killed. A symbolic link, for example into a shared cache, is replaced by a file; its target
-    stays unchanged.
+    Yields a writable `Directory` of the copies, which the caller changes. On exit, the copies
+    replace the files of `directory`, each atomically: a reader sees either the old or the new file,
+    even if the process is killed. A symbolic link, for example into a shared cache, is replaced by
+    a file; its target stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -360,8 +360,8 @@ def _metadata(
 
     "total_size" becomes the number of bytes of all tensors. If a file is missing, as after a
     partial download, the old "total_size" changes by the bytes of the new tensors minus those of
-    the tensors that they replace. An existing "total_parameters" always changes by the difference
-    of their numbers of elements.
+    the tensors that they replace. "total_parameters", if there is one, always changes in this way,
+    by numbers of elements.
 
     Args:
         directory: the directory before the change.

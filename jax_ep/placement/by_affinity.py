@@ -12,8 +12,8 @@ from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
 
-# The most variables (a layer's experts times hosts or ranks) of an integer program that is solved.
-# A larger program would exceed its time limit.
+# An integer program with more variables than this is not tried, because it would exceed its time
+# limit. A program has one variable for each expert of a layer and each host or rank.
 _LARGEST_PROGRAM = 1024
 
 
@@ -28,14 +28,14 @@ def place_by_affinity(
     """Places experts so that a token's experts of successive layers are often on one rank.
 
     The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
-    no communication. Experts are first split among hosts, then among the ranks of each host. The
-    first layer's experts are clustered by the experts that their tokens choose in the next layers.
-    Each further layer's experts are assigned to these clusters by how often tokens go between them
-    and the clusters' experts of the layer before. All layers are then reassigned repeatedly, each
+    no communication. Experts are first split among hosts, then among the ranks of each host. Each
+    split clusters the first layer's experts by the experts that their tokens choose in the next
+    layers. Layer by layer, it then assigns each further expert to the cluster whose experts in the
+    layer before share the most tokens with it. All layers are then reassigned repeatedly, each
     given its two neighbours. If an assignment exceeds the load limit, pairs of experts are swapped
     until it does not. Small layers are finally reassigned by integer programs (MoETuner,
-    arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds in total; a layer whose program
-    takes longer keeps its assignment.
+    arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds for all layers. A layer whose
+    program takes longer than its share of this time keeps its assignment.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -68,7 +68,7 @@ def place_by_affinity(
             f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."
         )
     num_slots = -(-num_experts // num_ranks) * num_ranks
-    # Empty slots are treated as experts, num_experts to num_slots - 1, that no token chooses.
+    # Empty slots are treated as experts with ids from num_experts on, which no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
@@ -143,10 +143,10 @@ def _split(
 def _profile(visits: list[Any], experts: Array) -> Array:
     """Describes each expert of the first layer by a vector, to cluster similar experts.
 
-    `experts` [layers, n] are the ids of n experts of each layer. The vector of expert e has n
-    entries for each of the first m = min(5, layers) layers: how often the tokens that chose e in
-    the first layer chose each of the n experts of that layer. The entry of e itself is zero. The n
-    entries of each layer are scaled to Euclidean norm 1.
+    `experts` [layers, n] are the ids of n experts of each layer. The vector of expert e covers the
+    first m = min(5, layers) layers. For each of these layers it has n entries: how often the tokens
+    that chose e in the first layer chose each of the layer's n experts. The entry of e itself is
+    zero. The n entries of each layer are scaled to Euclidean norm 1.
 
     Returns:
         The vectors, [n, m * n].
@@ -165,8 +165,8 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
     draws the row that is the first center.
     """
     centers = profile[[rng.integers(len(profile))]]
-    # The next center is the row that is least similar to all present centers: the row whose largest
-    # inner product with one of them is smallest.
+    # Each new center is the row that is least similar to the centers so far. A row's similarity to
+    # them is its largest inner product with one of them.
     while len(centers) < parts:
         alike = (profile @ centers.T).max(axis=1)
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
@@ -260,7 +260,7 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 
     The program maximizes the gain among all assignments in which no part's load exceeds `limit`. If
     it has no solution, or is not solved to optimality within `seconds`, returns the result of
-    `_assign`, which has the same other arguments.
+    `_assign`. All arguments but `seconds` are those of `_assign`.
     """
     from scipy import optimize, sparse
 

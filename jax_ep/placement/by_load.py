@@ -19,12 +19,12 @@ def balance(
 ) -> Placement:
     """Copies popular experts and places all copies, so that the busiest rank's load is small.
 
-    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB): each of the P - E
-    additional slots becomes a copy of the expert with the most load per copy, and copies are
-    placed, heaviest first, on the least loaded rank with a free slot. Then improves the placement
-    as long as the busiest rank's load falls: swaps two copies between ranks, or replaces a copy of
-    an expert that has several by a further copy of an expert on the busiest rank. The busiest
-    rank's load is therefore at most that of EPLB.
+    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB). EPLB gives each of
+    the P - E additional slots to the expert that then has the most load per copy. It places the
+    copies, heaviest first, on the least loaded rank with a free slot. `balance` then makes changes
+    as long as they lower the busiest rank's load: it swaps two copies between ranks, or gives an
+    expert of the busiest rank one more copy in place of a copy of another expert that has several.
+    The busiest rank's load is therefore at most that of EPLB.
 
     Args:
         load: [layers, E] numbers of at least 0: the load of each expert, in any unit.
@@ -70,9 +70,9 @@ def _balance_layer(
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Takes the better of two ways to place the router's groups of experts on hosts: greedily, and
-    # with groups then swapped between hosts to make the hosts' loads more even. The second way
-    # usually, but not always, gives a lower load of the busiest rank.
+    # Tries two ways to place the router's groups of experts on hosts, and takes the better: the
+    # greedy one; and the greedy one, with groups then swapped to even out the hosts' loads. The
+    # second way usually, but not always, gives a lower load of the busiest rank.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -167,9 +167,8 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
     """Replaces one expert's copy by another expert's, if that lowers the busiest rank's load.
 
-    A copy of an expert with several copies is replaced by a further copy of an expert on the
-    busiest rank. Of all such replacements, the one with the lowest load of the busiest rank is
-    made.
+    The expert that gains a copy is one on the busiest rank; the expert that loses one has several.
+    Of all such replacements, makes the one after which the busiest rank's load is lowest.
 
     Args:
         load: [E], the load of each expert.
@@ -189,7 +188,8 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     if not len(victims):
         return False
     a, b = expert[victims], wanted
-    # The load per copy of experts a with one copy less, and of experts b with one copy more.
+    # The new load per copy, of each of the experts a if it loses a copy, and of each of the experts
+    # b if it gains one.
     less = load[a] / (copies[a] - 1)
     more = load[b] / (copies[b] + 1)
     of_a = held[a] * (less - load[a] / copies[a])[:, None]

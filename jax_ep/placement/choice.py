@@ -31,9 +31,11 @@ def choose_slots(
     Args:
         topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as
             -1, chooses no expert.
-        expert_of_slot: [P] int32: `Placement.expert_of_slot` of one layer.
-        slots_of_expert: [E, C] int32: `Placement.slots_of_expert` of the same layer.
-        num_copies: [E] int32: `Placement.num_copies` of the same layer.
+        expert_of_slot: [P] int32, the expert that each of the P slots holds:
+            `Placement.expert_of_slot` of one layer.
+        slots_of_expert: [E, C] int32, the up to C slots that hold each expert:
+            `Placement.slots_of_expert` of the same layer.
+        num_copies: [E] int32, the number of these slots: `Placement.num_copies` of the same layer.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
 
     Returns:

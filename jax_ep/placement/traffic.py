@@ -1,4 +1,6 @@
-"""Counts the rows that ranks compute and send for recorded routing under a placement of experts.
+"""Counts the rows that ranks would compute and receive if experts had a given placement.
+
+The tokens' choices of experts are given, as recorded in a run. A row is a token's hidden state.
 
 Also counts how often a token's experts of successive layers are on different ranks.
 """
@@ -13,10 +15,10 @@ from jax_ep.placement.table import Array, Placement
 
 
 class Traffic(NamedTuple):
-    """The rows of one training step's tokens under a placement, by layer.
+    """The rows of one training step's tokens under a placement, by layer, for N ranks.
 
     Attributes:
-        rows: [layers, N], the number of rows that each rank's experts compute.
+        rows: [layers, N], the number of rows that each rank's experts compute: one for each choice.
         wire_rows: [layers, N], the number of rows that each rank receives from other ranks. A token
             is sent to a rank once, even if it chose several experts there.
         rank_changes: [layers - 1], the share of pairs (a token's choice in a layer, the same

@@ -30,13 +30,13 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# `redistribute` cuts the weights of each slot into rows, and moves them by several dispatches. In a
-# dispatch, a rank receives the same number of rows for each of its slots: as many as fit in this
-# many bytes, but at least one. This bounds the memory that is needed besides the weights.
+# The most bytes that a rank receives in one dispatch of `redistribute`, unless a row for each slot
+# is more. `redistribute` cuts the weights of each slot into rows. Each dispatch moves equally many
+# rows of every slot, so this bounds the memory that is needed besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# The most bytes of a row into which `redistribute` cuts weights, unless their last axis is longer.
-# Rows are as long as this limit allows, because short rows are dispatched slowly.
+# The most bytes of one of the rows into which `redistribute` cuts weights, unless the weights' last
+# axis is longer. Rows are nearly as long as this, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
 # Maps the number of bytes of a weight to a floating dtype of that size. `dispatch` sends floating
@@ -145,11 +145,12 @@ def redistribute(
 
     Every slot of the placement `after` receives the bits of a slot that holds the same expert in
     the placement `before`. The source is on the same rank if that rank has a copy of the expert.
-    Otherwise the copies of the expert share the sending evenly. Each leaf is donated and replaced
-    piece by piece, so the memory needed besides the tree is that of one piece.
+    Otherwise the copies of the expert share the sending evenly. Each leaf is donated, and is
+    overwritten in pieces of up to about 64 MiB per rank. So little memory is needed besides the
+    tree.
 
-    Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape, and for
-    the largest number of destinations of a slot, rounded up to a power of two.
+    Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape and each
+    C: the largest number of slots that one slot sends to, rounded up to a power of two.
 
     Args:
         tree: a pytree, such as a train state; its leaves of experts (see `to_slots`) are
@@ -227,7 +228,8 @@ def redistribute(
             return split
         moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
         if isinstance(leaf, jax.Array):
-            # If `device_put` copied the leaf to change its sharding, the leaf was not donated.
+            # Frees a leaf that `device_put` has copied to change its sharding: only the copy was
+            # donated.
             leaf.delete()
         kind: str | None = getattr(sharding, "memory_kind", None)
         if kind in (None, moved.sharding.memory_kind):
@@ -290,7 +292,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             of_layer[source].append(int(slot))
         sent.append(of_layer)
     most = max(len(slots) for of_layer in sent for slots in of_layer)
-    # A power of two, so that few sizes occur, for each of which a program is compiled.
+    # Rounds up to a power of two, because a program is compiled for each width that occurs.
     width = 1 << (most - 1).bit_length()
     padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
     return np.asarray(padded, np.int32).reshape(*shape, width)
@@ -301,7 +303,7 @@ def _mover(
     mesh: Mesh,
     axes: tuple[str, ...],
     spec: PartitionSpec,
-    layers: int,
+    axis: int,
     implementation: Implementation,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the jitted function that moves the weights in one leaf of a pytree between slots.
@@ -315,16 +317,16 @@ def _mover(
         mesh: the mesh of the leaf.
         axes: the mesh axes that the slots are split over.
         spec: the PartitionSpec of the leaf.
-        layers: the number of axes before the axis of slots: 1 with an axis of layers, else 0.
+        axis: the index of the leaf's axis of slots: 1 after an axis of layers, else 0.
         implementation: the implementation of `jax_ep.dispatch`.
     """
     # The plan's axes of layers and slots are split over the mesh like those of the leaf.
-    of_plan = PartitionSpec(*spec[: layers + 1])
+    of_plan = PartitionSpec(*spec[: axis + 1])
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
-        lead = leaf.shape[: layers + 1]
+        lead = leaf.shape[: axis + 1]
         dtype = leaf.dtype
-        columns = _row_length(leaf.shape[layers + 1 :], dtype.itemsize)
+        columns = _row_length(leaf.shape[axis + 1 :], dtype.itemsize)
         bits = f"uint{8 * dtype.itemsize}"
         rows = leaf.astype(bits) if dtype == jnp.bool_ else lax.bitcast_convert_type(leaf, bits)
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
@@ -354,9 +356,9 @@ def _move_rows(
 ) -> jax.Array:
     """Sends the weights of this rank's slots, cut into rows, to their destination slots.
 
-    One `dispatch` sends the same number of rows of each slot of one layer: as many as fit in
-    `_PIECE_BYTES`, but at least one. In the dispatch, slots take the place of experts: each slot
-    receives the rows of exactly one slot, in order.
+    One `dispatch` sends the same number of rows of each slot of one layer. This number is as large
+    as `_PIECE_BYTES` of received rows allow, but at least 1. In the dispatch, slots take the place
+    of experts: each slot receives the rows of exactly one slot, in order.
 
     Args:
         rows: [layers, P / N, M, columns], the weights of each of the P / N slots on this rank, cut
@@ -427,7 +429,7 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
         if shape[: len(lead)] == lead:
             return function(leaf)
         if shape in ((), (1,)):
-            # An optimizer's placeholder for a moment that the optimizer does not keep.
+            # This leaf is optax's placeholder for a moment that the optimizer does not keep.
             return leaf
         raise ValueError(
             f"{jax.tree_util.keystr(path)} must have a shape that begins with {lead}, where the "

@@ -59,9 +59,9 @@ def in_rank_order(x: np.ndarray) -> np.ndarray:
     return functools.reduce(np.add, (part.astype(np.float32) for part in x)).astype(x.dtype)
 
 
-# Maps a kernel's name to three functions: the kernel; the shape of its operands, stacked by rank,
-# for N ranks and S elements; and the expected results, stacked by rank and exact in every bit, for
-# given operands.
+# Maps a kernel's name to three functions. The first is the kernel. The second returns the shape of
+# the operands of all ranks, stacked, from the number of ranks and of elements. The third computes
+# the expected results, exact in every bit, from these operands.
 KERNELS: dict[str, tuple[Callable[..., jax.Array], Any, Callable[[np.ndarray], np.ndarray]]] = {
     "one_shot": (one_shot, by_rank, lambda x: np.stack([in_rank_order(x)] * len(x))),
     "two_shot": (two_shot, by_rank_and_shard, lambda x: np.stack([in_rank_order(x)] * len(x))),
@@ -82,7 +82,7 @@ def assert_same_bits(got: Any, want: np.ndarray) -> None:
 
 
 NORM_CASES = {
-    # num_ranks, rows, hidden, padded hidden, dtype of x, dtype of the residual, tile plan.
+    # A case is (ranks, rows, hidden size, padded hidden size, x's dtype, residual's dtype, plan).
     "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
     "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
     "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
@@ -151,8 +151,8 @@ def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
     """Returns several sets of delays in nanoseconds, each of which puts the ranks out of step.
 
     A set is [delay points][num_ranks]: how long each rank waits at each delay point of a kernel.
-    The delay points are the kernel's entry, its last access to peers, and its exit; a set may leave
-    out the later ones.
+    The delay points are, in this order, the kernel's entry, its last access to peers, and its exit.
+    A set may end early, with no delays at the remaining points.
     """
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)

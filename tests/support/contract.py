@@ -149,15 +149,18 @@ def with_nan_elsewhere(rows: np.ndarray, owned: np.ndarray) -> np.ndarray:
 
 
 class Inputs(NamedTuple):
-    """The inputs of a dispatch and a combine with their gradients, stacked by rank on axis 0."""
+    """The inputs of a dispatch and a combine with their gradients, stacked by rank on axis 0.
 
-    # Shapes: N ranks, T tokens, K choices of each, R rows in each receive buffer, hidden size H.
-    x: Any  # [N, T, H]
-    topk_idx: Any  # [N, T, K]
-    grad_tokens: Any  # [N, R, H]
-    y: Any  # [N, R, H]
-    topk_weights: Any  # [N, T, K]
-    grad_out: Any  # [N, T, H]
+    With N ranks, T tokens, K choices of each, R rows in each receive buffer and hidden size H, x
+    and grad_out are [N, T, H], grad_tokens and y [N, R, H], topk_idx and topk_weights [N, T, K].
+    """
+
+    x: Any
+    topk_idx: Any
+    grad_tokens: Any
+    y: Any
+    topk_weights: Any
+    grad_out: Any
 
 
 class Outputs(NamedTuple):
@@ -170,11 +173,11 @@ class Outputs(NamedTuple):
     rows_needed: Any
     dropped_counts: Any
     grad_x: Any
-    # The combine of y with weights.
+    # The result and the gradients of the combine of y with weights.
     out: Any
     grad_y: Any
     grad_weights: Any
-    # The combine of y without weights.
+    # The result and the gradient of the combine of y without weights.
     plain_out: Any
     plain_grad_y: Any
 
@@ -209,7 +212,7 @@ def program(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Any:
-    """Jits `Inputs` -> `Outputs`: dispatch with `options`, combine, and all gradients."""
+    """Returns a jitted function, `Inputs` -> `Outputs`; `options` are those of its dispatch."""
     axis_name = AXIS if mesh is None else mesh.axis_names
 
     def everything(inputs: Inputs) -> Outputs:
@@ -315,7 +318,7 @@ def assert_outputs(
     message: str = "",
     pick: Any = lambda actual, expected: (actual, expected),
 ) -> None:
-    """Asserts that dispatched fields have equal bits, and gradients and sums equal values.
+    """Asserts that the results of dispatch have equal bits, and gradients and sums equal values.
 
     Args:
         actual: the results of an exchange.
@@ -343,9 +346,9 @@ def check_ranks_here(
 
     Args:
         case: the static arguments; `capacity` must be set.
-        mesh: a mesh over all processes, whose axes are all axes of the ranks.
+        mesh: a mesh over all processes; the ranks lie along all of its axes.
         routings: kinds of `ROUTINGS`.
-        implementation: of the exchange.
+        implementation: the implementation of the exchange.
         **limit: `num_hosts`, and `host_capacity` if a host's rows are limited.
     """
     rng = np.random.default_rng(0)
@@ -420,7 +423,8 @@ def assert_sum_close(
 def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
     """Returns x [..., H] converted to float8_e4m3fn rows and back, as a dispatch delivers it.
 
-    The kernels round exactly as the reference; on GPUs, XLA's division rounds differently.
+    For "pallas" it is computed in NumPy, which rounds as the kernels do. Otherwise it is computed
+    by XLA, whose division rounds differently on GPUs.
     """
     if implementation == "pallas":
         return FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(x), x.dtype)

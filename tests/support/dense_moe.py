@@ -18,7 +18,7 @@ BATCH, SEQUENCE = 8, 4
 
 
 def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -> dict[str, Any]:
-    """Returns name -> shape of the weights of a layer with the given `ParameterOptions`."""
+    """Returns the shapes, by name, of the weights of a layer with the given `ParameterOptions`."""
     config = MoEConfig(num_experts=num_experts, num_experts_per_token=1)
     return moe_params.weight_shapes(config, ParameterOptions(**options), hidden, mlp_dim)
 

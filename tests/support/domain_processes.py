@@ -59,8 +59,8 @@ class Process:
         pool: options of `FakeCuda.pool`, XLA's memory pool on each GPU.
         memory_limit: the bytes to which a pool may grow; None if JAX does not report them.
         participant: fields of its `symmetric_memory.Participant` that differ from the usual.
-        answers: name -> the value that the function of that name returns instead; a name is
-            "module.name" or "module.class.name".
+        answers: the functions to replace: maps a name, "module.name" or "module.class.name", to the
+            value that the function returns instead.
         dies_in: the name of a function in which the process is killed; "" for none.
         late_s: seconds that the process waits before it begins.
     """
@@ -77,13 +77,14 @@ class Process:
 
 @dataclasses.dataclass
 class Outcome:
-    """The result of the set-up in one process.
+    """The result of the set-up of symmetric memory in one process.
 
     Attributes:
         domain: the symmetric-memory domain, or the reason why there is none.
         seconds: how long the set-up took.
-        received: what the GPUs have written into each GPU of this process: GPU number -> (words in
-            its heap, words in its array). GPU g writes word g of both.
+        received: what all GPUs have written into each GPU of this process. Maps the GPU's number to
+            a pair: the words in its symmetric heap, and those in its XLA array. GPU g writes word g
+            of both.
         left: resources that the set-up should have released and did not.
     """
 
@@ -167,7 +168,7 @@ def _run(number: int, members: list[Process], folder: str, timeout_s: float, end
 def set_up(
     number: int, members: list[Process], store: Any, library: FakeCuda, timeout_s: float
 ) -> Outcome:
-    """Runs the set-up of one process; if it succeeds, all GPUs write to each other's memory."""
+    """Sets up symmetric memory in one process; if it succeeds, all GPUs write to all GPUs."""
     me = members[number]
     devices = [
         types.SimpleNamespace(
@@ -220,8 +221,8 @@ def _write_to_all(
     A peer's array is addressed through the offset in the writer's heap header.
 
     Returns:
-        What the GPUs have written into each GPU of this process: GPU number -> (words in its heap,
-        words in its array). GPU g writes word g of both.
+        What all GPUs have written into each GPU of this process. Maps the GPU's number to a pair:
+        the words in its heap, and those in its array. GPU g writes word g of both.
     """
     addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
     store.key_value_set(f"arrays/{number}", addresses)

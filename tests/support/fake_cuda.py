@@ -10,7 +10,7 @@ from typing import Any
 
 SUCCESS, ERROR, NO_ACCESS = 0, 1, 217
 GRANULARITY = 2**16
-# A device handle of the driver is deliberately not the device's ordinal.
+# Device handles start here, so that no handle equals an ordinal: code must not confuse the two.
 FIRST_HANDLE = 100
 READ_AND_WRITE = 3
 _ERRORS = {ERROR: b"out of memory", NO_ACCESS: b"peer access is not supported"}
@@ -36,7 +36,7 @@ class Mapping:
     start: int
     memory: Memory
     access: set[int] = dataclasses.field(default_factory=set)
-    # Whether it was made by the virtual-memory API (cuMemMap).
+    # Whether the mapping was made by the virtual-memory API (cuMemMap).
     virtual: bool = True
 
 
@@ -48,7 +48,7 @@ class FakeCuda:
         no_access: pairs of GPUs of the host; the first cannot address the second's memory.
         refuses: a driver function that fails, such as "cuMemCreate"; or only with the given first
             argument, such as "cuMemCreate 2".
-        taken: addresses at which a reservation is placed elsewhere than asked for.
+        taken: addresses that are not free: a reservation that asks for one is placed elsewhere.
     """
 
     def __init__(

@@ -61,7 +61,9 @@ def transposed_matrices(x: np.ndarray) -> QuantizedArray:
 
 
 def transposed_rows(x: np.ndarray, sizes: Sequence[int]) -> TransposedRows:
-    """Quantizes rows [R, K] transposed, in NumPy, as `float8.transpose_rows` does on the device.
+    """Transposes rows [R, K] and quantizes them, with a scale for each block of 128 x 128.
+
+    Does in NumPy what `float8.transpose_rows` does on the device.
 
     Args:
         x: the rows, group after group.
@@ -103,8 +105,8 @@ def transposed_quantized_rows(rows: QuantizedArray, sizes: Sequence[int]) -> Tra
     return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
 
 
-# Rows for kernels that handle blocks of 128 rows: a group of two blocks, and one of three rows. The
-# last 15 of the rows are in no group.
+# Group sizes for kernels that handle blocks of 128 rows: 3 rows are part of a block, and 150 rows
+# need two blocks. Of the 168 rows, the last 15 are in no group.
 BLOCK_SIZES = [3, 0, 150]
 BLOCK_ROWS, BLOCK_LIVE = 168, sum(BLOCK_SIZES)
 
@@ -134,8 +136,8 @@ def gate_gradient(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Computes the gradient of weights * gating(gate, up), for `swiglu` or `shifted`, in float64.
 
-    Returns (dgate, dup, weights * hidden, dhidden * hidden), [R, F] each. The last sums up to the
-    gradient of the weights.
+    Returns (dgate, dup, weights * hidden, dhidden * hidden), where hidden is gating(gate, up). Each
+    is [R, F]. The last, summed over F, is the gradient of the weights.
     """
     dhidden, gate, up = (each.astype(np.float64) for each in (dhidden, gate, up))
     of_rows = weights.astype(np.float64)[:, None]
@@ -193,8 +195,9 @@ def assert_same_numbers(got: Sequence[Any], want: Sequence[Any]) -> None:
 def assert_rounded(got: np.ndarray, want: np.ndarray, scales: np.ndarray) -> None:
     """Asserts that `got` [R, C] is `want` rounded to float8 with the scales [R, C / 128].
 
-    The error may be 2^-4 of the number, and that of the least float8 numbers. A little more is
-    allowed, since numbers are rounded to bfloat16 first. Numbers that are not finite are NaN.
+    Rounding to float8 changes a number by at most 2^-4 of itself or, if its value is subnormal, by
+    2^-10 of its scale. A little more is allowed, since numbers are rounded to bfloat16 first.
+    Numbers that are not finite must be NaN.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(want.astype(np.float32))

@@ -66,7 +66,7 @@ def environment_of_program(fast: bool = False, **changes: str) -> dict[str, str]
     """Returns the environment for a program that a test starts, with its share of GPU memory.
 
     Args:
-        fast: compile fast, if the tests do; otherwise the program compiles as a user's does.
+        fast: whether the program compiles fast if the tests do; otherwise it compiles as a user's.
         **changes: variables to set.
     """
     environment = {**os.environ, _FRACTION: _fraction(PROGRAMS_SHARE, os.environ)}

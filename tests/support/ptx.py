@@ -20,10 +20,10 @@ _WARP = 32
 def divided_barriers(ptx: str) -> list[str]:
     """Returns the branches at which threads of one warp may diverge ahead of a barrier.
 
-    A branch counts if its predicate may differ within a warp: it is computed from the thread index,
-    not only from bits above the lowest five. Two assumptions keep the analysis simple: values
-    loaded from memory are equal in a warp, and an operand of a shift, mask or comparison with whole
-    warps is the thread index itself, not a multiple of it.
+    A branch counts if its predicate may differ within a warp, which is the case if it depends on
+    the lowest five bits of the thread index. Two assumptions keep the analysis simple. Values
+    loaded from memory are equal in a warp. What is shifted, masked, or compared with a number of
+    whole warps is the thread index itself, not a multiple of it.
     """
     lines = [" ".join(line.split("//")[0].split()) for line in ptx.splitlines()]
     lines = [line for line in lines if line]
@@ -85,7 +85,7 @@ def _of_warps(name: str, arguments: str) -> bool:
 
 
 def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
-    """Returns the kernel's basic blocks, and label -> index of the block that it begins."""
+    """Returns the kernel's basic blocks, and for each label the index of the block it begins."""
     blocks: list[list[str]] = [[]]
     places = {}
     for line in lines:
@@ -102,8 +102,8 @@ def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
 def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[int]:
     """Returns the indices of the basic blocks that may run right after basic block i.
 
-    `blocks` and `places` are the results of `_blocks`: the lines of each block, and label -> index
-    of the block that it begins.
+    `blocks` and `places` are the results of `_blocks`: the lines of each block, and for each label
+    the index of the block that it begins.
     """
     last = blocks[i][-1] if blocks[i] else ""
     after = [i + 1] if i + 1 < len(blocks) and not last.startswith("ret") else []

@@ -35,7 +35,7 @@ def safetensors_bytes(tensors: Tensors) -> bytes:
 
 
 def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
-    """Writes config.json and the safetensors files; several files get their index."""
+    """Writes config.json and the safetensors files, and an index if there are several files."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if len(files) == 1:
@@ -52,7 +52,7 @@ def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
 
 
 def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """Draws normal numbers; a product with such a matrix keeps the scale of its input."""
+    """Draws a matrix of normal numbers; its product with a vector has about the vector's scale."""
     scale = shape[-1] ** -0.5
     return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(dtype)
 

@@ -110,8 +110,8 @@ def phimoe(logits, bias):
     left = logits
     for _ in range(2):
         top = left.max()
-        # Keep logits within 2% of the larger magnitude; multiply, since both magnitudes may be
-        # zero.
+        # Keep the logits whose distance from the largest is at most 2% of the larger magnitude. It
+        # is not divided by the magnitude, which may be zero.
         near = top - logits <= 0.02 * np.maximum(np.abs(logits), top)
         expert = best(left, 1)[0]
         idx.append(expert)

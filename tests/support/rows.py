@@ -7,14 +7,14 @@ import numpy as np
 from pallas_kernels.routing.order import OF_TWO
 from pallas_kernels.routing.plan import Groups
 
-# Kinds of `sums`. The name says which float32 sums score + bias of a row are equal:
-#   "nothing"        none;
-#   "pairs"          about two columns at a time;
-#   "all"            all;
-#   "beyond"         a third of the columns at a time, with equal exact sums;
-#   "unlike beyond"  a third of the columns at a time, with different exact sums;
-#   "close"          some; others differ by about one unit in the last place;
-#   "special"        those of infinite biases; the logits have infinities and NaN.
+# Kinds of `sums`. A kind says how many columns of a row share a sum score + bias in float32:
+#   "nothing"        each column has its own sum;
+#   "pairs"          about two columns share a sum;
+#   "all"            all columns share one sum;
+#   "beyond"         a third of the columns share a sum, and their exact sums are equal too;
+#   "unlike beyond"  a third of the columns share a sum, but their exact sums differ;
+#   "close"          some columns share a sum; others differ by about one unit in the last place;
+#   "special"        columns with infinite biases share a sum; logits have infinities and NaN.
 SUMS = ("nothing", "pairs", "all", "beyond", "unlike beyond", "close", "special")
 KINDS = ("random", "bfloat16", "ties", "special")
 _SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-45, -1e-45]
@@ -68,11 +68,11 @@ def sums(number: int, columns: int, kind: str) -> tuple[np.ndarray, np.ndarray, 
 
 
 def comparable(logits: np.ndarray, groups: Groups | None) -> np.ndarray:
-    """Returns the logits, with NaN replaced by 2 where the result could not be predicted otherwise.
+    """Returns the logits, with NaN replaced by 2 if their order would not be defined.
 
-    This concerns groups of columns that are ordered by a function of their two best logits
-    (`groups.best` is 2). IEEE 754 does not specify which NaN, and of which sign, a function of two
-    NaNs returns.
+    This is so if groups of columns are ordered by a function of their two best logits
+    (`groups.best` is 2): IEEE 754 does not say which NaN, and of which sign, a function of two NaNs
+    returns.
     """
     if groups is None or groups.best == 1:
         return logits

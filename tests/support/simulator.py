@@ -11,8 +11,8 @@ simulator adds to the interpreter:
   values that ranks send each other without ordering other accesses;
   groups of copies from shared to global memory, counted as the hardware counts them;
   bounds checks of every access, where the interpreter would pad, clip or wrap;
-  tile buffers of the low-latency protocol, whose tiles order no other access
-  (`simulated_channels`);
+  tile buffers of the low-latency protocol, by which ranks send tiles of data without ordering
+  other accesses (`simulated_channels`);
   errors: two grid blocks that touch the same memory, use of a peer's memory before `connect`, a
   rank that exits while a peer may still use its memory, a rank that sends values to a peer and
   receives nothing from it, a wait that never ends, a signal whose count does not grow, a tile that
@@ -50,11 +50,12 @@ from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTE
 from pallas_kernels.fabric.sentinel_words import TileMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
-# How long a rank may wait while no rank does anything.
+# The seconds for which a rank may wait while no thread does anything; then the test fails.
 WAIT_SECONDS = 30.0
-# The fraction of a processor that shows that a thread computes or compiles; waiting takes less.
+# If this process uses more than this fraction of a CPU core, some thread computes or compiles.
+# Threads that only wait use less.
 BUSY = 0.05
-# How long a whole kernel may take.
+# The seconds that a whole kernel may take.
 DEADLOCK_SECONDS = 300.0
 
 _missing = ""
@@ -98,9 +99,10 @@ class KernelError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """A fabric for kernels under `simulate`: all ranks run at once, with random delays.
+    """The ranks of a kernel under `simulate`, and how they signal and reach each other's memory.
 
-    Every buffer is one array of all ranks, stacked on axis 0, and the rank is a grid axis.
+    All ranks run at once, with random delays. Every buffer is one array of all ranks, stacked on
+    axis 0, and the rank is a grid axis.
     """
 
     num_ranks: int
@@ -167,8 +169,8 @@ class Simulated:
 
 
 def simulated_ranks(num_ranks: int, *, detect_races: bool = True) -> Simulated:
-    # All copies share the clocks of 251 virtual copy threads in turn. With so many, two concurrent
-    # copies seldom have the same clock, which would hide a race between them.
+    # The interpreter assigns copies to virtual threads in turn, each of which has a vector clock. A
+    # race between two copies of one thread is not found. With 251 threads this is rare.
     options = InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=251)
     return Simulated(num_ranks, options)
 
@@ -202,7 +204,7 @@ class TileContents:
     """The tile buffers and counters of some GPUs; they persist from one `simulate` to the next."""
 
     def __init__(self) -> None:
-        # (GPU, buffer) -> the tile in it; the key is absent if the buffer is empty.
+        # Maps (GPU, buffer) to the tile in the buffer; an empty buffer has no entry.
         self.tiles: dict[tuple[int, int], np.ndarray] = {}
         self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
 
@@ -274,12 +276,12 @@ def interpret(function: Callable[[], Any]) -> Any:
 
 
 def _on_cpu(function: Callable[[], Any]) -> Any:
-    """Runs `function` on the CPU and returns its results as NumPy arrays.
+    """Runs `function` on the CPU, even if there is a GPU; returns NumPy arrays.
 
-    XLA for GPUs would remove roundings that the kernels make.
+    On a GPU, XLA would remove some of the roundings that the kernels ask for.
     """
     before = jax.config.jax_default_device
-    # The default device must be set for all threads, since the interpreter starts its own.
+    # Set the default device for all threads, because the interpreter starts threads of its own.
     jax.config.update("jax_default_device", jax.devices("cpu")[0])
     try:
         return jax.tree.map(np.asarray, function())
@@ -394,7 +396,7 @@ class _Sent(NamedTuple):
     Attributes:
         count: its count.
         clock: the sender's vector clock at that time.
-        visible: writer rank -> the number of its last write that the signal releases.
+        visible: maps a writer's rank to the number of its last write that the signal makes visible.
     """
 
     count: int
@@ -419,7 +421,7 @@ class _Wait:
                     f"{self.kind} of rank {rank}, which has sent {[s.count for s in signals]}"
                 ),
             )
-            # Take the first signal that suffices: the waiting rank may have missed any later one.
+            # Take the first signal that suffices: the rank may not have seen any later one.
             seen = next(signal for signal in signals if signal.count >= count)
             with memory.lock:
                 memory.clocks[thread].update(seen.clock)
@@ -607,8 +609,8 @@ class _Lanes:
 
     If a kernel accesses a single element, all threads of the warpgroup access it. If it accesses a
     vector, each thread accesses some of the elements, and the same ones whenever the vector's index
-    is the same. Without a barrier after such an access, a slow thread may still read an old value,
-    or write again what another thread has overwritten.
+    is the same. If no barrier separates two accesses of different threads to an element, a thread
+    that lags behind may read it too late, or overwrite the other thread's value.
     """
 
     def __init__(self) -> None:
@@ -620,11 +622,11 @@ class _Lanes:
         self._periods[thread] = next(self._new_period)
 
     def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
-        """Returns the accessed part of a buffer's tables, and how the threads divide it.
+        """Returns records of the accessed elements, and a number for how the threads divide them.
 
-        The tables say, for each element of the buffer, when and how it was last accessed. How the
-        threads divide an access is a number: 0 if all threads access a single element; otherwise a
-        hash of the vector's index, since equal indices are divided alike.
+        The records are arrays that say, for each accessed element, when and how it was last
+        accessed. The number is 0 if all threads access a single element. For a vector it is a hash
+        of the vector's index: vectors of equal indices are divided among the threads alike.
 
         Args:
             key: the buffer.
@@ -634,8 +636,7 @@ class _Lanes:
         names = ("read in", "read by", "written in", "written by", "unsettled in")
         if key not in self._tables:
             self._tables[key] = {name: np.zeros(shape, np.int64) for name in names}
-        # Keep single elements as arrays (a slice instead of an index), so that they can be
-        # assigned.
+        # Select a single element by a slice, so that the result is a view, which can be assigned.
         where = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in access.range)
         who = hash(str(access.range)) if access.shape else 0
         return {name: self._tables[key][name][where] for name in names}, who
@@ -673,15 +674,18 @@ class _Visible:
         # The number of writes so far, of all ranks.
         self._writes = 0
         self._upto: dict[int, dict[int, int]] = collections.defaultdict(dict)
-        # Buffer -> the rank that wrote each element last, -1 for none.
+        # Maps a buffer to the rank that wrote each of its elements last, -1 for none.
         self._writers: dict[Any, np.ndarray] = {}
-        # Buffer -> the number of the last write to each element.
+        # Maps a buffer to the number of the last write to each of its elements.
         self._numbers: dict[Any, np.ndarray] = {}
-        # Writes to peers' memory: (owner, writer, number of the write, description).
+        # Writes to peers' memory: (owner of the memory, writer, number of the write, description).
         self._remote: list[tuple[int, int, int, str]] = []
 
     def after_signal(self, rank: int) -> dict[int, int]:
-        """Returns writer -> the number of its last write that a release signal makes visible."""
+        """Returns the last writes that a release signal of `rank` makes visible.
+
+        Maps the rank of each writer to the number of its last visible write.
+        """
         return {**self._upto[rank], rank: self._writes}
 
     def wait(self, rank: int, visible: dict[int, int]) -> None:
@@ -718,7 +722,7 @@ class _Simulation:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.changed = threading.Condition()
-        # Buffer -> the grid block that wrote, or read, each element; -1 for none.
+        # Each maps a buffer to the grid block that wrote (or read) each element, -1 for none.
         self.writers: dict[Any, np.ndarray] = {}
         self.readers: dict[Any, np.ndarray] = {}
         self.block = 0
@@ -737,19 +741,19 @@ class _Simulation:
         self._begin_block()
 
     def _begin_block(self) -> None:
-        # (kind, receiving rank, sending rank) -> the signals sent.
+        # Maps (kind of signal, receiving rank, sending rank) to the signals sent.
         self.signals: dict[Any, list[_Sent]] = collections.defaultdict(list)
-        # Rank -> the vector clocks of its calls of `connect`.
+        # Maps a rank to the vector clocks of its calls of `connect`.
         self.connected: dict[int, list[Any]] = collections.defaultdict(list)
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
         self.visible = _Visible()
-        # Accesses to peers' memory: (owner, vector clock, description).
+        # Accesses to peers' memory: (owner of the memory, vector clock, description).
         self.remote_accesses: list[tuple[int, Any, str]] = []
         self.exit_clocks: dict[int, Any] = {}
-        # GPU -> the rank that uses its memory as its own.
+        # Maps a GPU to the rank that uses its memory as its own.
         self.owners: dict[int, int] = {}
-        # (GPU, buffer) -> the dict of tile buffers into which a tile was sent.
+        # Maps (GPU, buffer), where a tile was sent, to the dict of tiles that has the buffer.
         self.sent: dict[Any, Any] = {}
 
     @property
@@ -757,9 +761,9 @@ class _Simulation:
         return gpu_callbacks._get_shared_memory()
 
     def wait_until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Waits until `done()`; raises KernelError(what()) if no thread does anything.
+        """Waits until `done()`; raises KernelError(what()) after WAIT_SECONDS without any activity.
 
-        On a busy machine, only time in which this process gets the processor counts.
+        CPU time that this process uses, for example to compile, is activity too.
         """
         with self.changed:
             self._step()
@@ -823,10 +827,10 @@ class _Simulation:
         )
 
     def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
-        """Returns whether an access reads a vector of routes, which may be too early.
+        """Returns whether an access reads a vector of routes, which is never a race.
 
-        Kernels load vectors of routes ahead of their use, and do not use the entries that are not
-        written yet. So such a read is no race. Integer vectors are taken for routes.
+        Kernels load vectors of routes ahead of their use, perhaps before all entries are written,
+        and use only the entries that were. Every vector of integers is taken for one of routes.
         """
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
@@ -885,11 +889,11 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """Turns a grid over (rank, block) into a grid over blocks, each a cluster of all ranks."""
-        # This is the number of ranks in one group along the mesh axes of the ranks.
         ranks, blocks = kwargs.pop("grid")
-        # A kernel without results must have one group only.
+        # The grid has the ranks of one group that communicates, but the leading axis of a result
+        # has the ranks of all groups, which the simulation runs. Without results there must be one
+        # group only.
         if kwargs["out_type"]:
-            # The leading axis of a result counts the ranks of all groups.
             ranks = kwargs["out_type"][0].shape[0]
         assert kwargs.pop("grid_names") == ("rank", "block")
         kwargs |= dict(grid=(blocks,), grid_names=("block",))
@@ -1043,7 +1047,10 @@ def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
 
 @contextlib.contextmanager
 def _watchdog(simulation: _Simulation | None) -> Iterator[None]:
-    """Ends a deadlock: a simulation with an error; else, or if that fails, the process."""
+    """Ends the code in a `with` statement if it runs longer than DEADLOCK_SECONDS.
+
+    A simulation ends with a KernelError. Without a simulation, or if that fails, the process ends.
+    """
 
     def give_up() -> None:
         assert simulation is not None

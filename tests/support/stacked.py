@@ -113,9 +113,11 @@ class Problem:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """Each (rank, token, choice)'s row at each rank, [N, N, T, K] int32; -1 at other ranks.
+        """The routes, [N, N, T, K] int32: the row that each choice is sent to at each rank.
 
-        Dropped choices have a row too, past the end of the receive buffer.
+        Entry [r, s, t, k] is for choice k of token t of rank s. It is its row in the receive buffer
+        of rank r, or -1 if the choice names no expert of rank r. Dropped choices have a row too,
+        past the end of the receive buffer.
         """
         sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
         ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
@@ -126,14 +128,17 @@ class Problem:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """How often each rank chose each expert, [N, N, E] int32, as every rank knows it."""
+        """The counts that each rank has, [N, N, E] int32: how often each rank chose each expert.
+
+        All ranks have equal counts, so the entries do not depend on the first index.
+        """
         experts = np.arange(self.num_experts)
         counts = (self.topk_idx[..., None] == experts).sum(axis=(1, 2), dtype=np.int32)
         return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
 
     @functools.cached_property
     def groups(self) -> routes.RowGroups:
-        """The expected `RowGroups` of a dispatch, stacked by rank."""
+        """The expected `RowGroups` of a dispatch, its counts of rows by expert, stacked by rank."""
         sent = self.dispatched(self.num_rows)
         return routes.RowGroups(
             *(np.stack([getattr(s, name) for s in sent]) for name in routes.RowGroups._fields)
@@ -235,7 +240,7 @@ class Problem:
         return self._added_after_the_wire(list(np.where(sent, self.real_sums, 0)))
 
     def _added_after_the_wire(self, sums: list[np.ndarray]) -> np.ndarray:
-        """Computes [N, T, H] from the partial sums [N, T, H] of each rank, as sent in float8.
+        """Adds the partial sums that the ranks send in float8: one [N, T, H] from each rank.
 
         Each partial sum is rounded to float8; the sums are added in float32 and rounded once.
         """
@@ -270,8 +275,8 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
     return np.where(unused[..., None], np.asarray(value, rows.dtype), rows)
 
 
-# Each of these functions returns a call of a kernel on the problem's operands, stacked by rank: a
-# function without arguments for `simulate` to run. `options` are further options of the kernel.
+# Each kernel function below returns a call of its kernel on the operands of a `Problem`: a function
+# without arguments, which `simulate` runs. `options` are further options of the kernel.
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:

@@ -46,7 +46,7 @@ def test_a_barrier_after_threads_have_met_is_none():
 def test_copies_of_a_barrier_on_both_sides_are_found():
     """A barrier copied into both sides of a branch must be found.
 
-    LLVM merges two waits of one thread, each followed by a barrier, in this way.
+    LLVM makes such copies when it merges two waits of one thread, each with a barrier after it.
     """
     both = f"{BARRIER}\n    bra.uni $L__BB0_3;\n$L__BB0_1:\n    {BARRIER}"
     text = kernel(some=both).replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
@@ -57,7 +57,7 @@ def test_copies_of_a_barrier_on_both_sides_are_found():
 @pytest.mark.parametrize(
     "condition",
     [
-        # The shift gives the warpgroup's number.
+        # The shift computes the number of the thread's warpgroup, which is the same in a warp.
         "shr.u32 %r3, %r2, 7;\n    setp.ne.b32 %p1, %r3, 0;",
         "setp.gt.u32 %p1, %r2, 127;",
         "setp.lt.u32 %p1, %r2, 64;",
