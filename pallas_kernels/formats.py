@@ -101,13 +101,14 @@ class Format:
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
         """Reorders items, one for each axis of the decoded array, to the order of the stored axes.
 
-        A format may store the axes of values and scales in another order than that of the decoded
-        array's axes. The items are for example the entries of a `jax.sharding.PartitionSpec`.
+        The items are for example the entries of a `jax.sharding.PartitionSpec`. The arrays of
+        values and scales may have the axes of the decoded array in another order. Here the order is
+        the same, but a subclass may change it.
         """
         return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
-        """Returns (columns, dtype) of each of the arrays that store rows of `hidden` numbers.
+        """Returns (columns, dtype) of each array that stores rows of `hidden` numbers.
 
         The arrays are the values and the scales. `dtype` is the dtype of the rows before they are
         encoded.
@@ -206,7 +207,7 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """The format of float8 values whose scale maps the largest number of a block to that of float8.
+    """The format of float8 values whose scale maps a block's largest number to the largest float8.
 
     DeepSeek-V3 uses the same blocks and scales for rows (arXiv:2412.19437, section 3.3.2). NaN and
     infinities are stored as NaN, and do not affect the other numbers of their block.
@@ -258,8 +259,8 @@ class Float8(Format):
     def scale_of_largest(self) -> float:
         """The factor by which a block's largest magnitude is multiplied to get the block's scale.
 
-        It is a little less than 1 / `largest`, so that `largest` times a scale never rounds to more
-        than the block's largest magnitude.
+        It is a little less than 1 / `largest`, so that `largest` times the block's scale never
+        rounds to more than the block's largest magnitude.
         """
         return (1 - 2**-22) / self.largest
 
@@ -276,12 +277,12 @@ class Float8(Format):
 
         Args:
           x: floating-point numbers, which are converted to float32.
-          divide: if False, a scale is its block's largest magnitude times `scale_of_largest`, and
-            at least `least_scale`; numbers are multiplied by 1 / scale, as in kernels. If True, a
-            scale is the largest magnitude divided by `largest`, or 1 if the quotient is 0 in
-            `scale_dtype`; numbers are divided by scales, as in published checkpoints. XLA may
-            replace the division by a multiplication by 1 / `largest`, so only NumPy arrays give
-            the bits of published checkpoints.
+          divide: if False, a scale is its block's largest magnitude times `scale_of_largest`, but
+            not less than `least_scale`. Numbers are multiplied by 1 / scale, as in kernels. If
+            True, a scale is its block's largest magnitude divided by `largest`, or 1 if the
+            quotient is 0 in `scale_dtype`. Numbers are divided by scales, as in published
+            checkpoints. For JAX arrays, XLA may replace the division by `largest` by a
+            multiplication, so only NumPy arrays give the bits of published checkpoints.
 
         Raises:
           ValueError: the shape of x is not of whole blocks.
@@ -303,8 +304,8 @@ class Float8(Format):
             factors = scales if divide else 1 / scales
             factors = xp.expand_dims(factors, self._axes)
             scaled = blocks / factors if divide else blocks * factors
-            # A scale of another dtype than float32 may have been rounded down. A number divided by
-            # it may then exceed the largest float8 number, so it is clipped.
+            # If scales are not float32, a scale may have been rounded down. A number divided by the
+            # scale may then exceed the largest float8 number, so it is clipped.
             if self.scale_dtype != _FLOAT32:
                 scaled = xp.clip(scaled, -self.largest, self.largest)
             values = xp.where(finite, scaled, np.float32(np.nan)).astype(self.dtype)
@@ -314,8 +315,8 @@ class Float8(Format):
         xp = namespace(scales)
         fraction, exponent = xp.frexp(scales)
         scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5))
-        # A scale may have been rounded down to a power of two before this function. The block's
-        # largest number would then overflow, so the scale is doubled.
+        # The rounding of float32 may have made `scales` a power of two that is too small. The
+        # block's largest number would then overflow float8, so the scale is doubled.
         return xp.where(scales * np.float32(self.largest) < largest, 2 * scales, scales)
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:

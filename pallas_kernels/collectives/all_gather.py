@@ -15,8 +15,8 @@ from pallas_kernels.fabric import fabric as fb
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Gathers x [S] from all N ranks into [N, S]: row r is rank r's x.
 
-    S is a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are
-    simulated on one device (`fabric.stacked`), x is [N, S] and the result [N, N, S].
+    S elements must be a whole number of 16-byte vectors, and at least one tile of `plan`. If all
+    ranks are simulated on one device (`fabric.stacked`), x is [N, S] and the result [N, N, S].
     """
     (size,) = x.shape[-1:]
 

@@ -22,11 +22,11 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [S] floating over ranks by the one-shot algorithm; returns [S] on every rank.
+    """Sums x [S] floating over N ranks by the one-shot algorithm; returns [S] on every rank.
 
-    Every rank reads all inputs. The sum is computed in float32 and rounded once to x's dtype. S is
-    a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are simulated on
-    one device (`fabric.stacked`), x and the result are [N, S].
+    Every rank reads all inputs. The sum is computed in float32 and rounded once to x's dtype. S
+    elements must be a whole number of 16-byte vectors, and at least one tile of `plan`. If all
+    ranks are simulated on one device (`fabric.stacked`), x and the result are [N, S].
     """
     (size,) = x.shape[-1:]
 
@@ -42,12 +42,12 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [N, S] floating over ranks by the two-shot algorithm; returns [N, S] on every rank.
+    """Sums x [N, S] floating over N ranks by the two-shot algorithm; returns [N, S] on every rank.
 
     Rank r sums shard x[r] of all ranks, and writes the sum to all ranks. The sum is computed in
-    float32 and rounded once to x's dtype. S is a whole number of 16-byte vectors and at least one
-    tile of `plan`. If all ranks are simulated on one device (`fabric.stacked`), x and the result
-    are [N, N, S].
+    float32 and rounded once to x's dtype. S elements must be a whole number of 16-byte vectors, and
+    at least one tile of `plan`. If all ranks are simulated on one device (`fabric.stacked`), x and
+    the result are [N, N, S].
     """
     num_shards, size = x.shape[-2:]
 

@@ -3,7 +3,7 @@
 Block b of every rank handles the same rows of [T, H]. Each of its warpgroups handles some tiles of
 every row.
 
-  one_shot  a block reads its rows from all ranks, sums them in registers, and normalizes the sums;
+  one_shot  a block reads its rows of all ranks, sums them in registers, and normalizes the sums;
   two_shot  on each rank, block b sums one N-th of the tiles of its rows, and writes the sums to the
             `normalized` output of all N ranks; once the sums of all ranks have arrived, each rank
             normalizes the rows in place.
@@ -15,8 +15,8 @@ Here x is the input, and the results are the normalized rows and the new residua
                normalized --> sums in registers --> + residual --> RMSNorm --> results
 
 Every rank adds its own residual and normalizes all rows itself, so residuals may differ between
-ranks. The fusion is TokenWeave's (Gond et al., 2025), which also splits the normalization over
-ranks.
+ranks. The fusion of these operations comes from TokenWeave (Gond et al., 2025), which also splits
+the normalization over ranks.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def low_latency_all_reduce_rms_norm(
     """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
 
     Takes the arguments of `all_reduce_rms_norm` except `fabric`, and returns results with the same
-    bits. With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of
-    them.
+    bits. With `two_shot`, block b of every rank handles the same N rows, where N is the number of
+    ranks. Each rank sums one of them.
 
     Args:
       place: [1] int32, the index of this GPU in the mesh in row-major order.
@@ -145,14 +145,14 @@ def low_latency_all_reduce_rms_norm(
 class _Refs(NamedTuple):
     """The operands and results of the kernel, in global memory."""
 
-    # [T, H], the input, which peers read, or which is sent over the low-latency protocol.
+    # [T, H], the input. Peers read it; with the low-latency protocol, this rank sends it to them.
     x: Any
     # [T, H], the residual.
     residual: Any
     # [H], the RMSNorm weight.
     scale: Any
     # [T, H], the normalized rows, a result. In a two-shot kernel without the low-latency protocol,
-    # peers first write the sums of rows here, which are then normalized in place.
+    # peers first write the sums of rows here. This rank then normalizes the sums in place.
     normalized: Any
     # [T, H], the sum over ranks plus the residual, a result.
     new_residual: Any
@@ -161,8 +161,8 @@ class _Refs(NamedTuple):
 class _Scratch(NamedTuple):
     """The shared memory of the kernel."""
 
-    # [2, warps] float32: each warp's part of the sum of squares over a row. Consecutive rows use
-    # the two halves in turn, so that a row does not overwrite sums that are still being read.
+    # [2, warps] float32: each warp's part of the sum of squares of a row. Consecutive rows use the
+    # two halves in turn: when a row's sums are written, those of the row before may still be read.
     squares: Any
     # A barrier at which the block's warpgroups wait for each other.
     together: Any
@@ -177,7 +177,7 @@ class _Row(NamedTuple):
     sums: Sequence[jax.Array]
     # The tiles of the row's residual.
     residual: Sequence[jax.Array]
-    # The RMSNorm weight in the columns of these tiles.
+    # The RMSNorm weight, in the columns of this warpgroup's tiles.
     scale: Sequence[jax.Array]
 
 
@@ -195,9 +195,9 @@ class _Body:
       residual_dtype: the dtype of the residual.
       hidden: the number of columns that are data.
       eps: a constant added to the mean square.
-      two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
-        every rank sums all data itself.
-      fabric: how ranks reach each other; over the low-latency protocol, the protocol's `Channels`.
+      two_shot: whether each of the N ranks sums one N-th of the data and sends the sums to all
+        ranks; else every rank sums all data itself.
+      fabric: how ranks reach each other; with the low-latency protocol, the protocol's `Channels`.
       plan: the number of blocks, and of warpgroups per block, which share each row.
     """
 
@@ -301,9 +301,9 @@ class _Body:
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
         """Runs the body of the one-shot kernel over the low-latency protocol, in one warpgroup.
 
-        Every block handles `rows_per_block` rows. Where these pass the last row of x, the block
-        computes the last row again, so that all blocks send and receive equally many tiles.
-        `endpoint` is the warpgroup's connection to its peers, and `arrays` are the kernel's
+        Every block handles `rows_per_block` rows. If there are too few rows for the last blocks,
+        they compute the last row of x again, so that all blocks send and receive equally many
+        tiles. `endpoint` is the warpgroup's connection to its peers, and `arrays` are the kernel's
         operands and results.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
@@ -322,10 +322,10 @@ class _Body:
     def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
         """Runs the body of the two-shot kernel over the low-latency protocol, in one warpgroup.
 
-        A block handles N rows. For row r of them, all ranks send their inputs to rank r, which sums
-        them and sends the sum to all ranks. Where the N rows pass the last row of x, the last row
-        is computed again. `endpoint` is the warpgroup's connection to its peers, and `arrays` are
-        the kernel's operands and results.
+        A block handles N rows, where N is the number of ranks. For the block's row number r, all
+        ranks send their inputs to rank r. Rank r sums them and sends the sum to all ranks. A block
+        with rows past the last row of x computes the last row again instead. `endpoint` is the
+        warpgroup's connection to its peers, and `arrays` are the kernel's operands and results.
         """
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.fabric.num_ranks
@@ -347,7 +347,7 @@ class _Body:
             self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of the row ref[row], or `ref` itself, in global memory."""
+        """Loads this warpgroup's tiles of ref[row], a row in global memory, or of a 1D `ref`."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
@@ -356,9 +356,9 @@ class _Body:
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
         """Sums this rank's share of the block's rows over ranks, and writes the sums to all ranks.
 
-        The share is every N-th tile of the rows. The block has `num_rows` rows, from row `first`
-        on. The sums go to `refs.normalized` of every rank, where each rank later normalizes the
-        rows in place.
+        The share is every N-th tile of the rows, where N is the number of ranks. The block has
+        `num_rows` rows, from row `first` on. The sums go to `refs.normalized` of every rank, where
+        each rank later normalizes the rows in place.
         """
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
@@ -378,8 +378,8 @@ class _Body:
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
         """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
 
-        A one-shot kernel reads the inputs of all ranks and sums them. In a two-shot kernel, ranks
-        have already written the sums to `refs.normalized` of this rank, from where they are loaded.
+        A one-shot kernel reads the inputs of all ranks and sums them. A two-shot kernel loads the
+        sums from this rank's `refs.normalized`, to which all ranks have already written them.
         """
         if not self.two_shot:
             return [
@@ -404,8 +404,8 @@ class _Body:
             normalized row to `normalized`.
           half: which half of `scratch.squares` to use, 0 or 1. Consecutive rows must alternate.
           scratch: the kernel's shared memory.
-          signal: called once all warpgroups of the block have their sums of the row in registers,
-            so that peers may be told that the block has read their inputs; None to call nothing.
+          signal: called when all warpgroups of the block have their sums of the row in registers.
+            It may tell the peers that the block has read their inputs. None to call nothing.
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
@@ -424,8 +424,9 @@ class _Body:
         self._meet(scratch)
         if signal:
             signal()
-        # On a GPU, `_meet` suffices. The simulator of the tests runs a warpgroup as one thread, and
-        # needs this barrier to see that the warpgroup's threads have met.
+        # On a GPU, `_meet` synchronizes all threads of the block. The tests' simulator runs a
+        # warpgroup as one thread, and needs this barrier to know that the warpgroup's threads have
+        # met, too.
         fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -454,10 +455,10 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes the elements of a tile that an earlier tile of the row contains, too.
+        """Zeroes those elements of a tile that an earlier tile of the row contains, too.
 
         A sum over the tiles of all warpgroups then counts each column of the row once. `value` has
-        an element for each column of this warpgroup's i-th tile: the square of the row there.
+        the squares of the row's elements in this warpgroup's i-th tile.
         """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
@@ -475,9 +476,9 @@ class _Body:
     def _signal(self, *, release: bool) -> None:
         """Signals to peers that this block has made its last access to their memory.
 
-        In a two-shot kernel it has written its sums, and in a one-shot kernel it has read all
-        ranks' inputs. The block's warpgroups must have waited for each other before. `release` is
-        whether a peer that sees the signal also sees what the block wrote before.
+        That is after it has written its sums, in a two-shot kernel, or has read all ranks' inputs,
+        in a one-shot kernel. The block's warpgroups must have waited for each other before.
+        `release` is whether a peer that sees the signal also sees what the block wrote before.
         """
 
         @pl.when(lax.axis_index("warpgroup") == 0)

@@ -17,8 +17,9 @@ from pallas_kernels.fabric import fabric as fb
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
 
-    S is a whole number of 16-byte vectors and at least one tile of `plan`. If all ranks are
-    simulated on one device (`fabric.stacked`), x and the result are [N, N, S].
+    N is the number of ranks. S elements must be a whole number of 16-byte vectors, and at least one
+    tile of `plan`. If all ranks are simulated on one device (`fabric.stacked`), x and the result
+    are [N, N, S].
     """
     num_ranks, size = x.shape[-2:]
 

@@ -2,8 +2,8 @@
 
 Each collective has the same name as in `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
 and returns the same bits. In those modules ranks wait for each other's signals. In the low-latency
-protocol, which `fabric.low_latency` describes, a receiver polls the payload itself, which is faster
-for such payloads.
+protocol, which `fabric.low_latency` describes, a receiver polls the payload itself. For small
+payloads this is faster.
 
 In each collective, `place` is [1] int32, the index of this GPU in the mesh in row-major order,
 `channels` is the protocol's memory, by which ranks reach each other, and `plan` gives the number of
@@ -29,11 +29,11 @@ from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """All-reduces x [S] floating over the low-latency protocol; returns the sum [S] on every rank.
+    """All-reduces x over the low-latency protocol; returns the sum on every rank.
 
-    In one shot, every rank sends its whole input to all ranks, and sums all inputs. `place` [1]
-    int32 is the index of this GPU in the mesh in row-major order. `channels` is the memory of the
-    protocol, by which ranks reach each other.
+    x and the sum are 1D arrays of S floating elements. In one shot, every rank sends its whole
+    input to all ranks, and sums all inputs. `place` [1] int32 is the index of this GPU in the mesh
+    in row-major order. `channels` is the memory of the protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -48,11 +48,12 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """All-reduces x [N, S] floating over the low-latency protocol; returns [N, S] on every rank.
+    """All-reduces x over the low-latency protocol; returns the sum on every rank.
 
-    In two shots, rank r receives shard x[r] of all ranks, sums these shards, and sends the sum to
-    all ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels`
-    is the memory of the protocol, by which ranks reach each other.
+    x and the sum are [N, S] floating: a shard of S elements for each of the N ranks. In two shots,
+    rank r receives shard x[r] of all ranks, sums these shards, and sends the sum to all ranks.
+    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
+    memory of the protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -89,9 +90,9 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
 def reduce_scatter(
     place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
 ) -> jax.Array:
-    """Reduce-scatters x [N, S] floating: rank r receives shard x[r] of all ranks and sums it.
+    """Reduce-scatters x: rank r receives shard x[r] of all N ranks, and returns their sum, [S].
 
-    Returns the sum, [S]. `place` [1] int32 is the index of this GPU in the mesh in row-major order.
+    x is [N, S] floating. `place` [1] int32 is the index of this GPU in the mesh in row-major order.
     `channels` is the memory of the low-latency protocol, by which ranks reach each other.
     """
 
@@ -105,8 +106,8 @@ def reduce_scatter(
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
 
-    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
-    memory of the low-latency protocol, by which ranks reach each other.
+    N is the number of ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major
+    order. `channels` is the memory of the low-latency protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -126,9 +127,9 @@ def _sums_of_shard(
 ) -> Iterator[tuple[Any, jax.Array]]:
     """Sends each peer r the shard x[r], and sums the shards that this rank receives.
 
-    Each worker (a warpgroup) does so for its own tiles. `where` has this worker's tiles, as slices
-    of a shard. `x_ref` is [N, S] in this rank's memory. Yields a pair for each tile: the slice, and
-    the sum over ranks of this rank's shard in that slice.
+    Each warpgroup, called a worker, sends and sums its own tiles. `where` has this worker's tiles,
+    as slices of a shard. `x_ref` refers to this rank's x, [N, S]: a shard for each of the N ranks.
+    Yields a pair for each tile: the slice, and the sum over ranks of this rank's shard in it.
     """
     for index, tile in enumerate(where):
         endpoint.send(
@@ -148,7 +149,8 @@ def _store_what_arrives(
     """Receives this worker's tiles from each peer, and stores them to out_ref[peer].
 
     A worker is a warpgroup, and `where` has its tiles, as slices of the last axis of `out_ref`.
-    `out_ref` is [N, S] in this rank's memory. Only the dtype of `x` is used.
+    `out_ref` refers to this rank's output, [N, S], where N is the number of ranks. Only the dtype
+    of `x` is used.
     """
     for index, tile in enumerate(where):
         parts = endpoint.receive(index, (tile.size,), x.dtype, exact=True)
@@ -169,8 +171,8 @@ def _call(
     """Runs the kernel of a collective over the low-latency protocol, and returns its result.
 
     The last axes of x and of the result have the same size, S, and are cut into tiles of the same
-    length. Every worker (a warpgroup) gets the same number of tiles. The last tile is moved back
-    until it ends with the axis, so it may overlap the tile before. If there are too few tiles,
+    length. Every warpgroup, called a worker, gets the same number of tiles. The last tile is moved
+    back until it ends with the axis, so it may overlap the tile before. If there are too few tiles,
     several workers have the last tile, and write the same values to it.
 
     Args:

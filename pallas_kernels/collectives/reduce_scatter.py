@@ -13,11 +13,12 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [N, S] floating over ranks, and returns shard r of the sum, [S], on rank r.
+    """Sums x over N ranks, and returns shard r of the sum, [S], on rank r.
 
-    The sum is computed in float32, in rank order, and rounded once to x's dtype. S is a whole
-    number of 16-byte vectors and at least one tile of `plan`. If all ranks are simulated on one
-    device (`fabric.stacked`), x is [N, N, S] and the result [N, S].
+    x is [N, S] floating: N shards of S elements. The sum is computed in float32, in rank order, and
+    rounded once to x's dtype. S elements must be a whole number of 16-byte vectors, and at least
+    one tile of `plan`. If all ranks are simulated on one device (`fabric.stacked`), x is [N, N, S]
+    and the result [N, S].
     """
     (size,) = x.shape[-1:]
 

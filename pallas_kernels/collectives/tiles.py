@@ -57,7 +57,7 @@ class TilePlan:
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
-    """Returns the number of elements of a tile, the unit that a warpgroup holds in registers.
+    """Returns the number of elements of a tile, which a warpgroup holds in registers at a time.
 
     `num_vectors` is the number of 16-byte vectors of a tile that each thread holds.
     """
@@ -68,10 +68,10 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 class FlatTiles:
     """Distributes the tiles of `num_shards` shards of equal size over a kernel's warpgroups.
 
-    A shard is a flat array, cut into tiles of the same length. The last tile of a shard is moved
-    back until it ends with the shard, and may overlap the tile before; both must then store the
-    same values to the overlap. So the size of a shard may be any whole number of 16-byte vectors
-    that is at least one tile.
+    A shard is a flat array, cut into tiles of the same length. A shard need not be a whole number
+    of tiles: its last tile is moved back until it ends with the shard, and may overlap the tile
+    before. Both must then store the same values to the overlap. A shard must be a whole number of
+    16-byte vectors, and at least one tile.
     """
 
     # The number of elements of a shard.
@@ -123,8 +123,8 @@ def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     """Loads the tile ref[indices] from the memory of every rank, and sums the tiles in rank order.
 
-    `ref` is this rank's reference to a buffer that every rank has. The last of `indices` is the
-    slice that is the tile. Returns the float32 sum in registers, with the same bits on every rank.
+    `ref` is this rank's reference to a buffer that every rank has. The last of `indices` is a slice
+    as long as a tile. Returns the float32 sum in registers, with the same bits on every rank.
     Ranks begin to read at different peers, to spread the load over the links.
     """
     num_ranks = fabric.num_ranks

@@ -228,8 +228,8 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
     "convert_element_type": _same,
     "copy": _same,
-    # The gradient of a product is summed over the axes along which an operand was broadcast.
-    # Scalars have none.
+    # JAX sums a gradient over the axes along which the operand was broadcast. A scalar has no axes,
+    # so its sum is the scalar itself.
     "reduce_sum": _same,
 }
 

@@ -5,10 +5,10 @@ each. The tests' simulator stacks the buffers of all ranks along a leading axis 
 the rank a grid axis, and runs the same kernel bodies in Pallas' GPU interpreter, all ranks at once,
 with race detection.
 
-A thread block communicates only with the blocks of its own index on other ranks. Buffer addresses
-and the words of `send_values` are an exception: all blocks of a peer may read them. So a grid may
-have more blocks than the GPU can run at a time without a deadlock, as long as every rank starts its
-blocks in order.
+A thread block waits only for the blocks of its own index on other ranks. So a grid may have more
+blocks than the GPU can run at a time, without a deadlock, if every rank starts its blocks in order.
+There are two exceptions: a block of any index may wait for the addresses of a peer's buffers, and
+for the numbers that a peer sends by `send_values`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 class Ranks(Protocol):
     """The ranks that a kernel runs on, and what the kernel's launch needs for communication.
 
-    `kernel` gives the kernel the operands and scratch that this class names, besides the body's.
+    Communication needs operands and scratch of its own, which this class defines. The function
+    `kernel` launches a kernel with these besides the operands and scratch of the kernel's body.
     """
 
     @property
@@ -59,7 +60,10 @@ class Ranks(Protocol):
         """The arrays that communication needs; every kernel takes them before its own operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch, by name, that communication by `num_buffers` buffers needs."""
+        """Returns the types of the scratch that communication needs, by name.
+
+        `num_buffers` is the number of buffers that peers access.
+        """
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that a buffer has on a device, given its `shape` on one rank.
@@ -90,9 +94,10 @@ class Fabric(Ranks, Protocol):
         """Returns the index of this rank's device in the mesh, in row-major order, [] int32."""
 
     def mine(self, ref: Any) -> Any:
-        """Returns a reference to this rank's own buffer, given the reference `ref` of the kernel.
+        """Returns a reference to this rank's own buffer; `ref` is the kernel's reference to it.
 
-        It is `ref` itself or, if all ranks' buffers are `stacked` in one array, this rank's entry.
+        The result is `ref` itself. But if all ranks' buffers are `stacked` in one array, `ref`
+        refers to this array, and the result to this rank's entry of it.
         """
 
     def peer(self, ref: Any, rank: Any) -> Any:
@@ -104,16 +109,17 @@ class Fabric(Ranks, Protocol):
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
         """Sends a signal with the number `count` to every rank, for the block of the same index.
 
-        A block has a signal of each `kind`, 0 and 1, from each rank. In a call, a later signal of
-        the same kind must have a larger `count`. With `release`, a peer that sees the signal also
-        sees what this warpgroup wrote before.
+        `kind`, 0 or 1, selects one of two independent signals from a rank to a block. If a rank
+        sends several signals of a kind in a call, each must have a larger `count` than the one
+        before. With `release`, a peer that sees the signal also sees what this warpgroup wrote
+        before.
         """
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        """Waits for signals of `kind` from every rank: from the block of this block's index.
+        """Waits until the signal of `kind` from every rank is `count` or more.
 
-        The wait ends when each of these signals is `count` or more. `what` names the wait in the
-        error message of a timeout.
+        On each rank, the block with this block's index sends the signal. `what` names the wait in
+        the error message of a timeout.
         """
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
@@ -148,7 +154,7 @@ class Fabric(Ranks, Protocol):
         """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """Orders this warpgroup's next bulk copies (TMA) after peers' writes it has waited for.
+        """Orders this warpgroup's next bulk copies (TMA) after the peers' writes it has waited for.
 
         Without this fence a bulk copy may still read what the memory held before these writes.
         """
@@ -157,7 +163,7 @@ class Fabric(Ranks, Protocol):
         """Marks a point of a kernel at which a test may delay each rank by a different time.
 
         Point 0 is the beginning of a call of the kernel. Point 1 is after writes to peers and
-        before the signal of these writes. Point 2 is where data of peers is awaited or has arrived.
+        before the signal of these writes. Point 2 is before or after the wait for peers' data.
         Point 3 is where a warpgroup begins to fill the padding between expert groups.
         """
 
@@ -204,8 +210,8 @@ class RanksOfMesh:
     def rank_and_corner(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the rank of the device at `place`, and the place of the device with rank 0.
 
-        A place is a device's index in the mesh, in row-major order. Devices that differ only along
-        the axes of the ranks communicate with each other, and one of them has rank 0.
+        A place is a device's index in the mesh, in row-major order. Devices whose mesh coordinates
+        differ only along the ranks' axes communicate with each other, and one of them has rank 0.
         """
         rank, corner = jnp.int32(0), place
         for stride, size in self.axes:

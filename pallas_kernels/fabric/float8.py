@@ -24,7 +24,7 @@ def magnitude(value: Value) -> tuple[Value, Value]:
     """Returns whether a float32 is finite (i1), and the bits of its absolute value (i32).
 
     If the number is not finite, the bits are 0, so that it does not affect the maximum of a block.
-    Of two such results, the larger integer belongs to the larger magnitude.
+    Compared as integers, the bits of finite numbers are ordered like their magnitudes.
     """
     bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
     is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(_INFINITY))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# The threads of a warp.
+# The number of threads of a warp.
 WARP = 32
 # The number of threads of a warpgroup. Arrays in its registers have a multiple of LANES elements.
 LANES = 128
 SHARED_MEMORY_BYTES = 227 * 1024
 # The number of bytes of a 32-bit word.
 WORD_BYTES = 4
-# The bytes of a vector: the most that a thread loads or stores by one instruction.
+# The number of bytes of a vector: the most that a thread loads or stores by one instruction.
 VECTOR_BYTES = 16
 
 

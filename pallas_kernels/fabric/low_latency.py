@@ -95,7 +95,8 @@ class Endpoint:
         """Sends a tile to each peer.
 
         Args:
-          index: the number, from 0 on, under which the peers receive the tiles of this call.
+          index: the number of these tiles in this call, counted from 0. The peers pass it to
+            `receive`.
           tiles_of_peers: the tile for each of `peers`, in registers.
           exact: whether NaNs keep their bits; the peers' `receive` must pass the same value.
         """
@@ -191,9 +192,9 @@ class Endpoint:
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """Returns the place in the mesh of `rank`'s device minus that of rank 0's, [] int32.
+        """Returns the mesh index of `rank`'s device minus that of rank 0's device, [] int32.
 
-        A place is a device's row-major index.
+        Mesh indices count the devices of the mesh in row-major order.
         """
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
@@ -204,11 +205,12 @@ class Endpoint:
     def _buffer(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number, among the buffers of GPU `receiver`, of the tile buffer for a tile.
+        """Returns the number of a tile buffer, counted among the tile buffers of GPU `receiver`.
 
-        The tile is number `index` of those that GPU `sender` sends in a call, by its warpgroup of
-        the same number as this one. `calls` is how many calls the two GPUs have made with each
-        other before: it selects one of two sets of buffers, for even and odd calls.
+        In a call, the buffer receives tile number `index` of those that a warpgroup of GPU `sender`
+        sends to GPU `receiver`: the warpgroup with the same number as this one. `calls` is how many
+        calls the two GPUs have made with each other before. It selects one of two sets of buffers,
+        for even and odd calls.
         """
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)

@@ -22,8 +22,9 @@ STRIDE = 1 << 30
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The indices of 64-bit words in a heap's header. DELTA is the first of MAX_GPUS words: word DELTA +
-# g is what the heap's GPU adds to an address in the process of GPU g, to access the memory there.
+# The indices of 64-bit words in a heap's header. DELTA is the first of MAX_GPUS words, one for each
+# GPU g. The heap's own GPU adds the word DELTA + g to an address in the process of GPU g, and
+# accesses the memory of GPU g at the sum.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2
@@ -34,8 +35,8 @@ VERSION = 6
 # The header's first word: the characters "jax_ep", then the version.
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION
 
-# (POOL_START, POOL_BYTES) of every heap's header if one process has all GPUs of the domain. It
-# covers all addresses, since all are then valid on all GPUs.
+# The words POOL_START and POOL_BYTES of each header, if one process has all GPUs of the domain. All
+# GPUs can then access every address of the process, so this pool contains every address.
 ANY_ADDRESS = (0, 1 << 63)
 
 # Limits of a kernel in symmetric memory: the numbers of thread blocks, of buffers that peers
@@ -51,24 +52,25 @@ COUNT_BITS = 20
 # The following constants are byte offsets of arrays in a heap. The arrays consist of 64-bit words,
 # which are zero at first. They have room for MAX_GPUS, so that the offsets in a compiled program do
 # not depend on the machine.
-# CALLS [MAX_GPUS, MAX_BLOCKS]: how many calls this GPU has made with each peer. Each block of a
-# kernel has a counter of its own, and only the heap's own GPU accesses it.
+# CALLS [MAX_GPUS, MAX_BLOCKS]: counts the calls that the heap's GPU has made with each peer. Each
+# thread block of a kernel has its own counter for each peer. No other GPU accesses the counters.
 CALLS = HEADER_BYTES
-# SIGNALS [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]: the last signal of each kind that each block of this
-# GPU has received from each peer.
+# SIGNALS [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]: for each kind of signal, each thread block of the
+# heap's GPU and each peer, the last signal that the block has received from the peer.
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS
 # ADDRESSES [MAX_GPUS, MAX_BUFFERS]: the addresses of each peer's buffers, which the peer sent in
-# its last call with this GPU.
+# its last call with the heap's GPU.
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS
-# VALUES [2, MAX_GPUS, MAX_VALUES]: the 32-bit values that each peer sent, each in a word with the
-# number of its call. Even calls use the first half of the array, and odd calls the second.
+# VALUES [2, MAX_GPUS, MAX_VALUES]: the 32-bit values that each peer sent. A 64-bit word holds a
+# value and the number of the call in which it was sent. Even calls use the first half of the array,
+# and odd calls the second.
 VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS
 # TILES: the memory of the low-latency protocol, up to the heap's end: 32-bit call counters, and
 # then the tile buffers.
 TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES
 
-# The sentinel of the low-latency protocol: a 32-bit word of a tile that has not arrived. The word
-# is a NaN that arithmetic never produces.
+# The sentinel of the low-latency protocol: each 32-bit word of a tile buffer holds it until a
+# tile's word arrives there. As float32 it is a NaN that arithmetic never produces.
 EMPTY = 0xFFFFFFFF
 # At most this many warpgroups of a kernel may send tiles by the low-latency protocol.
 MAX_WORKERS = 512
@@ -76,15 +78,16 @@ MAX_WORKERS = 512
 MAX_LOW_LATENCY_GPUS = 8
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-# A tile buffer has room for a tile, and for one byte from each of the sender's 128 threads: a note
-# on which words of the tile were replaced (see `sentinel_words`).
+# A tile buffer has room for a tile, and for one byte from each of the sender's 128 threads. A
+# sender replaces words of a tile that equal the sentinel, and the byte says which of the thread's
+# words it has replaced (see `sentinel_words`).
 TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 
 def num_senders(num_gpus: int) -> int:
     """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
 
-    It is the number of other GPUs of the domain of `num_gpus`, but at least 1 and at most 7.
+    In a domain of `num_gpus` GPUs it is the number of other GPUs, but at least 1 and at most 7.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
@@ -100,8 +103,8 @@ def tiles_of_channel(num_gpus: int) -> int:
 def num_tile_buffers(num_gpus: int) -> int:
     """Returns the number of tile buffers in a heap.
 
-    There are two sets, for even and odd calls, of `tiles_of_channel` buffers for each of
-    MAX_WORKERS warpgroups of each sending GPU.
+    A heap has two sets of tile buffers, for even and odd calls. In a set, each warpgroup of each
+    sending GPU has `tiles_of_channel` buffers. A GPU has up to MAX_WORKERS such warpgroups.
     """
     return 2 * num_senders(num_gpus) * MAX_WORKERS * tiles_of_channel(num_gpus)
 

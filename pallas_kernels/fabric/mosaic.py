@@ -1,10 +1,10 @@
 """Wraps every private or unstable part of JAX and Mosaic that kernels use.
 
-Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
-functions that `inline` runs while the kernel is lowered. These functions use MLIR's dialects, the
-registers of Mosaic's arrays, thread numbers, and PTX. JAX does not keep the Python interfaces of
-these stable. The functions of this module whose docstring starts with "Emits" may only be called
-within a function that `inline` runs.
+Pallas expresses most of a kernel. The rest is emitted as MLIR, by Python functions that `inline`
+runs while the kernel is lowered. Such a function emits the code of one thread of a warpgroup. It
+uses Python interfaces that JAX does not keep stable: MLIR's dialects, the registers of Mosaic's
+arrays, thread numbers, and PTX. The functions of this module whose docstring starts with "Emits"
+may only be called within a function that `inline` runs.
 
 If the installed JAX lacks one of the required names, this module and the kernels can still be
 imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or
@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# The names of JAX and Mosaic that this module and the kernels use, by module.
+# Maps a module of JAX to those of its names that this module and the kernels use.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
@@ -134,8 +134,8 @@ vector = _module("jaxlib.mlir.dialects.vector")
 def _ask_ptxas_once() -> None:
     """Makes Mosaic ask the assembler `ptxas` for its version only once in this process.
 
-    Otherwise, Mosaic starts the program `ptxas` whenever a kernel converts a bool to an integer, as
-    each branch does: about 100 times for a kernel, 7 ms each time.
+    Otherwise, Mosaic starts the program `ptxas` whenever a kernel converts a bool to an integer.
+    Every branch converts one: a kernel then starts `ptxas` about 100 times, for 7 ms each time.
     """
     bindings = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
     name = "_get_ptxas_isa_version"
@@ -167,7 +167,7 @@ def strided(shape: Sequence[int], elements: int) -> Any:
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """Returns the type, for `returns` of `inline`, of an array in registers in layout `strided`."""
+    """Returns the type of a register array in the layout `strided`, to pass to `inline`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
@@ -208,8 +208,8 @@ def inline(
 # `_FORGET_PLACES` strips source locations, so that otherwise equal kernels are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-# The attribute of a kernel's MLIR module with the name of the files to which Mosaic dumps it. By
-# default the name contains a counter.
+# This attribute of a kernel's MLIR module names the files to which Mosaic dumps the module. By
+# default it contains a counter, so the modules of equal kernels differ.
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
@@ -243,10 +243,10 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-# An attribute of a kernel's MLIR module, which Mosaic ignores. Modules with different values of it
-# are compiled separately.
+# An attribute of a kernel's MLIR module. Its value has no meaning to Mosaic, but Mosaic compiles
+# modules with different values separately.
 _LABEL = "mosaic_gpu.label"
-# The value of the attribute `_LABEL` of the modules that are lowered next; None for no attribute.
+# The value that modules lowered from now on get for the attribute `_LABEL`. None sets no attribute.
 _label: str | None = None
 _labels = map(str, itertools.count())
 
@@ -293,7 +293,8 @@ def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
     """Changes the type of a kernel's TMA descriptors from an array of bytes to one of 64-bit words.
 
     Code on the host copies the descriptors, which are an argument of the kernel, element by
-    element. LLVM's time to compile these copies grows faster than the number of elements.
+    element. LLVM's time to compile the copies grows faster than the number of elements. Words are
+    an eighth as many elements as bytes, so the copies compile faster.
 
     Args:
       allocation: the MLIR operation that allocates the descriptors.
@@ -308,9 +309,9 @@ def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
 def _simplify(module: Any) -> None:
     """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal.
 
-    Mosaic then compiles equal kernels once. Source locations are removed, and the counter in the
-    name of the files to which Mosaic dumps the module. Both are kept if an environment variable
-    MOSAIC_GPU_DUMP_* makes Mosaic dump modules.
+    Mosaic then compiles equal kernels once. To make modules equal, this function removes source
+    locations, and the counter in the name of the module's dump files. It keeps both if an
+    environment variable MOSAIC_GPU_DUMP_* makes Mosaic dump modules to files.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
@@ -319,7 +320,7 @@ def _simplify(module: Any) -> None:
         passes.append(_FORGET_PLACES)
         attributes[_DUMP_NAME] = attributes["sym_name"]
     pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
-    # No verification after each pass, because Mosaic verifies the module later.
+    # Skip the verification after each pass: Mosaic verifies the module later.
     pipeline.enable_verifier(False)
     pipeline.run(module.operation)
 
@@ -381,7 +382,7 @@ def equal(a: Value, b: Value) -> Value:
 
 
 def below(a: Value, b: Value) -> Value:
-    """Emits whether a < b (i1), where a and b are taken as unsigned integers."""
+    """Emits the comparison a < b of unsigned integers, an i1."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
@@ -431,7 +432,7 @@ def when(condition: Value) -> Iterator[None]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a branch that yields `values` or, unless `condition` is true, results of `function`.
+    """Emits a branch: yields `values` if `condition` is true, else the results of `function`.
 
     Args:
       condition: i1, for each thread. If it is true, the thread's results are `values`. Else the
@@ -573,12 +574,13 @@ def warp_sum(value: Value, threads: int) -> Value:
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
     """Returns a reference to the memory of another rank that corresponds to this rank's `ref`.
 
-    That memory begins at the address of `ref` plus an offset: the one with the index `entry`, an
-    int32, in the table given to `reach_peers`. Without a mesh there is only one rank, and the
-    result is `ref`.
+    That memory begins at the address of `ref` plus an offset. The kernel has given `reach_peers` a
+    table of offsets, and `entry`, an int32, is an index in this table. Without a mesh there is only
+    one rank, and the result is `ref`.
 
-    Mosaic takes `entry` for a device's coordinate along the last axis of the mesh. It multiplies a
-    coordinate by the axis' stride, here 1, so `entry` reaches the code of `reach_peers` unchanged.
+    `plgpu.remote_ref` expects a device's mesh coordinates. This function passes `entry` as the
+    coordinate along the last axis, and 0 along the others. Mosaic computes a device number from
+    them, which equals `entry`, and passes it to the code of `reach_peers`.
     """
     _refuse_if_unavailable()
     axes = jax.sharding.get_abstract_mesh().axis_names
@@ -590,12 +592,12 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    That memory begins at the address of `ref` plus the offset with the index `entry` in a table. So
-    the kernel can choose the peer while it runs.
+    That memory begins at the address of `ref` plus an offset, which the kernel reads from a table
+    at the index `entry`. So the kernel can choose the peer while it runs.
 
-    Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
-    XLA's collective metadata or NVSHMEM. This function replaces the context's method `to_remote`,
-    since JAX up to 0.12 has no public way to give Mosaic other addresses.
+    Mosaic gets the address of a peer's buffer from its launch context, which by default asks XLA's
+    collective metadata or NVSHMEM. JAX up to 0.12 has no public way to give Mosaic other addresses,
+    so this function replaces the context's method `to_remote`.
 
     Args:
       table: a reference to the memory that holds the offsets.
@@ -634,7 +636,8 @@ def store_rows(
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    No other row is written. Threads store the elements that they hold, not through shared memory.
+    No other row is written. Each thread stores its elements directly, without a detour through
+    shared memory.
 
     Args:
       out: a reference to the 2D output.
@@ -696,8 +699,8 @@ def store_rows_of(
 
     Args:
       out: a reference to the 2D output.
-      room: a reference to the array in shared memory. Its rows have 128 bytes and are swizzled,
-        and their number is a multiple of 8.
+      room: a reference to the array in shared memory. It has a multiple of 8 rows, of 128 bytes
+        each, with a 128-byte swizzle.
       top: the row of `out` for row 0 of `room`.
       left: the column of `out` for column 0 of `room`.
       begin: the first row of `room` to store.
@@ -709,7 +712,8 @@ def store_rows_of(
         kind, byte = ir.MemRefType(out.type), integer_type(8)
         size = bytes_of(kind.element_type)
         row_of_eight = arith.shrui(lane(), i32(4))
-        # A row of 128 bytes has 16 units of 8 bytes. Thread i of 16 threads copies unit i.
+        # 16 threads copy a row of 128 bytes, and each of them copies one unit of 8 bytes. In row r
+        # of 8 rows, the swizzle moves the pair of units with the index p to the index p XOR r.
         unit = arith.andi(lane(), i32(15))
         swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)
         offset = arith.addi(
@@ -792,7 +796,7 @@ def store_column(
 ) -> None:
     """Stores elements [begin, end) of a float32 vector in registers to a column of an array.
 
-    For each such i, values[i] is stored to out[top + i, column]. Nothing else is written.
+    For begin <= i < end, values[i] is stored to out[top + i, column]. Nothing else is written.
 
     Args:
       out: a reference to the 2D float32 output.
@@ -854,15 +858,16 @@ def store_transposed(ref: Any, values: jax.Array) -> None:
 def zero_rows_outside(
     ref: Any, begin: jax.Array, end: jax.Array, transforms: Sequence[Any]
 ) -> None:
-    """Zeroes the rows of a tile of 16-bit floats in shared memory that are not in [begin, end).
+    """Zeroes all rows of a tile in shared memory but the rows [begin, end).
 
-    `ref` is [rows, columns]. By `transforms` it is stored as blocks of 8 rows of 128 bytes, with a
-    128-byte swizzle. The swizzle only permutes pieces of 16 bytes within a row of a block. Since
-    whole rows are zeroed, the function can ignore the swizzle.
+    `ref` is the tile, [rows, columns] of 16-bit floats. `transforms` are its Mosaic transforms: it
+    is stored as blocks of 8 rows of 128 bytes, with a 128-byte swizzle. The swizzle only permutes
+    pieces of 16 bytes within a row of a block. The function zeroes whole rows, so it can ignore the
+    swizzle.
     """
     rows, columns = ref.shape
-    # The number of blocks of 8 rows by 64 columns in a row of blocks of `ref`, and the number of
-    # pieces of 16 bytes in a row of `ref`.
+    # `blocks` blocks of 8 rows by 64 columns lie side by side in `ref`. A row of `ref` has `pieces`
+    # pieces of 16 bytes.
     blocks = columns // 64
     pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)
@@ -1004,8 +1009,9 @@ def float8_matmul(
 def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
     """Returns a * b + total, rounded once, by FMA instructions.
 
-    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. For the
-    operators `*` and `+`, LLVM may emit two instructions, if it moves the product out of a branch.
+    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. If a
+    kernel used the operators `*` and `+` instead, LLVM could move the product out of a branch, and
+    then multiply and add by two instructions.
     """
     if interpreted:
         return a * b + total

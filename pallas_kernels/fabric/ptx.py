@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf
 
-# A polling loop reads the clock only once in this many polls, to find a timeout. A power of two.
+# A polling loop reads the clock, to detect a timeout, only once in this many polls. The number must
+# be a power of two.
 _POLLS_PER_CLOCK = 1024
 
 
@@ -48,8 +49,8 @@ def poll(
     def in_time(polls: Value) -> Value:
         """Emits whether the thread may go on polling after `polls` polls, i1.
 
-        Only one in `_POLLS_PER_CLOCK` polls reads the clock, which is slow. After others it is
-        true.
+        Reading the clock is slow, so only one in `_POLLS_PER_CLOCK` polls reads it. After the other
+        polls the result is true.
         """
         often = mosaic.i32(_POLLS_PER_CLOCK - 1)
         now = mosaic.equal(arith.andi(polls, often), often)

@@ -136,7 +136,7 @@ class TileMemory:
             pointers = [self._buffer(here, place) for place in places]
 
             def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits, for each buffer, whether a word of this thread has not arrived, i1."""
+                """Emits an i1 for each buffer: whether it still lacks a word of this thread."""
                 for j, of_tile in enumerate(_by_tile(words)):
                     is_empty = _any([_is(EMPTY, word) for word in of_tile])
                     yield arith.andi(is_empty, comes[j]) if comes else is_empty
@@ -218,7 +218,7 @@ class TileMemory:
         """Emits this thread's words of a tile as they were before the sender replaced any.
 
         If one of the received `words` is `_INSTEAD`, waits for the sender's note: a byte whose bits
-        say which words were the sentinel. Without such a word, there is no note.
+        say which words were the sentinel. If none is, the sender has written no note.
 
         Args:
           gpu: this GPU's number.

@@ -6,7 +6,8 @@ rank's buffers. `connect` waits for the addresses that the peers send. After it,
 computes an address, and Pallas' copies, loads and stores access a peer's buffer.
 
 A signal is a 64-bit word that only grows: its high bits are the number of the call, and its low
-bits are a count. So no memory is zeroed between calls, and ranks synchronize in one trip.
+bits are a count. So no memory is zeroed between calls, and ranks synchronize in the time that one
+signal takes over the link.
 
 A call may reuse the memory of the previous call, because the peers no longer read it. A call ends
 at a rank when every peer's last signal has arrived. A peer's block sends this signal after it has
@@ -60,7 +61,7 @@ class Gpus(RanksOfMesh):
         object.__setattr__(self, "_calls", [])
 
     def async_fence(self) -> None:
-        """Orders this warpgroup's next bulk copies (TMA) after peers' writes it has waited for."""
+        """Orders this warpgroup's next bulk copies (TMA) after the peers' writes it waited for."""
         ptx.async_fence()
 
     def delay_point(self, number: int) -> None:
@@ -87,7 +88,10 @@ class Gpus(RanksOfMesh):
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """Returns the scratch of `enter`: `_Call.table`, for `num_buffers` shared buffers."""
+        """Returns the type of the scratch that `enter` takes, by name: that of `_Call.table`.
+
+        `num_buffers` is the number of buffers that peers access.
+        """
         return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
 
     def enter(
@@ -149,16 +153,17 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
-            # Every call sends MAX_BUFFERS addresses, even if the kernel has fewer buffers. A word
-            # that no call overwrites would keep its tag, the low bits of an old call's number, and
-            # after these wrap around it could be taken for a word of a later call.
+            # Every call sends MAX_BUFFERS words with addresses, even if the kernel has fewer
+            # buffers. Otherwise a word of an old call could remain in the peer's memory, with the
+            # low bits of that call's number as its tag. When the tags have wrapped around, the peer
+            # would take it for a word of the current call.
             sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block have read the block's call counters, which may now be set
-            # to this call's sequence numbers. The counters of blocks that this kernel lacks are
-            # set, too, since the next kernel may have these blocks.
+            # All warpgroups of this block have now read the block's call counters. So the counters
+            # may be set to this call's sequence numbers. The next kernel may have more blocks than
+            # this one, so the counters of the blocks that this kernel lacks are set, too.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -193,9 +198,9 @@ class Gpus(RanksOfMesh):
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # A kernel without buffers sends an address in the memory pool, for which the flag
-        # `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier call and
-        # read this word, and would abort if the flag were set.
+        # A kernel without buffers sends the address at which the memory pool starts, so that the
+        # flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier call
+        # and read this word instead of that call's. It would abort if the flag were set.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
@@ -213,9 +218,9 @@ class Gpus(RanksOfMesh):
     def connect(self) -> None:
         """Waits until every rank has sent its buffers' addresses to this rank.
 
-        Stores the offset from each of this rank's buffers to that of every other rank, which `peer`
-        needs. If `enter` was called with `reads`, this rank then also sees the data that the ranks
-        wrote to their buffers before the call.
+        For each buffer and each rank, stores the address of the rank's buffer minus the address of
+        this rank's buffer; `peer` needs these offsets. If `enter` was called with `reads`, this
+        rank then also sees the data that the ranks wrote to their buffers before the call.
         """
         call, num_ranks = self._call, self.num_ranks
         if not call.buffers:
@@ -238,9 +243,9 @@ class Gpus(RanksOfMesh):
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
                     # A peer does not wait for a block of this rank that has no work, so it may
-                    # already have sent the word of a later call. Poll only while the word's tag,
-                    # the low bits of the peer's call number, is behind this call's, modulo the
-                    # tags' range.
+                    # already have sent the word of a later call. So accept a word whose tag, the
+                    # low bits of its call's number, equals this call's tag or is ahead of it,
+                    # modulo the tags' range. Poll again if the tag is behind.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -392,8 +397,8 @@ class Gpus(RanksOfMesh):
 
         Any warpgroup may send, and any block of the receiver may read. Even and odd calls use
         different memory at the receiver, so a sender need not wait until its values are read: when
-        it uses the memory again, two calls later, the receiver has read them. For this, a rank must
-        receive something from each peer in every call.
+        it uses the memory again, two calls later, the receiver has read them. This requires that a
+        rank receives something from each peer in every call.
 
         Args:
           words: [n] 32-bit elements in this rank's global or shared memory.

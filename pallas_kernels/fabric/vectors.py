@@ -89,8 +89,8 @@ def load_each(
 ) -> list[jax.Array]:
     """Loads several 1D arrays of equal size and dtype from any rank's global memory.
 
-    The code has no branches, so all loads are under way at once: those of an array that is not
-    `held` are predicated off.
+    The load instructions are predicated by `held`. So the code has no branches, and the loads of
+    all arrays are in flight at once.
 
     Args:
       refs: references to the arrays, each contiguous.
@@ -191,7 +191,7 @@ def store_part(
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
 
-    With the operator `*`, the compiler could fuse product and a later addition to an FMA, which
+    With the operator `*`, the compiler could fuse the product and a later addition to an FMA, which
     does not round the product. Each thread holds vectors of `elements` neighbouring elements.
     """
     if fabric.interpret:
@@ -278,10 +278,11 @@ def _select(
 
 
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
-    """Sums, in each warp, the elements of the float32 array `value` that the warp's threads hold.
+    """Computes in each warp the sum of the elements of `value` that the warp's threads hold.
 
-    Writes the sum of warp i to ref[i]: `ref` is [SUMS_OF_WARPGROUP] float32 in shared memory. Each
-    thread holds vectors of `elements` neighbouring elements. `store_total` adds the sums.
+    `value` is a 1D float32 array, of which each thread holds vectors of `elements` neighbouring
+    elements. The sum of warp i is written to ref[i]: `ref` is [SUMS_OF_WARPGROUP] float32 in shared
+    memory. `store_total` adds the sums of the warps.
     """
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
@@ -315,8 +316,8 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
       fabric: the ranks of the kernel.
       sums: [SUMS_OF_WARPGROUP] float32 in shared memory, which `partial_sums` wrote. The caller
         must put a barrier between `partial_sums` and this function.
-      ref: float32 in any rank's global memory.
-      index: [] int32.
+      ref: a 1D float32 array in any rank's global memory.
+      index: [] int32, the element of `ref` that gets the total.
     """
     if fabric.interpret:
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(SUMS_OF_WARPGROUP)])

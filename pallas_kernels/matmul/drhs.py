@@ -142,10 +142,11 @@ def drhs_of_each(
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns a table [L, 4] int32 of the steps of 64 rows of the sum over each group's rows.
+    """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32.
 
     For each group it has the number of steps (at least one), the first row of the first step (a
-    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is R.
+    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is the number of rows
+    of the operands.
     """
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -205,7 +206,8 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # Tiles of all outputs at one position have consecutive indices: they read the same lhs.
+        # The tiles at one position of all outputs have consecutive indices. They read the same rows
+        # and columns of lhs, so all but the first find them in the caches.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -243,7 +245,8 @@ class _Tile(NamedTuple):
 class _Range(NamedTuple):
     """The rows [begin, end) of a group, counted from the first of a step's 64 rows.
 
-    If the group begins before the step, `begin` is negative; if it ends after it, `end` exceeds 64.
+    If the group begins before the step's rows, `begin` is negative. If the group ends after them,
+    `end` exceeds 64.
     """
 
     begin: jax.Array
@@ -259,8 +262,8 @@ class _Loader:
     """The loader warpgroup's work: fills the ring's stages, and later clears them.
 
     To clear a stage is to zero its rows that belong to other groups than the output tile. `cleared`
-    are barriers, one for each stage, at which the loader arrives when it has done so. `table` is a
-    reference to the result of `_group_steps`; `lhs` and `grads` are references to the operands.
+    has a barrier for each stage, at which the loader arrives when it has cleared the stage. `table`
+    refers to the result of `_group_steps`, and `lhs` and `grads` refer to the operands.
     """
 
     kernel: _Drhs
@@ -279,7 +282,7 @@ class _Loader:
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         look_up = functools.partial(self.kernel.look_up, self.table)
         # The last `_lag` steps are filled but not yet cleared. The carry is (the number of steps
-        # filled so far, the range of its own group's rows in each of these last steps).
+        # filled so far, for each uncleared step the range of rows that belong to its group).
         carry = jnp.int32(0), (all_rows,) * self._lag
         used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
 
@@ -308,9 +311,9 @@ class _Loader:
 
         Args:
           step: the number of the oldest step. If it is negative, nothing is cleared.
-          uncleared: for each filled step that is not cleared, from the oldest on, the range of its
-            own group's rows. The step that was filled last is not among them.
-          newest: the range of its own group's rows in the step that was filled last.
+          uncleared: for each filled step that is not cleared, from the oldest on, the range of the
+            step's rows that belong to its group. The step that was filled last is left out.
+          newest: this range for the step that was filled last.
 
         Returns:
           The ranges of the steps that are now filled but not cleared.
@@ -322,7 +325,7 @@ class _Loader:
     def _clear(self, step: jax.Array, rows: _Range) -> None:
         """Waits for the operand tiles of step number `step`, and zeroes rows of other groups.
 
-        `rows` is the range of the rows that belong to the step's own group.
+        `rows` is the range of the step's rows that belong to its group, and are kept.
         """
         stage = self.ring.stage_of(step)
         plgpu.barrier_wait(self.ring.full.at[stage])

@@ -2,7 +2,8 @@
 
 Rows have a float32 scale for each 128 columns of a row, and matrices have one for each 128 x 128
 block. The tensor cores add float8 products with a precision of about 14 bits. So they sum only 128
-products at a time, and each such sum is multiplied by its two scales and added to float32 totals.
+products at a time. Each sum is multiplied by the scales of its rows and matrix block, and added to
+float32 totals.
 
 The contraction dimension K is cut into steps of 128. In a step, a thread block multiplies a tile of
 the rows `lhs` by two tiles of the matrices `rhs`, for two halves of a tile of the output `out`:
@@ -63,10 +64,10 @@ from pallas_kernels.matmul.row_tiles import (
 
 # The number of rows of an output tile that each compute warpgroup computes.
 _ROWS = BLOCK // COMPUTERS
-# The number of halves: matrix tiles of 128 columns by which a compute warpgroup multiplies its
-# rows.
+# A compute warpgroup multiplies its rows by this many matrix tiles of 128 columns, the two halves
+# of an output tile.
 _HALVES = 2
-# A compute warpgroup stores so many columns at a time that a row of them has this many bytes.
+# A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
 
 
@@ -81,7 +82,8 @@ class Float8Tiles:
         over the whole height of the output. The thread blocks compute the output band by band, and
         within a band row of tiles by row of tiles.
       block_n: number of columns of an output tile: 256, or 128 if the halves of a tile are the same
-        columns of two matrices. Callers leave it out; `gated_product` and `drhs_of_each` set it.
+        columns of two matrices. Callers keep the default; `gated_product` and `drhs_of_each`
+        replace it.
     """
 
     num_stages: int = 4
@@ -116,7 +118,7 @@ def product(
 
     Returns:
       [R, N] of `dtype`. The products of all pairs are summed in float32, and each sum is rounded
-      once. Rows past the last group hold anything without `zero_unused`.
+      once. Without `zero_unused`, the contents of rows past the last group are undefined.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.values.shape[0], rhs.values.shape[1]
@@ -168,7 +170,7 @@ def gated_product(
 
     Returns:
       The gated product, rows [R, N], float8 of lhs's dtype with scales; with `keep` also the two
-      products, in the same format. Rows past the last group hold anything.
+      products, in the same format. The contents of rows past the last group are undefined.
     """
     num_rows, width = lhs.values.shape[0], rhs[0].values.shape[1]
     kernel = _GatedProduct(
@@ -224,7 +226,7 @@ class _Float8Kernel(Kernel):
     dtype: Any
     out_dtype: Any
 
-    # Whether each row of the left operand has scales of its own. If not, 128 rows share them.
+    # Whether each row of the left operand has its own scales. If not, 128 rows share their scales.
     rows_have_scales: ClassVar[bool] = True
 
     @property
@@ -242,7 +244,7 @@ class _Float8Kernel(Kernel):
 
     @property
     def chunk(self) -> int:
-        """Returns the number of output columns that are stored at a time: those in 128 bytes."""
+        """Returns the number of output columns that are stored at a time: 128 bytes of a row."""
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
@@ -323,12 +325,12 @@ class _Float8Kernel(Kernel):
     def compute_tile(
         self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
     ) -> jax.Array:
-        """Computes and stores the part of an output tile that is a compute warpgroup's task.
+        """Computes and stores a compute warpgroup's part of an output tile.
 
         Args:
           computer: the index of the compute warpgroup, 0 or 1.
           tile: the description of the tile.
-          used: int32, the number of the ring's steps that this warpgroup has consumed before.
+          used: int32, the number of steps that this warpgroup has multiplied or skipped before.
           outs: references to the outputs.
           scratch: references to shared memory and barriers, by name.
 
@@ -338,9 +340,10 @@ class _Float8Kernel(Kernel):
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns the slice of an output tile's columns in a right operand, from `left_edge` on.
+        """Returns which columns of each right operand an output tile needs, as a slice.
 
-        It has 256 columns if there is one right operand, and 128 if there are two.
+        The slice begins at `left_edge`. It has 256 columns if there is one right operand, and 128
+        if there are two.
         """
         return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
 
@@ -355,8 +358,8 @@ class _Float8Kernel(Kernel):
         Args:
           scales: for each right operand, a reference to the array of its scales.
           left_edge: the first column of the output tile.
-          at: `at(array, block)` returns the reference to the scale, in the array `array` of scales,
-            of the 128 columns from 128 * block on.
+          at: `at(array, block)` returns a reference to one of the scales in `array`: that of the
+            128 columns from 128 * block on.
         """
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.matrices > 1:
@@ -367,10 +370,11 @@ class _Float8Kernel(Kernel):
     def store_half(
         self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of the totals of one half of a tile to `out`.
+        """Stores rows [begin, end) of one half of a tile to `out`.
 
-        `total` is [64, 128] float32. It is converted to the dtype of the output and stored `chunk`
-        columns at a time. The other arguments are those of `store`.
+        `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
+        dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
+        of `store`.
         """
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
@@ -461,7 +465,7 @@ class _Float8Kernel(Kernel):
         Computes 64 rows of an output tile, in one or both of its halves of 128 columns.
 
         Args:
-          used: int32, the number of steps that this warpgroup has consumed before.
+          used: int32, the number of steps that this warpgroup has multiplied or skipped before.
           row: the first of the 64 rows in the left operand's tiles.
           first_half: the index of the first half to compute, 0 or 1.
           num_halves: the number of halves to compute, 1 or 2.
@@ -509,9 +513,8 @@ class _Float8Kernel(Kernel):
                 interpreted=self.interpreted,
             )
 
-            # In Pallas' interpreter, threads read the operands, and on a GPU the tensor cores do.
-            # So in the interpreter, a fence must order the reads before the loader's next copies
-            # into the stage.
+            # On a GPU the tensor cores read the operands. In Pallas' interpreter the threads do, so
+            # there a fence must order their reads before the loader's next copies into the stage.
             if self.interpreted:
                 plgpu.commit_smem()
 
@@ -524,8 +527,9 @@ class _Float8Kernel(Kernel):
         return lax.fori_loop(0, steps << last, step, (zero,) * _HALVES)
 
     def load_factor(self, scratch: Any, stage: Any, row: Any, half: Any) -> jax.Array:
-        """Loads the scales of a step's sums, [64, 128]: those of 64 rows times that of a half.
+        """Returns the factors, [64, 128], by which a step's sums of float8 products are multiplied.
 
+        They are the scales of 64 rows times the scale of a half of the output tile's columns.
         `stage` is the step's stage, `row` the first of the rows in the left operand's tile, and
         `half` the index of the half. `scratch` has references to the ring's arrays.
         """
@@ -546,7 +550,7 @@ class _Float8Kernel(Kernel):
 
         A compute warpgroup that has nothing to compute for the tile calls it instead of
         `accumulate_halves`, since the loader waits until both compute warpgroups release a stage.
-        `used` is the number of steps that this warpgroup has consumed before.
+        `used` is the number of steps that this warpgroup has multiplied or skipped before.
         """
 
         def step(i, _):
@@ -641,7 +645,8 @@ class _Product(_Float8Kernel):
         nothing = jnp.zeros((_ROWS, self.chunk), self.out_dtype)
         if not self.interpreted:
             nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-        # The compute warpgroups of all thread blocks divide the chunks of 64 rows among them.
+        # The rows from `used_rows` on are zeroed in chunks of 64 rows by `self.chunk` columns. The
+        # compute warpgroups of all thread blocks take turns at the chunks.
         worker = lax.axis_index("block") * COMPUTERS + computer
         workers, columns = (
             jnp.int32(self.num_blocks * COMPUTERS),
@@ -805,6 +810,8 @@ def drhs_of_each(
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
+
+    P is the number of rows with zeros as padding, in which each group starts at a multiple of 128.
 
     Args:
       lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales

@@ -1,12 +1,14 @@
 """Kernel of the gradient of an expert's gate, between the float8 matmuls of the backward pass.
 
-The gradient dh of the hidden values h = gating(gate, up) is multiplied by the gate's derivatives.
-The results are operands of the next float8 matmuls. The kernel quantizes them before they leave the
-registers:
+An expert computes gate = x @ wi_0, up = x @ wi_1, h = gating(gate, up) and (w * h) @ wo, where w is
+the weight of a row. The kernel takes dhidden, the gradient of w * h. It multiplies dh = w * dhidden
+by the derivatives of the gating. The results are operands of the next float8 matmuls, so the kernel
+quantizes them before they leave the registers:
 
-  dgate, dup   rows, for the gradient of the tokens; and transposed, for those of wi_0 and wi_1
-  w * h        transposed, for the gradient of wo, where w are the weights of the rows
-  <dh, h>      the gradient of the weights, summed over the 128 columns of each tile
+  dgate, dup    the gradients of gate and up: as rows, for the gradient of x; and transposed, for
+                the gradients of wi_0 and wi_1
+  w * h         transposed, for the gradient of wo
+  <dhidden, h>  the gradient of w; the kernel sums it over the 128 columns of each tile
 
 A thread block of 32 warps handles a tile of 128 rows by 128 columns, and a thread a patch of 4 x 4
 elements. The diagram shows the patches of a warp:
@@ -59,12 +61,14 @@ _ACROSS = 4
 _STRIPS = BLOCK // WARP
 _SIDES = BLOCK // (_PATCH * _ACROSS)
 _WARPS = _STRIPS * _SIDES
-# The kernel quantizes the rows of the first two results, and transposes all three.
+# The kernel quantizes three results: dgate, dup and w * h. It stores all of them transposed, and
+# the first two also as rows.
 _WITH_ROWS = 2
 _RESULTS = 3
-# Where parts of shared memory begin, in numbers of 32 bits: for both results with rows, the
-# largest magnitude of each row in the columns of each warp; the rows' sums <dh, h> in these
-# columns; and for all three results the largest magnitude in each warp.
+# Shared memory holds three arrays of 32-bit numbers. The first has the largest magnitude of each
+# row in each warp's columns, for dgate and for dup. The second, from _SUMS on, has each row's sum
+# of dhidden * h in each warp's columns. The third, from _TOTALS on, has the largest magnitude in
+# each warp, for all three results.
 _SUMS = _WITH_ROWS * _SIDES * BLOCK
 _TOTALS = _SUMS + _SIDES * BLOCK
 _SHARED = _TOTALS + _RESULTS * _WARPS
@@ -73,13 +77,16 @@ _INFINITY = 0x7F80
 
 
 class GateGradient(NamedTuple):
-    """The results of `gate_gradient`.
+    """The results of `gate_gradient`, for R rows and F columns of hidden values.
+
+    P is the number of rows with padding, in which each group starts at a multiple of 128.
 
     Attributes:
       dpre: the gradients of gate and up: rows [R, F].
       transposed: the same gradients, transposed: [F, P].
-      hidden: w * h, transposed: [F, P].
-      dweights: [R, F / 128] float32: <dh, h>, the sum over each 128 columns.
+      hidden: w * h, the weighted hidden values, transposed: [F, P].
+      dweights: [R, F / 128] float32, for the gradient of the rows' weights: for each row and each
+        128 columns the sum of dhidden * h, where dhidden is the gradient of w * h.
     """
 
     dpre: tuple[Scaled, Scaled]
@@ -89,9 +96,10 @@ class GateGradient(NamedTuple):
 
 
 def gradient_of(gating: Any) -> Elementwise:
-    """Returns the function (gate, up, dh) -> (h, dgate, dup) of float32 scalars, for kernels.
+    """Returns a function (gate, up, dh) -> (h, dgate, dup) that kernels can apply elementwise.
 
-    Raises NotSupported if kernels cannot emit an operation of it.
+    `gating` is a function (gate, up) -> h, and dh is the gradient of h. Raises NotSupported if
+    kernels cannot emit one of the operations.
     """
 
     def both(gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
@@ -115,17 +123,18 @@ def gate_gradient(
 
     Args:
       gating: the result of `gradient_of`.
-      dhidden: [R, F] bfloat16, the gradient of the weighted hidden values, w * h.
-      gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of the gating. F is a multiple
-        of 128.
-      weights: [R] float32, the weight of each row.
+      dhidden: [R, F] bfloat16, the gradient of the weighted hidden values, w * h. F is the number
+        of hidden values of a row, a multiple of 128.
+      gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of the gating.
+      weights: [R] float32, the weight w of each row.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
-        `row_blocks`.
+        `row_blocks`. P is the number of rows with padding, in which each group starts at a
+        multiple of 128.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      The results, computed in float32 and rounded to bfloat16 before they are quantized. Rows past
-      the last group, and blocks without rows, hold anything.
+      The results, computed in float32 and rounded to bfloat16 before they are quantized. The
+      contents of rows past the last group, and of blocks without rows, are undefined.
     """
     num_rows, width = dhidden.shape
     num_blocks, tiles = blocks.shape[0], width // BLOCK
@@ -161,7 +170,8 @@ def gate_gradient(
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    # XLA may leave out a conversion to bfloat16 and back, but not this one.
+    # Rounds to bfloat16. XLA may optimize away a conversion to bfloat16 and back, but it keeps
+    # reduce_precision.
     return lax.reduce_precision(x, 8, 7)
 
 
@@ -170,8 +180,8 @@ def _interpreted(
 ) -> None:
     """Computes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
 
-    `refs` are references to the operands but the blocks, and to the results. The other arguments
-    are the attributes of `_Tile`.
+    `refs` are references to the kernel's operands, without `blocks`, and to its results. The other
+    arguments are the attributes of `_Tile` with the same names.
     """
     (dhidden, gate, gate_scales, up, up_scales, weights), outs = refs[:6], refs[6:]
     columns = pl.ds(column * BLOCK, BLOCK)
@@ -211,8 +221,9 @@ class _Tile(Tile):
 
     Attributes:
       gating: the function (gate, up, dh) -> (h, dgate, dup).
-      width: F, the number of columns.
-      height: P, the number of columns of the transposed results.
+      width: the number of columns of the operands.
+      height: the number of columns of the transposed results: the number of rows, with each group
+        padded to a multiple of 128.
     """
 
     gating: Elementwise
@@ -220,7 +231,10 @@ class _Tile(Tile):
     height: int
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
-        """Emits the code by which a thread computes its patch; takes memrefs."""
+        """Emits the code by which a thread computes its 4 x 4 elements of the tile.
+
+        `ins`, `outs` and `shared` are memrefs of the operands, the results and shared memory.
+        """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
@@ -229,7 +243,7 @@ class _Tile(Tile):
         place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
-        # words[result][row] are two words of two bfloat16 numbers each.
+        # words[result][row] are two 32-bit words, each with two bfloat16 numbers.
         words: list[list[list[Value]]] = [[] for _ in range(_RESULTS)]
         sums = []
         for i in range(_PATCH):
@@ -239,8 +253,9 @@ class _Tile(Tile):
                 of_result.append(two)
         words, largest = _without_infinities(words)
 
-        # The threads of a warp that have parts of the same row find the row's largest magnitudes
-        # and its sum. One of them shares these with the other warps.
+        # Four threads of a warp have elements of the same row. By shuffles they find the row's
+        # largest magnitudes and its sum of dhidden * h in the warp's columns. The first of the four
+        # writes these numbers to shared memory.
         own_side = arith.addi(arith.muli(side, i32(BLOCK)), row)
         totals = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
         for distance in (1, 2):
@@ -283,8 +298,9 @@ class _Tile(Tile):
     def compute_row(self, ins: Any, row: Value, left: Value) -> tuple[list[list[Value]], Value]:
         """Computes four elements of a row of the tile, from column `left` of the arrays on.
 
-        Returns, for dgate, dup and w * h, the elements as two words of two bfloat16 numbers; and
-        the sum of dh * h over the elements. All are zero if the block lacks the row.
+        Returns (words, sum). `words` has the elements of dgate, dup and w * h: for each of the
+        three, two 32-bit words with two bfloat16 numbers each. `sum` is the sum of dhidden * h over
+        the four elements. All are zero if `row` is past the last row of the tile's block.
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         dhidden, gate, gate_scales, up, up_scales, weights = ins
@@ -318,9 +334,10 @@ class _Tile(Tile):
         return words, arith.select(exists, total, mosaic.f32(0.0))
 
     def finish(self, shared: Any, outs: Any, warp: Value, lane: Value) -> None:
-        """Computes and stores the scales of rows and blocks, and the sums of rows.
+        """Computes and stores the scales of rows and blocks, and each row's sum of dhidden * h.
 
-        In `shared`, 1 / scale takes the place of a row's magnitudes and of a block's.
+        In `shared`, overwrites the largest magnitudes of a row, and of a block, with the reciprocal
+        of the scale that it computes from them.
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         thread = mosaic.thread()
@@ -358,8 +375,8 @@ def _without_infinities(
 ) -> tuple[list[list[list[Value]]], list[list[Value]]]:
     """Replaces infinities by NaN in words[result][row], and finds the largest magnitudes.
 
-    Returns the words, and largest[result][row]: the float32 bits of the largest finite magnitude of
-    the row's numbers.
+    Each of the words holds two bfloat16 numbers. Returns the new words, and largest[result][row]:
+    the float32 bits of the largest finite magnitude of the row's numbers.
     """
     i32 = mosaic.i32
     all_words = [word for of_result in words for two in of_result for word in two]
@@ -394,19 +411,22 @@ def _without_infinities(
 
 
 def _max_of_halves(a: Value, b: Value) -> Value:
-    """Returns the maximum of each half of two words, as unsigned 16-bit integers."""
+    """Returns the maximum of the low halves and of the high halves of two words, as one word.
+
+    The halves are compared as unsigned 16-bit integers.
+    """
     return mosaic.asm("max.u16x2 $0, $1, $2;", "=r,r,r", a, b, returns=mosaic.integer_type(32))
 
 
 def _as_float_bits(halves: Value) -> Value:
-    """Returns the larger half, the bits of a bfloat16 number, as the bits of a float32 number."""
+    """Converts the larger half of a word, a positive bfloat16, to the bits of the same float32."""
     low = arith.shli(halves, mosaic.i32(16))
     high = arith.andi(halves, mosaic.i32(0xFFFF0000))
     return arith.maxui(low, high)
 
 
 def _plus_shuffled(number: Value, distance: int) -> Value:
-    """Returns the sum of `number` of this lane, and of the lane with its index XOR `distance`."""
+    """Adds this lane's `number` and that of the lane whose index is this lane's XOR `distance`."""
     word, f32 = mosaic.integer_type(32), mosaic.float_type()
     other = mosaic.shuffle(arith.bitcast(word, number), distance)
     return arith.addf(number, arith.bitcast(f32, other))
@@ -419,6 +439,6 @@ def _bfloat16s(low: Value, high: Value) -> Value:
 
 
 def _two(word: Value) -> list[Value]:
-    """Converts the two bfloat16 numbers in a word to float32, first that in the low half."""
+    """Converts the two bfloat16 numbers in a word to float32; the low half comes first."""
     halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
     return [arith.bitcast(mosaic.float_type(), half) for half in halves]

@@ -85,7 +85,8 @@ def gated_product(
 class _GatedProduct(Product):
     """The kernel of `gated_product`.
 
-    Its outputs are the two products, if `keep` is set, and last the gated product.
+    If `keep` is set, its outputs are the two products and then the gated product. Otherwise, the
+    gated product is the only output.
     """
 
     gating: Elementwise

@@ -13,8 +13,8 @@ In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box
   -                                      +---+---+---+
   -  rows past the last group             zeros, or not written
 
-Row tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles. So a
-row tile may begin with up to 7 rows of the previous group, and end with rows of the next group.
+Row tiles start at a multiple of 8 rows, since operands lie in shared memory in blocks of 8 rows. So
+a row tile may begin with up to 7 rows of the previous group, and end with rows of the next group.
 Rows of other groups are multiplied, too, but their products are not stored.
 
 `pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader warpgroup (`_Loader`)
@@ -191,7 +191,7 @@ class Product(Kernel):
 
     @property
     def matrices(self) -> int:
-        """Returns the number of matrices by which a group's rows are multiplied, for each lhs."""
+        """Returns by how many matrices the kernel multiplies a group's rows of each lhs."""
         return 1
 
     @property
@@ -214,7 +214,7 @@ class Product(Kernel):
 
         Args:
           total: float32 accumulators [tiles.part, matrices * tiles.block_m] of a compute warpgroup.
-            They are the transposed products of the tile's rows and each matrix, side by side.
+            They hold the transposed product of the tile's rows and each matrix, side by side.
           dtype: dtype of the outputs.
           columns: the columns to return, counted in the warpgroup's half of the tile.
           rows: the rows of the tile to return.
@@ -234,7 +234,8 @@ class Product(Kernel):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         right = (tiles.block_n, STEP) if self.transpose_rhs else (STEP, tiles.block_n)
-        # One chunk of each output is stored at a time, so there must be a buffer for each output.
+        # A compute warpgroup stores a 32 x 64 chunk of every output at a time, each through its own
+        # buffer. So it needs at least as many buffers as there are outputs.
         num_buffers = max(tiles.num_buffers, self.outputs)
         return dict(
             ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
@@ -273,7 +274,7 @@ class _RowTiles:
     num_rows: jax.Array
 
     def kind_of(self, tile: jax.Array) -> jax.Array:
-        """Returns the index in `heights` of the lowest height that fits the rows of tile `tile`."""
+        """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
         return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
@@ -309,8 +310,8 @@ class _Loader:
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
 
-        `tile` is a result of `_look_up`. `used` is how many steps this block has copied into the
-        ring before. Returns this number after the tile.
+        `tile` is a result of `_look_up`. `used` is the number of steps that this block has copied
+        into the ring before this tile. Returns the number after this tile.
         """
         # The number of operands of a pair: its lhs and its arrays of matrices.
         together = 1 + self.kernel.matrices

@@ -2,7 +2,7 @@
 
 The kernels are persistent: a fixed number of thread blocks loop over the tiles of the output. A
 thread block has three warpgroups: a loader, which copies operands, and two *computers*, the compute
-warpgroups, which multiply them. It has a ring of pipeline stages in shared memory. A stage holds
+warpgroups, which multiply them. It keeps a ring of pipeline stages in shared memory. A stage holds
 the operands of one step of a sum over the contraction dimension: a tile of the left operand and a
 tile of each right operand, 64 long along that dimension. In the diagram, `full` and `empty` are the
 barriers of each stage by which the warpgroups wait for each other:
@@ -12,9 +12,9 @@ barriers of each stage by which the warpgroups wait for each other:
                     <------ 0  1  2  3 ...     <------ computer 1 --> its half of the output tile
                      empty                      empty
 
-  loader     copies operand tiles into a stage as soon as both computers have released it. The
-             loader runs ahead of the computers by up to the number of stages, also into the next
-             output tile.
+  loader     copies operand tiles into a stage as soon as both computers have released it. It runs
+             ahead of the computers by up to the number of stages. It does not wait at the end of an
+             output tile, but goes on with the operands of the next one.
   computers  multiply the tiles in a stage and release it. Each computes half of the output tile.
              If the registers have room, a computer stores an output tile while it multiplies the
              operands of the next one.
@@ -42,8 +42,8 @@ from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 # The length of a stage's operand tiles along the contraction dimension.
 STEP = 64
-# A compute warpgroup stores this many columns of an output tile at a time. In 16-bit numbers they
-# are 128 bytes, the width of a tile in swizzled shared memory.
+# A compute warpgroup stores this many columns of an output tile at a time. A row of them, in 16-bit
+# numbers, is 128 bytes long, as wide as a 128-byte swizzle.
 CHUNK = 64
 COMPUTERS = 2
 # Warpgroup 2 loads operand tiles. Warpgroups 0 and 1 compute.
@@ -57,10 +57,10 @@ OTHER_BYTES = 2560
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Tiles of one operand in global memory, of which the kernel copies one that it chooses.
+    """Several candidate tiles of an operand in global memory, and which of them to copy.
 
-    The source array and the shape of a copy must be known when the kernel is compiled. So each
-    array or shape that may be needed has a candidate tile of its own.
+    The kernel chooses the tile while it runs. But the array and the shape of a copy must be known
+    when the kernel is compiled. So each array and shape that may be needed has a candidate tile.
 
     Attributes:
       tiles: references to the candidate tiles.
@@ -74,8 +74,8 @@ class Choice:
         """Starts an asynchronous copy of the chosen tile to shared memory.
 
         Args:
-          destination: takes a candidate tile, and returns the reference to shared memory to which
-            this tile would be copied.
+          destination: takes a candidate tile, and returns a reference to the part of shared memory
+            that gets this tile if it is the chosen one.
           full: the barrier at which the copy arrives when it is complete.
         """
 
@@ -209,9 +209,9 @@ class Ring:
           meanwhile: `meanwhile(step)` runs in each step while the step's matmuls are under way, for
             example to store the previous output tile.
           least_steps: the least number of times that `meanwhile` runs. If `steps` is 0, it then
-            runs without matmuls. Pass 0 where this is not needed: otherwise each step first checks
-            that it is below `steps`. In the kernel for the gradients of matrices, this check would
-            cost up to 7 % of the time.
+            runs without matmuls. Pass 0 where this is not needed: with a larger number, each step
+            first checks that it is below `steps`. In the kernel for the gradients of matrices, this
+            check would cost up to 7 % of the time.
 
         Returns:
           The sums in registers, float32 of shape `shape`.
@@ -380,8 +380,8 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
 
     Runs none of the functions if the index is past the last one.
     """
-    # JAX lowers the first branch of a switch twice. So the first branch is made an empty one, to
-    # keep the code small.
+    # JAX lowers the first branch of a switch twice. To keep the code small, the first branch here
+    # is an empty function.
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 

@@ -6,7 +6,7 @@ gradient of the matrices needs the rows and their gradients transposed, with sca
 by 128 rows. `pallas_kernels.matmul.transpose` transposes rows that are already quantized.
 
 A thread block of 16 warps handles a tile of 128 rows by 128 columns. The diagram shows the patches
-of 4 x 4 elements that the threads of a warp handle in one step:
+of 4 x 4 elements that the 32 threads of a warp handle in one step:
 
             16 columns                   A warp handles 32 rows by 32 columns, in 2 steps of 16
          +--+--+--+--+                   columns. In each step a thread handles 4 x 4 elements:
@@ -59,7 +59,7 @@ _STEP = _PATCH * _ACROSS
 # A tile of 128 x 128 has _STRIPS strips of 32 rows. _SIDES warps, side by side, handle a strip.
 _STRIPS = BLOCK // WARP
 _SIDES = 4
-# The number of columns of a tile that a warp handles in all, in `_WALKS` steps.
+# The number of columns of a tile that a warp handles in total. It takes `_WALKS` steps for them.
 _WIDTH = BLOCK // _SIDES
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
@@ -77,14 +77,15 @@ def quantize_rows(
     Args:
       rows: [R, K] bfloat16, float16 or float32; K is a multiple of 128.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
-        `row_blocks`.
+        `row_blocks`. P is the number of rows with padding, in which each group starts at a
+        multiple of 128.
       keep_order: whether to return the quantized rows also without the transposition, with a scale
         for each 128 columns of a row.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Both hold
-      anything past the last group.
+      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Past the last
+      group, the contents of both are undefined.
     """
     num_rows, width = rows.shape
     num_blocks = blocks.shape[0]
@@ -155,8 +156,8 @@ class _Job:
       width: number of columns of the input.
       num_blocks: number of blocks of 128 rows. There are num_blocks x (width / 128) tiles.
       rows_of_matrix: number of rows of a matrix, a multiple of 128. Each matrix is transposed by
-        itself. If the input is rows, they count as one matrix of P rows, the number of rows with
-        each group padded to a multiple of 128.
+        itself. If the input is rows in groups, it counts as one matrix, with each group padded to a
+        multiple of 128 rows.
       by_row: whether the kernel also stores the values without the transposition, with a scale for
         each 128 columns of a row.
       whole: set for matrices: every block has 128 rows, and the kernel also stores the values
@@ -231,8 +232,8 @@ class _Job:
         numbers = tile.load(source)
 
         # Each warp finds the largest magnitude of all its elements, and with `by_row` also of each
-        # of its rows. It writes these magnitudes to shared memory, since a scale belongs to
-        # elements of several warps.
+        # of its rows. Several warps have elements with the same scale, so they exchange these
+        # magnitudes through shared memory.
         rows = []
         for i in range(_PATCH):
             sizes: list[Value] = []
@@ -251,8 +252,8 @@ class _Job:
             share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
         mosaic.block_barrier()
 
-        # One thread for each row, and one warp for the block, compute the scales. They share the
-        # reciprocals: those of rows at the place of the rows' magnitudes, the block's after them.
+        # With `by_row`, one thread for each row computes the row's scale, and overwrites one of the
+        # row's magnitudes in shared memory with 1 / scale. One warp does so for the block's scale.
         of_block = i32(_SIDES * BLOCK)
         if self.by_row:
             with mosaic.when(mosaic.below(mosaic.thread(), i32(BLOCK))):
@@ -278,7 +279,7 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile(Tile):
-    """A tile of 128 rows by 128 columns, and which of its elements the running thread handles.
+    """A tile of 128 rows by 128 columns, and the position of this thread's elements in it.
 
     In each step the thread handles a patch of 4 rows by 4 columns.
 
@@ -329,7 +330,8 @@ class _Tile(Tile):
     def finish_row(self, shared: Any, scales: Any, row: Value) -> None:
         """Computes the scale of row `row` of the tile from the magnitudes in `shared`.
 
-        Stores the scale to the array `scales`, if the row exists, and 1 / scale to shared[row].
+        Stores 1 / scale to shared[row]. Stores the scale to the array `scales`, unless the row is
+        past the last row of the tile's block.
         """
         i32 = mosaic.i32
         sides = [arith.addi(row, i32(side * BLOCK)) for side in range(_SIDES)]
@@ -377,6 +379,6 @@ def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
 
 
 def _checked(number: Value) -> tuple[Value, Value]:
-    """Returns the number, or NaN if it is not finite, and the bits of its magnitude."""
+    """Returns (number, bits of its magnitude), or (NaN, 0) if the number is not finite."""
     is_finite, size = float8.magnitude(number)
     return float8.or_nan(number, is_finite), size

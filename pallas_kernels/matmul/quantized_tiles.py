@@ -1,8 +1,8 @@
-"""Frame and parts of the kernels that quantize tiles of rows or matrices to float8.
+"""Shared code of the kernels that quantize tiles of rows or matrices to float8.
 
 Each of these kernels has a thread block for each tile of 128 rows by 128 columns. `on_tiles` runs
-such a kernel. The other functions emit code of one thread: loads and stores of parts of a tile, and
-the scales of its numbers.
+such a kernel. Most of the other functions emit code of one thread, which loads or stores elements
+of a tile, or computes their scale.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ def on_tiles(
 ) -> list[jax.Array]:
     """Runs a kernel with a thread block for each tile of 128 rows by 128 columns.
 
-    Blocks without rows have no tiles: nothing reads what a kernel would write for them.
+    The rows come in blocks of up to 128. For a block without rows the kernel computes and writes
+    nothing.
 
     Args:
       name: the kernel's name in profiles.
-      operands: the operands.
-      blocks: [P / 128, 2] int32, each block's first row and number of rows, at most 128.
+      operands: the kernel's operands, without `blocks`.
+      blocks: [number of blocks, 2] int32, each block's first row and number of rows, at most 128.
       out_type: shapes and dtypes of the results.
       emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
-        the operands, the results and, with `num_shared`, the shared memory. `block` and `column`
-        are the indices of the tile's block of rows and of its 128 columns; `first` and `count` are
-        the block's first row and its number of rows.
+        the operands, the results and, with `num_shared`, the shared memory. `block` is the index of
+        the tile's block of rows, and the tile's columns begin at 128 * column. `first` and `count`
+        are the block's first row and its number of rows.
       interpreted: `interpreted(refs, block, column, first, count)` computes the same by JAX
         operations in Pallas' interpreter, where `emit` cannot run. `refs` has no shared memory.
       width: number of columns, a multiple of 128.
@@ -115,13 +116,13 @@ def on_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile of 128 rows by 128 columns, for which a thread emits code.
+    """The tile of 128 rows by 128 columns that a thread block handles. All attributes are i32.
 
     Attributes:
-      block: the index of the tile's block of 128 rows.
-      column: the index of the tile in its row of tiles.
+      block: the index of the tile's block of rows.
+      column: the tile's columns begin at 128 * column.
       first: the block's first row in the operands.
-      count: the number of rows that the block has, of 128.
+      count: the number of rows in the block, at most 128.
     """
 
     block: Value
@@ -130,9 +131,10 @@ class Tile:
     count: Value
 
     def find(self, row: Value) -> tuple[Value, Value]:
-        """Returns whether the block has row `row` of the tile (i1), and where to read it.
+        """Returns whether the tile's block has row `row` of the tile (i1), and which row to read.
 
-        A row that the block lacks may not exist in the operands. Its first row is read instead.
+        The row to read is counted in the operands. A block may have fewer than 128 rows, and the
+        operands may end after it. So past the block's last row, the row to read is its first row.
         """
         exists = mosaic.below(row, self.count)
         return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
@@ -144,11 +146,11 @@ def store_kept(values_ref, scales_ref, tile, first, count, column):
     Args:
       values_ref: [R, K] float8, gets the quantized rows from row `first` on, in the 128 columns
         that begin at 128 * `column`.
-      scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in `column`.
+      scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in column `column`.
       tile: [128, 128] float32.
       first: the row of the outputs for row 0 of `tile`.
       count: the number of rows to store.
-      column: the column of the tile among the tiles of 128 columns.
+      column: the index of the tile's 128 columns.
     """
     values, scales = FLOAT8_ROWS.encode(tile)
 
@@ -162,12 +164,12 @@ def store_kept(values_ref, scales_ref, tile, first, count, column):
 
 
 def load_tile(ref: Any, first: Any, count: Any, columns: Any, scales: Any = None) -> jax.Array:
-    """Loads a tile in Pallas' interpreter: [128, 128] float32, zero in rows that the block lacks.
+    """Loads a tile of a block of rows in Pallas' interpreter: [128, 128] float32.
 
     Args:
       ref: reference to rows.
       first: the block's first row.
-      count: number of rows of the block.
+      count: number of rows of the block. The tile's other rows become zero.
       columns: the slice of the tile's columns.
       scales: for quantized rows, `scales(row)` returns the scale of a row in these columns.
     """
@@ -223,9 +225,9 @@ def max_of(sizes: Any) -> Value:
 
 
 def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the elementwise maximum of the magnitudes `sizes` of two lanes of a warp.
+    """Returns the elementwise maximum of the magnitudes `sizes` of this lane and another one.
 
-    The two are this lane, and the lane whose index is this lane's XOR `distance`.
+    The other lane of the warp is the one whose index is this lane's index XOR `distance`.
     """
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
@@ -233,18 +235,15 @@ def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
 def scale_of(largest: Value) -> tuple[Value, Value]:
     """Returns the scale of a quantization block, and 1 / scale.
 
-    `largest` is the bits of the largest magnitude in the block. With `float8.branchless_reciprocal`
-    instead of `float8.reciprocal`, some kernels would need more than 64 registers per thread. A
-    multiprocessor would then run one thread block at a time instead of two.
+    `largest` is the bits of the largest magnitude in the block. The function uses
+    `float8.reciprocal`, since with `float8.branchless_reciprocal` some kernels would need more than
+    64 registers per thread. A multiprocessor would then run one thread block at a time, not two.
     """
     scale = float8.scale(FLOAT8_ROWS, largest)
     return scale, float8.reciprocal(scale)
 
 
 def rounded_word(numbers: Any, factors: Any) -> Value:
-    """Multiplies four float32 numbers by their factors, rounds to float8, and packs the results.
-
-    Returns a 32-bit word.
-    """
+    """Multiplies four float32 numbers by their factors, and packs them as float8 in a word."""
     four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
     return float8.packed(PTX_TYPE, four)

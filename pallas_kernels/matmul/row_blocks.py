@@ -1,7 +1,7 @@
 """Cuts each group's rows into blocks of 128, for float8 matmuls that sum over a group's rows.
 
-The gradient of a group's matrix is such a sum. In it, the products of 128 rows are added before
-they are multiplied by scales. So a block must hold rows of one group only.
+The gradient of a group's matrix is such a sum. The tensor cores add the products of 128 rows, a
+block, before the sum is multiplied by scales. So a block must hold rows of one group only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TransposedRows(NamedTuple):
 
     Attributes:
       values: [K, P] float8, where P is `padded_rows(R, num_groups)`.
-      scales: [P / 128, K / 128] float32, a scale for each 128 rows by 128 columns. Rows and columns
-        are those before the transposition.
+      scales: [P / 128, K / 128] float32, a scale for each 128 rows by 128 columns, as they were
+        before the transposition.
     """
 
     values: Any
@@ -33,13 +33,16 @@ class TransposedRows(NamedTuple):
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group begins and ends: (first rows, rows after the last), [L] int32 each.
+    """Returns where each group begins and ends: (its first row, the row after its last).
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
         0.
       num_rows: the number of rows of the array. Groups are cut off there, if their sizes add up to
         more. L * num_rows must be below 2^31.
+
+    Returns:
+      Two arrays [L] int32.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
@@ -47,7 +50,7 @@ def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
-    """Returns P, the number of rows that suffices to pad each group to a multiple of 128 rows.
+    """Returns an upper bound of the number of rows after each group is padded to a multiple of 128.
 
     `num_rows` is the number of rows of all groups without the padding.
     """
@@ -55,16 +58,17 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
 
 
 def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns which rows each block of 128 rows of `TransposedRows` has, and each group's blocks.
+    """Cuts each group's rows into the blocks of 128 rows that `TransposedRows` consists of.
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order.
       num_rows: R, the number of rows of the array; groups are cut off at this row.
 
     Returns:
-      (blocks, groups). `blocks`: [P / 128, 2] int32, for each block its first row in the array
-      [R, K], and its number of rows: 128, fewer in a group's last block, or 0 past the last group.
-      `groups`: [L, 2] int32, for each group its first block, and its number of blocks.
+      (blocks, groups). `blocks` is [P / 128, 2] int32, where P is `padded_rows(R, L)`: for each
+      block its first row in the array, and its number of rows. This number is 128, but less in a
+      group's last block, and 0 past the last group. `groups` is [L, 2] int32: for each group its
+      first block, and its number of blocks.
     """
     num_groups = group_sizes.shape[0]
     starts, ends = row_ranges(group_sizes, num_rows)
@@ -86,11 +90,12 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each block of quantized rows one scale, the largest of the scales of its rows.
 
-    A value is multiplied by its row's scale divided by this one, and rounded again.
+    A value is multiplied by its row's scale, divided by the block's scale, and rounded again.
 
     Args:
-      values: [..., 128, C] float8, the rows of the blocks.
-      scales: [..., 128] float32, the scale of each row; 0 for rows that a block lacks.
+      values: [..., 128, C] float8, the rows of the blocks, C columns each.
+      scales: [..., 128] float32, the scale of each row. If a block has fewer than 128 rows, the
+        scales of the others are 0.
 
     Returns:
       (values [..., 128, C] float8, scales [...] float32).

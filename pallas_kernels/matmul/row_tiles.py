@@ -35,16 +35,18 @@ ROW_ALIGNMENT = 8
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
-# A table of row tiles has room for tiles of this height, even if the matmul's tiles are higher. So
-# the tables of all matmuls with tiles of 64 rows or more are computed by one compiled kernel.
+# A table of row tiles has room for the number of tiles of this height, even if the matmul's tiles
+# are higher and therefore fewer. So the tables of all matmuls with tiles of 64 rows or more have
+# the same shape, and one compiled kernel computes them.
 _LOW = 64
 
 
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
     """Returns the number of tiles for which a table of row tiles has room.
 
-    It is an upper bound of the number of tiles of all groups. A group's first tile may begin up to
-    7 rows before the group, at a multiple of 8, and its last tile may end after the group.
+    All groups together never have more tiles. The bound takes into account that a group's first
+    tile begins at a multiple of 8, up to 7 rows before the group, and that its last tile may end
+    after the group.
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
@@ -93,7 +95,7 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
 
 
 def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
-    """Returns the lowest of the tile `heights` that is at least `rows`; if none is, the largest."""
+    """Returns the least of the tile `heights` that is at least `rows`; if none is, the largest."""
     lowest = jnp.full_like(rows, heights[-1])
     for height in reversed(heights[:-1]):
         lowest = jnp.where(rows <= height, height, lowest)
@@ -124,7 +126,7 @@ def _call(
         heights = [all_heights[i] for i in range(num_heights)]
 
         def size_of(group, start):
-            """Returns how many rows before `num_rows` a group has that starts at row `start`."""
+            """Returns the rows of `group`, which starts at row `start`, without those cut off."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
@@ -189,5 +191,6 @@ def _call(
     )(group_sizes, heights)
 
 
-# The call of the kernel is jitted, so that a program with several matmuls traces it only once.
+# The function that calls the kernel is jitted, so that a program with several matmuls traces the
+# kernel only once.
 _call_once = functools.partial(jax.jit, static_argnums=(2, 3, 4))(_call)

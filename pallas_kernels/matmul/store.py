@@ -2,7 +2,7 @@
 
 A tile in registers is [columns, rows], as the tensor cores compute it. It is stored in chunks of 64
 columns by 32 rows. A chunk is transposed into a buffer in shared memory, and copied from there to
-the output. Only those rows of a tile are copied that belong to the tile's group of rows:
+the output. Rows of a tile that do not belong to the tile's group are not copied:
 
   registers             buffer        output
   chunk of the tile --> [32, 64] -->  if all 32 rows belong to the group: one bulk copy (TMA)
@@ -54,12 +54,12 @@ class Buffers:
     """Buffers in shared memory through which the compute warpgroups store chunks of tiles.
 
     Outside the kernel's body the attributes are types of scratch, and inside it they are references
-    to the scratch. Their first axis is the compute warpgroup, except in the result of `of`.
+    to the scratch. Their first axis selects the compute warpgroup. The result of `of` lacks it.
 
     Attributes:
       chunks: [2, buffers, 32, 64] of the outputs' dtype, swizzled.
       plain: [2, 32, 64] of the outputs' dtype, not swizzled, in an interpreted kernel; else None.
-        The interpreter cannot copy single rows from a swizzled buffer, but can from this one.
+        The interpreter copies single rows from it, which it cannot do from a swizzled buffer.
     """
 
     chunks: Any
@@ -124,17 +124,18 @@ class Store:
     def chunks(self, first: Any, count: int, place: Place, results: Results) -> None:
         """Stores `count` chunks of this warpgroup's half of a tile to the outputs.
 
-        They are the chunks number `first`, `first` + 1 and so on of `_chunks`. Numbers past the
-        last chunk are ignored. `place` is the half's position in the outputs, and `results` returns
-        its elements.
+        A chunk is 32 rows by 64 columns. The stored chunks are those with the indices `first` to
+        `first` + `count` - 1 in `_chunks`; indices past the last chunk are ignored. `place` is the
+        position of the half in the outputs, and `results` returns elements of the half.
         """
         lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
 
     def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
-        """Stores those rows of chunk `number` of a tile that belong to the tile's group.
+        """Stores those rows of a chunk of a tile that belong to the tile's group.
 
-        Only constant indices can select registers, so the code that writes a chunk to a buffer is
-        emitted once for each chunk. The code that copies a buffer to the output is emitted once.
+        `number` is the chunk's index in `_chunks`. Only constant indices can select registers, so
+        the code that writes a chunk to a buffer is emitted once for each chunk. The code that
+        copies a buffer to the output is emitted once.
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
@@ -149,7 +150,7 @@ class Store:
 
         @pl.when(number == 0)
         def _():
-            # The bulk copies of the previous tile must have read the buffers.
+            # Wait until the bulk copies of the previous tile have read the buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(first < stop)
@@ -161,7 +162,7 @@ class Store:
             self._copy(buffers, top, left_edge, first, stop)
 
     def _write_each(self, buffers: Sequence[Any], results: Results, row: int, column: int) -> None:
-        """Writes a chunk of a tile of each output to the output's buffer among `buffers`.
+        """Writes a chunk of a tile to shared memory: for each output to one of `buffers`.
 
         The chunk starts at (row, column) of this warpgroup's half of the tile. `results` returns
         the elements of the half.
@@ -193,8 +194,8 @@ class Store:
 
         Element [0, 0] of a buffer belongs to row `top` and column `left_edge` of the output.
         """
-        # A chunk has 32 rows, except the last chunks of a tile if block_m is not a multiple of 32.
-        # TMA copies a whole chunk at once.
+        # A chunk has 32 rows. If block_m is not a multiple of 32, the last chunks of a tile have
+        # fewer. TMA copies a chunk at once if all of its rows are to be copied.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(begin == 0) & (end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
@@ -223,7 +224,8 @@ class Store:
     ) -> None:
         """Copies rows [begin, end) of a buffer in shared memory to `out`, an output.
 
-        They may be any rows. Element [0, 0] of the buffer belongs to out[top, left_edge].
+        Unlike the rows of a bulk copy, these may begin and end anywhere. Element [0, 0] of the
+        buffer belongs to out[top, left_edge].
         """
         if self.interpreted:
             self._copy_rows_in_parts(buffer, out, top, left_edge, begin, end)
@@ -267,10 +269,11 @@ class Store:
             height //= 2
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
-        """Zeroes a share of the outputs' rows from `start` to the last.
+        """Zeroes this warpgroup's share of the outputs' rows from `start` to the last.
 
-        The compute warpgroups of all thread blocks, `num_workers` in all, divide the work into
-        chunks of 32 rows by 64 columns. `worker` is the index of this warpgroup among them.
+        The rows are cut into chunks of 32 rows by 64 columns, which the compute warpgroups of all
+        thread blocks share. There are `num_workers` such warpgroups, and `worker` is the index of
+        this one.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape

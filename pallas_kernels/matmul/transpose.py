@@ -1,10 +1,10 @@
 """Kernel that transposes quantized rows, for the gradient of a grouped matmul's matrices.
 
-The gradient of a group's matrix sums over the rows of the group. The tensor cores require that the
-rows of both float8 operands are innermost, and that the 128 rows of a sum share a scale. So this
-kernel transposes the rows, and gives each block of 128 rows by 128 columns one scale: the largest
-of the scales that its rows have there. Values of the other rows are multiplied by the ratio of
-their scale to it, and rounded to float8 once more.
+The gradient of a group's matrix sums over the rows of the group. The tensor cores require that this
+axis is innermost in both float8 operands. They sum 128 products before a scale is applied, so 128
+rows must share a scale. This kernel therefore transposes the rows, and gives each block of 128 rows
+by 128 columns one scale: the largest scale of its rows in these columns. Each value is multiplied
+by its row's scale, divided by the block's scale, and rounded to float8 once more.
 
 A thread block handles a tile of 128 rows by 128 columns. Each thread handles a patch of 8 x 8
 values:
@@ -41,7 +41,8 @@ from pallas_kernels.matmul.quantized_tiles import (
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
-# A thread handles a patch of 8 rows by 8 columns: two words of four values in each row.
+# A thread handles a patch of 8 rows by 8 columns. A row of the patch is two 32-bit words, of four
+# float8 values each.
 _PATCH = 8
 _WORD = 4
 # The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
@@ -58,12 +59,13 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
     Args:
       rows: [R, K] float8_e4m3fn with scales; K is a multiple of 128.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
-        `row_blocks`.
+        `row_blocks`. P is the number of rows with padding, in which each group starts at a
+        multiple of 128.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      The transposed rows, values [K, P] and scales [P / 128, K / 128]. The rows that a block lacks
-      of 128 are zero. Blocks without rows hold anything.
+      The transposed rows, values [K, P] and scales [P / 128, K / 128]. If a block has fewer than
+      128 rows, the others are zero. The contents of blocks without any rows are undefined.
     """
     width, num_blocks = rows.values.shape[1], blocks.shape[0]
 
@@ -90,7 +92,8 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
 def _interpreted(refs: Any, block: Any, column: Any, first: Any, count: Any) -> None:
     """Transposes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
 
-    `refs` are references to the input and the results; the others are attributes of `_Tile`.
+    `refs` are references to the input and the results. The other arguments are the attributes of
+    `_Tile` with the same names.
     """
     values, scales, out, out_scales = refs
     columns = pl.ds(column * BLOCK, BLOCK)
@@ -113,8 +116,9 @@ class _Tile(Tile):
     """A tile of 128 rows by 128 columns, which a thread block transposes.
 
     Attributes:
-      width: number of columns of the rows.
-      height: number of columns of the transposed rows, P.
+      width: number of columns of the rows before the transposition.
+      height: number of columns after it: the number of rows, with each group padded to a multiple
+        of 128.
     """
 
     width: int
@@ -130,10 +134,11 @@ class _Tile(Tile):
         place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
-        # words[i] are the two words of row i of the thread's patch.
+        # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
         words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
         own = [self.load_scale(scales, arith.addi(row, i32(i))) for i in range(_PATCH)]
-        # Each warp looks for the largest of all scales. Positive numbers are ordered as their bits.
+        # Each warp finds the largest scale of the tile's 128 rows. Positive float32 numbers compare
+        # like their bits as integers, so the maximum is taken of the bits.
         of_lane = [
             arith.bitcast(
                 mosaic.integer_type(32),
@@ -168,9 +173,9 @@ class _Tile(Tile):
                 llvm.store(vector.from_elements(of_two, both), at, alignment=_PATCH)
 
     def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
-        """Loads 8 values of a row of the tile, from column `left` of the input on, as two words.
+        """Loads 8 float8 values of a row, from column `left` of the input on, as two 32-bit words.
 
-        The values of rows that the block lacks are zero.
+        `row` is counted in the tile. If the tile's block has no such row, the values are zero.
         """
         exists, row = self.find(row)
         two = mosaic.vector_type(2, mosaic.integer_type(32))
@@ -179,7 +184,7 @@ class _Tile(Tile):
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:
-        """Loads the scale of a row of the tile; it is 0 if the block lacks the row."""
+        """Loads the scale of a row of the tile, or 0 if the tile's block has no such row."""
         exists, row = self.find(row)
         at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
         return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))
