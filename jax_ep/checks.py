@@ -16,7 +16,7 @@ from jax import lax
 AxisName = str | tuple[str, ...]
 
 
-# The largest number of rows, experts or tokens, since they are counted in int32.
+# The largest allowed number of rows, experts or tokens. All of them are counted in int32.
 MAX_INT32 = 2**31 - 1
 
 _KINDS = {
@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
-    """Returns an argument that names one mesh axis, or several in a tuple, as a tuple.
+    """Returns `axis_name`, which is one mesh axis or a tuple of mesh axes, as a tuple.
 
     An empty tuple, which means a single rank, is allowed. Raises TypeError or ValueError unless
     `axis_name` is a string or a tuple of distinct strings; the message calls the argument `name`.
@@ -47,8 +47,8 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 def num_ranks(axis_name: tuple[str, ...]) -> int:
     """Returns N, the number of ranks along the mesh axes `axis_name`.
 
-    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes; an axis of
-    `jax.vmap(axis_name=...)` raises, too.
+    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes. An axis that
+    only `jax.vmap(axis_name=...)` maps over raises the error, too.
     """
     try:
         size = lax.axis_size(axis_name)
@@ -94,7 +94,7 @@ def check_array(
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
     """Raises ValueError if an array is sharded over Explicit axes of the mesh.
 
-    `axes` are the dimensions of the array that are checked, as negative numbers; without them, all
+    `axes` are the dimensions of the array to check, as negative indices; without them, all
     dimensions are checked. A sharding over Auto axes is not checked, since array types do not show
     it.
     """
@@ -111,7 +111,7 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
 
 
 def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless x is floating, [num_tokens, H'] with H' > 0."""
+    """Raises TypeError or ValueError unless x is floating [num_tokens, columns], columns > 0."""
     check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != num_tokens or x.shape[1] == 0:
         raise ValueError(
@@ -182,7 +182,7 @@ def as_floating(name: str, dtype: Any) -> np.dtype:
 def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
     """Returns `dtype` as `np.dtype`; raises TypeError unless it is floating and JAX supports it.
 
-    Without `jax_enable_x64`, float64 raises, since JAX would make float32 arrays instead.
+    JAX supports float64 only with `jax_enable_x64`; without it, JAX would make float32 arrays.
     """
     known = as_floating(name, dtype)
     if known.itemsize > 8 or (known.itemsize == 8 and not jax.config.jax_enable_x64):  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise:
     """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`.
 
     Raises TypeError for a traced value, a string or a bool, and ValueError for a number that is not
-    allowed. In the message, `otherwise` follows the requirement, such as ", or None".
+    allowed. The message appends `otherwise`, such as ", or None", to the requirement.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")

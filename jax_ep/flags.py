@@ -1,4 +1,4 @@
-"""Defines, parses and checks the command-line flags of all commands of the library, by absl."""
+"""Defines, parses and checks the flags of the `python -m jax_ep` commands, with absl."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Flags:
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
     def several(self, name: str, help: str) -> Holder:
-        """Defines a flag that may be given several times; its value is a list, or None."""
+        """Defines a flag that may be repeated; its value is a list, or None if it is not given."""
         return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
 
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
@@ -71,7 +71,10 @@ class Flags:
         *,
         may_be_empty: bool = False,
     ) -> Holder:
-        """Defines a flag for a comma-separated list, each item of which must be in `allowed`."""
+        """Defines a flag for a comma-separated list, each item of which must be in `allowed`.
+
+        An empty list is an error unless `may_be_empty`.
+        """
         return self._define(_Choices(allowed, may_be_empty), name, default, help)
 
     def integers(

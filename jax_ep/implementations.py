@@ -1,8 +1,8 @@
-"""Selects the implementation of an operation: a named one, or for None the best that can run.
+"""Selects the implementation of an operation by its name, or the first that can run for None.
 
 Each operation has one table of implementations, an `Implementations`. An implementation says
-whether it supports a *problem*. A problem is an object with the operands' shapes and dtypes and
-with what is known about the devices; each operation defines its own class of problems.
+whether it supports a *problem*: an object that holds the operands' shapes and dtypes, and what is
+known about the devices. Each operation defines its own class of problems.
 """
 
 from __future__ import annotations

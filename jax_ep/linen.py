@@ -58,10 +58,10 @@ else:
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """A Flax box that holds a parameter and its logical axes, and allows `nn.scan` without a name.
+    """A Flax box of a parameter and its logical axes, to which `nn.scan` may add an unnamed axis.
 
     `nn.scan` and `nn.vmap` add a dimension to a parameter. Flax's own class raises an error unless
-    their `metadata_params` name the logical axis of this dimension by `nn.PARTITION_NAME`. With
+    their `metadata_params` name the logical axis of this dimension, under `nn.PARTITION_NAME`. With
     this class, the name may be left out. The dimension then has no logical axis and is not sharded.
     """
 
@@ -139,10 +139,11 @@ class MoE(nn.Module, _Fields):
     H is the hidden size of a token, F that of an expert, and S that of all shared experts together.
     R is the number of experts that the router chooses among: the E experts, and the free experts
     (zero, identity and constant experts). C is the number of constant experts. If `num_slots` is P,
-    the parameters with "exp" have P instead of E in their shapes, and slot s holds expert s modulo
-    E at first, as `jax_ep.placement.Placement.in_order` says. With `selection_bias`, gate.bias [R]
-    is in the collection "router_state", and only `update_bias` changes it. In `nn.scan`, list the
-    collections "params" and "router_state" in `variable_axes`.
+    the parameters with "exp" have P instead of E in their shapes: each of the P slots holds a copy
+    of one expert. At first, slot s holds expert s modulo E, as in
+    `jax_ep.placement.Placement.in_order`. With `selection_bias`, gate.bias [R] is in the collection
+    "router_state", and only `update_bias` changes it. In `nn.scan`, list the collections "params"
+    and "router_state" in `variable_axes`.
 
     The attributes from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
     They decide which parameters there are, and how they are initialized.
@@ -180,8 +181,8 @@ class MoE(nn.Module, _Fields):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: False or 0 leaves a token out of routed experts and
-            metrics.
+          mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and
+            the metrics do not count them.
           placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
             their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.

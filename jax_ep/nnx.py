@@ -76,9 +76,9 @@ class MoE(nnx.Module):
     expert, and S that of all shared experts together. R is the number of experts that the router
     chooses among: the E experts, and the free experts (zero, identity and constant experts). C is
     the number of constant experts. If `num_slots` is P, the parameters with "exp" have P instead of
-    E in their shapes, and slot s holds expert s modulo E at first, as
-    `jax_ep.placement.Placement.in_order` says. With `selection_bias` there is gate.bias [R]
-    (`RouterState`), which only `update_bias` changes.
+    E in their shapes: each of the P slots holds a copy of one expert. At first, slot s holds expert
+    s modulo E, as in `jax_ep.placement.Placement.in_order`. With `selection_bias` there is
+    gate.bias [R] (`RouterState`), which only `update_bias` changes.
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
@@ -114,7 +114,7 @@ class MoE(nnx.Module):
     wo: nnx.Param
 
     if TYPE_CHECKING:
-        # For type checkers: the type of all parameters except wi_0 and wo.
+        # Tells type checkers the type of all parameters except wi_0 and wo.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
     @takes(ParameterOptions, before="router_dim", others=True)
@@ -172,8 +172,8 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: False or 0 leaves a token out of routed experts and
-            metrics.
+          mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and
+            the metrics do not count them.
           placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
             their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
@@ -250,9 +250,10 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
 
     The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
-    Flax shards the parameter, by its eager sharding. Otherwise this function does. On Explicit
-    axes, an optimizer's state then gets its sharding from the parameter's type. (Flax would take it
-    from the logical axes, of which a stack of layers may lack one.)
+    Flax's eager sharding shards the parameter. Otherwise this function does, and turns eager
+    sharding off. On Explicit axes, an optimizer's state then takes its sharding from the
+    parameter's type. Eager sharding would take it from the logical axes, but a stack of layers may
+    lack the logical axis of its leading dimension.
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()

@@ -58,8 +58,8 @@ def grouped_matmul(
     `rhs` is zero for an empty group. "pallas" and "loop" do not multiply rows past the last group.
 
     Args:
-      lhs: [R, H] floating: rows in group order.
-      rhs: [L, H, F], the dtype of lhs: one matrix for each group.
+      lhs: [R, H] floating: R rows, in group order.
+      rhs: [L, H, F], the dtype of lhs: one matrix for each of L groups.
       group_sizes: [L] integer, 0 or more: the number of rows of each group; their sum is at most R.
         If the sum is larger, rows past R are ignored. The result is undefined for a negative size
         or a sum above 2^31 - 1.
@@ -108,8 +108,8 @@ def check_implementation(
 ) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
-    `rhs` is [L, H, F]. If `implementation` is None, nothing is raised. The message calls the
-    argument `name`.
+    `rhs` has the matrix of each group, [groups, H, F]. If `implementation` is None, nothing is
+    raised. The message calls the argument `name`.
     """
     IMPLEMENTATIONS.check(implementation, Problem(rhs.shape[1:], rhs.dtype), name)
 
@@ -130,11 +130,12 @@ def product(
     transpose_rhs: bool = False,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
+    """Multiplies each of R rows lhs [R, K] by the matrix of its group; returns [R, N].
 
-    With `transpose_rhs`, rhs is [L, N, K]. Rows of the result past the last group are zero, or
-    undefined without `zero_unused`. Operands must have been checked and must have the same varying
-    manual axes (vma); group_sizes [L] must be int32.
+    rhs holds the matrices of L groups, [L, K, N], or [L, N, K] with `transpose_rhs`. Rows of the
+    result past the last group are zero with `zero_unused`, and undefined without. Operands must
+    have been checked and must have the same varying manual axes (vma); group_sizes [L] must be
+    int32.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
 
@@ -147,12 +148,12 @@ def sum_of_products(
     transpose_rhs: bool = False,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the grouped products of several (lhs, rhs) pairs; returns [R, N].
+    """Returns the sum of the grouped products of all (lhs, rhs) pairs.
 
-    All lhs are [R, K] and all rhs are [L, K, N], of one dtype; see `product` for `transpose_rhs`
-    and `zero_unused`. "pallas" computes the sum in float32, in one kernel, and rounds it once. The
+    All lhs have one shape, all rhs have one shape, and all have one dtype. The other arguments are
+    those of `product`. "pallas" computes the sum in float32, in one kernel, and rounds it once. The
     other implementations round each product. Operands must have been checked and must have the same
-    varying manual axes (vma); group_sizes [L] must be int32.
+    varying manual axes (vma); group_sizes must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
     return bind(
@@ -175,12 +176,13 @@ def gated_product(
     implementation: Implementation,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, for lhs [R, K] and two rhs [L, K, N].
+    """Computes two grouped products of lhs, and hidden = gating(lhs @ rhs[0], lhs @ rhs[1]).
 
-    The products are rounded to the operands' dtype. `gating`, elementwise and hashable, gets them
-    as float32 or wider. "pallas" computes both products and the gating in one kernel, with the same
-    bits, if it supports the operations of `gating`. Operands must have been checked and must have
-    the same varying manual axes (vma); group_sizes [L] must be int32.
+    lhs [R, K] has R rows, and each rhs [L, K, N] a matrix for each of L groups. The products are
+    rounded to the operands' dtype. The elementwise, hashable function `gating` gets the rounded
+    products as float32 or wider. If "pallas" supports the operations of `gating`, it computes all
+    this in one kernel, with the same bits. Operands must have been checked and must have the same
+    varying manual axes (vma); group_sizes [L] must be int32.
 
     Returns (hidden,), or with `keep` (hidden, product, product), [R, N] each, of the operands'
     dtype. Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden;
@@ -203,11 +205,11 @@ def gated_product(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Computes the gradient [L, K, N] of the matrices `rhs` in `product`.
+    """Computes the gradient of the groups' matrices, the operand `rhs` of `product`.
 
-    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l], for lhs [R, K] and the
-    product's cotangent grad [R, N]. Operands must have been checked and must have the same varying
-    manual axes (vma); group_sizes [L] must be int32.
+    `grad` is the cotangent of the product. The gradient of group l's matrix is
+    lhs[rows of l].T @ grad[rows of l]. Operands must have been checked and must have the same
+    varying manual axes (vma); group_sizes must be int32.
     """
     return drhs_of_each(lhs, (grad,), group_sizes, implementation)[0]
 
@@ -219,10 +221,9 @@ def drhs_of_each(
     group_sizes: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `drhs` of lhs [R, K] and each array of `grads`, [R, N] each.
+    """Computes `drhs`, the gradient of the groups' matrices, for each cotangent in `grads`.
 
-    Returns one gradient [L, K, N] for each of the `grads`. "pallas" computes all of them in one
-    kernel.
+    All gradients are of products of the same `lhs`. "pallas" computes all of them in one kernel.
     """
     return tuple(
         bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
@@ -357,10 +358,10 @@ def make_primitive(
 
     Args:
       name: the name of the primitive.
-      shape: takes the types of the operands and the parameters, and returns the shape of the
+      shape: a function of the operands' types and the parameters that returns the shape of the
         result, or a list of shapes if there are `several` results. A result has the dtype of the
         first operand, unless `shape` returns a `jax.ShapeDtypeStruct` for it.
-      compute: takes the operands, the parameters and `platform`, and returns the results.
+      compute: a function of the operands, the parameters and `platform` that returns the results.
       several: whether the primitive has a list of results instead of one result.
       options: further arguments of `define_primitive`.
     """

@@ -1,6 +1,7 @@
 """Defines the interface of the grouped matmul's backends, and functions that they share.
 
-All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
+All backends follow one contract. R is the number of rows, and L the number of groups, each with a
+matrix [K, N]. The first num_rows = sum(group_sizes) <= R rows belong to groups.
 
   product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
@@ -37,14 +38,14 @@ from jax_ep.implementations import Implementation
 # The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. An operand with
 # another number of rows is copied, with rows of zeros appended.
 TILE_ROWS = 8
-# Pairs (lhs [R, K], rhs [L, K, N]) of the operands of grouped products that are summed. All lhs
-# have one shape, all rhs have one shape, and all arrays have one dtype.
+# Pairs (lhs, rhs) of rows and of groups' matrices, whose grouped products are summed. All lhs have
+# one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
-# An elementwise function of the two products lhs @ rhs[0] and lhs @ rhs[1], which it gets in
-# float32 or wider. It returns the hidden values of an expert.
+# An elementwise function that computes the hidden values of an expert. It gets the two products
+# lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# A function of lhs [R, K], a list of grads, [R, N] each, and group_sizes [L]. It returns one
-# gradient of the matrices, [L, K, N], for each of the grads.
+# A function of lhs, a list of cotangents of products with lhs, and group_sizes. For each cotangent,
+# it returns the gradient of the groups' matrices.
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
@@ -135,11 +136,12 @@ class Backend(Implementation):
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
-        """Sums the grouped products of pairs (lhs [R, K], rhs [L, K, N]); returns [R, N].
+        """Returns the sum of the grouped products of all (lhs, rhs) pairs.
 
-        With `transpose_rhs`, each rhs is [L, N, K]. If the backend has a `fused_sum`, only the sum
-        is rounded to the operands' dtype. Otherwise each product is rounded before it is added.
-        Without `zero_unused`, rows past the last group may be undefined.
+        With `transpose_rhs`, the matrices of each rhs are transposed. If the backend has a
+        `fused_sum`, only the sum is rounded to the operands' dtype. Otherwise each product is
+        rounded before it is added. Without `zero_unused`, rows past the last group may be
+        undefined.
         """
         if self.fused_sum is not None:
             return self.fused_sum(
@@ -160,9 +162,8 @@ class Backend(Implementation):
     ) -> tuple[jax.Array, ...]:
         """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) group by group; returns (hidden,).
 
-        lhs is [R, K], each rhs is [L, K, N], and hidden is [R, N]. With `keep`, returns the two
-        products [R, N], too: (hidden, product, product). Without `zero_unused`, rows past the last
-        group may be undefined.
+        With `keep`, returns the two products, too: (hidden, product, product). Without
+        `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_gate is not None:
             fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep, zero_unused=zero_unused)
@@ -175,10 +176,7 @@ class Backend(Implementation):
     def drhs_of_each(
         self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Computes `drhs` of lhs [R, K] and each array of `grads`, [R, N] each.
-
-        Returns one gradient [L, K, N] for each of the `grads`.
-        """
+        """Computes `drhs`, the gradient of the groups' matrices, for each cotangent in `grads`."""
         if self.fused_drhs is not None:
             return self.fused_drhs(lhs, grads, group_sizes)
         return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
@@ -191,11 +189,11 @@ def gated(gating: Gating, *products: jax.Array) -> jax.Array:
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to x [R, C], so that the number of rows is a multiple of TILE_ROWS."""
+    """Appends rows of zeros to the matrix x until TILE_ROWS divides its number of rows."""
     return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Returns x [R, C] with zeros in the rows past the last group, from sum(group_sizes) on."""
+    """Sets the rows of the matrix x past the last group, from row sum(group_sizes) on, to zero."""
     live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     return jnp.where(live[:, None], x, 0)

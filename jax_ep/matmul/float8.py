@@ -7,7 +7,7 @@ kernels of "pallas" add 128 products in about 14 bits, and then add these sums i
     |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds.
 
 The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
-matrices [L, N, K], and `drhs_of_each`, which contracts rows, takes rows that `transpose_rows` has
+transposed matrices. `drhs_of_each`, which contracts over rows, takes rows that `transpose_rows` has
 transposed, with scales that 128 rows of a group share.
 
 The functions of this module have no gradients; `jax_ep.moe.expert_matmuls` computes the gradients
@@ -42,8 +42,8 @@ class QuantizedMatrices(NamedTuple):
     dimension innermost.
 
     Attributes:
-      matrices: [L, K, N], in the format `jax_ep.formats.FLOAT8_MATRICES`.
-      transposed: [L, N, K], in the format `jax_ep.formats.FLOAT8_MATRICES`.
+      matrices: L matrices, [L, K, N], in the format `jax_ep.formats.FLOAT8_MATRICES`.
+      transposed: the same matrices transposed, [L, N, K], in the same format.
     """
 
     matrices: QuantizedArray
@@ -53,10 +53,9 @@ class QuantizedMatrices(NamedTuple):
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
-    """Quantizes matrices [L, K, N] to float8, and also stores them transposed, [L, N, K].
+    """Quantizes L floating matrices [L, K, N] to float8, and also stores them transposed.
 
-    The matrices are floating. K and N are multiples of 128, because there is one scale for each
-    block of 128 x 128 numbers.
+    K and N are multiples of 128, because there is one scale for each block of 128 x 128 numbers.
     """
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype
@@ -71,7 +70,7 @@ def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedA
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
-    """Quantizes rows [R, K] to float8, with one scale per 128 numbers of a row; 128 divides K."""
+    """Quantizes rows to float8, with one scale per 128 numbers of a row; 128 divides its length."""
     return quantize(rows, FLOAT8_ROWS)
 
 
@@ -82,15 +81,15 @@ def transpose_rows(
     keep_order: bool = False,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray | None, TransposedRows]:
-    """Quantizes rows [R, K] to float8, with a scale for each 128 rows, and transposes them.
+    """Quantizes rows to float8, with one scale per 128 rows by 128 columns, and transposes them.
 
     The result is an operand of `drhs_of_each`, which sums over the rows of a group. Each group's
-    rows are padded to blocks of 128 rows. P is the number of rows of all blocks. A scale is for 128
-    rows by 128 columns. For rows that are quantized already, it is the largest scale of these rows;
-    their values are multiplied by their scale divided by this one, and rounded again.
+    rows are padded to blocks of 128 rows. P is the number of rows of all blocks. If the rows are
+    quantized already, the largest of the scales of 128 rows becomes their shared scale. Each row's
+    values are then multiplied by the ratio of its own scale to the shared one, and rounded again.
 
     Args:
-      rows: [R, K] floating, or quantized in the format `jax_ep.formats.FLOAT8_ROWS`, with K a
+      rows: R rows [R, K], floating or quantized in the format `jax_ep.formats.FLOAT8_ROWS`; K is a
         multiple of 128.
       blocks: [P / 128, 2] int32, the first result of `row_blocks`: for each block, its first row in
         `rows`, and how many rows it takes from there, at most 128.
@@ -122,15 +121,17 @@ def product(
 ) -> jax.Array:
     """Multiplies float8 rows by the matrices of their groups, and sums the products of all pairs.
 
-    Returns [R, N].
-
     Args:
-      pairs: pairs of rows [R, K] and matrices [L, N, K], each matrix stored transposed. All pairs
-        have the same shapes.
+      pairs: pairs of R rows [R, K] and the matrices [L, N, K] of L groups. Each group's matrix
+        [K, N] is given transposed. All pairs have the same shapes.
       group_sizes: [L] int32: the number of rows of each group.
       dtype: the dtype of the result.
       implementation: the implementation of the matmuls.
-      zero_unused: whether rows past the last group are zero; otherwise they are undefined.
+      zero_unused: whether the result is zero in rows past the last group; otherwise it is undefined
+        there.
+
+    Returns:
+      [R, N], the sum of the products.
     """
     operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
     return bind(
@@ -153,8 +154,8 @@ def gated_product(
 ) -> tuple[QuantizedArray, ...]:
     """Multiplies float8 rows by two matrices of their group, and applies `gating` to the products.
 
-    lhs is [R, K], and each rhs is [L, N, K], with each matrix stored transposed. `gating` gets the
-    two products [R, N] as float32, and returns the hidden values [R, N].
+    lhs holds R rows [R, K]. Each rhs holds the matrices of L groups, transposed, [L, N, K].
+    `gating` gets the two products as float32, and returns the hidden values.
 
     Returns (hidden,), or with `keep` (hidden, product, product). Each is [R, N], quantized to
     float8 with one scale per 128 numbers of a row. Rows past the last group are undefined.
@@ -174,10 +175,10 @@ class GateGradient(NamedTuple):
     """The gradient of the function between an expert's matmuls, as operands of float8 matmuls.
 
     Attributes:
-      dpre: the gradients of the two products: for each, rows [R, F], and the rows transposed, with
-        values [F, P].
+      dpre: for each of the two products, its gradient as rows, and these rows transposed, as
+        `transpose_rows` returns them.
       hidden: the hidden values times their weights, transposed.
-      dweights: [R] float32: the gradient of the weights.
+      dweights: float32: the gradient of the weight of each row.
     """
 
     dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
@@ -199,11 +200,12 @@ def gate_gradient(
     and blocks without rows, are undefined.
 
     Args:
-      gating: the function of two arrays [R, F].
-      dhidden: [R, F] floating, the gradient of the weighted hidden values; 128 divides F.
+      gating: the elementwise function of the two products.
+      dhidden: [R, F] floating, the gradient of the weighted hidden values of R rows. 128 divides F,
+        the hidden size of an expert.
       products: two arrays [R, F], in the format `jax_ep.formats.FLOAT8_ROWS`.
-      weights: [R] float32.
-      blocks: [P / 128, 2] int32, the first result of `row_blocks`.
+      weights: [R] float32, the top-k weights of the rows.
+      blocks: [blocks, 2] int32, the first result of `row_blocks`; see `transpose_rows`.
       implementation: the implementation of the matmuls.
     """
     *parts, dweights = bind(
@@ -229,14 +231,14 @@ def drhs_of_each(
     dtype: Any,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes gradients of matrices from transposed rows: [L, K, N] for each of `grads`.
+    """Computes the gradients of L groups' matrices, [L, K, N] for each cotangent in `grads`.
 
     The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l]. The rows of each group
     are padded to blocks of 128 rows; P is the number of rows of all blocks.
 
     Args:
-      lhs: the result of `transpose_rows` for the rows, with values [K, P].
-      grads: one or two results of `transpose_rows`, with values [N, P].
+      lhs: the result of `transpose_rows` for the rows lhs, with values [K, P].
+      grads: the results of `transpose_rows` for one or two cotangents, with values [N, P].
       groups: [L, 2] int32, the second result of `row_blocks`: the first block of each group, and
         the number of its blocks.
       dtype: the dtype of the results.
@@ -254,7 +256,7 @@ def drhs_of_each(
     )
 
 
-# ------------------------------------------------------------------------------------- lowerings
+# The following functions compute the results of the primitives, which are defined at the end.
 
 
 def _select(implementation: Implementation, platform: str, matrix_shape, num_rows) -> Backend:
@@ -320,9 +322,10 @@ def _compute_transposed(*operands, keep_order, implementation, platform):
 
 
 def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets the matmuls of a function multiply float32 numbers as they are.
+    """Decorates a function so that its matmuls multiply float32 numbers as they are.
 
-    By default, GPUs would round them to TF32, and exceed the error that this module states.
+    By default, GPUs would round the numbers to TF32, and the results would exceed the bound on the
+    error in the docstring of this module.
     """
 
     @functools.wraps(compute)
@@ -352,12 +355,12 @@ def _sum_of_products(
     group_sizes: jax.Array,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the grouped products of pairs (rows [R, K], matrices [L, N, K]) float32; returns [R, N].
+    """Sums the grouped products of (rows, transposed matrices) pairs, which are float32.
 
-    A NaN in a matrix must reach only the results of the matrix's own group. A backend may multiply
-    each matrix by all rows, with other groups' rows set to zero, and zero times NaN is NaN.
-    Therefore NaNs in the matrices are first replaced by zeros. Afterwards, the results that they
-    should have reached are set to NaN.
+    A NaN in a matrix must reach only the results of the matrix's own group. But a backend may
+    multiply each matrix by all rows, with other groups' rows set to zero, and zero times NaN is
+    NaN. Therefore NaNs in the matrices are first replaced by zeros. Afterwards, the results that
+    the NaNs should have reached are set to NaN.
     """
     finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
     out = backend.sum_of_products(finite, group_sizes, transpose_rhs=True, zero_unused=zero_unused)
@@ -435,7 +438,7 @@ def _compute_drhs(*operands, dtype, implementation, platform):
     return [result.astype(dtype) for result in results]
 
 
-# ------------------------------------------------------------------------------------- primitives
+# The following functions return the types of the results of the primitives.
 
 
 def _type(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

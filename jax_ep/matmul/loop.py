@@ -76,10 +76,10 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
     """Returns the first row of the i-th tile of a group, and which of its rows to compute.
 
-    A tile consists of `tile` consecutive rows of lhs [R, K]. A tile that would extend past R starts
-    at an earlier row. The rows to compute are a bool mask [tile]. It is False for the rows before
-    the tile's regular start, which another tile computes, and for the rows past the group's end.
-    `ends` [L] has the row at which each group ends.
+    A tile consists of `tile` consecutive rows of lhs. A tile that would extend past the last row of
+    lhs starts at an earlier row. The rows to compute are a bool mask [tile]. It is False for the
+    rows before the tile's regular start, which another tile computes, and for the rows past the
+    group's end. `ends` has the row at which each group ends.
     """
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)

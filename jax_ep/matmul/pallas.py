@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-# Maps whether the operands have scales, and then each dtype that the kernels multiply, to a number.
-# Both dimensions of each group's matrix must be multiples of this number.
+# _MULTIPLES[has_scales] holds the dtypes that the kernels multiply, for operands with or without
+# scales. It maps each dtype to a number that must divide both dimensions of each group's matrix.
 _MULTIPLES = {
     False: {jnp.dtype(jnp.bfloat16): 64, jnp.dtype(jnp.float16): 64},
     True: {jnp.dtype(jnp.float8_e4m3fn): 128},
@@ -184,7 +184,7 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes `Backend.drhs_of_each` by one kernel.
 
-    This is `drhs` of lhs [R, K] and each array of `grads`, [R, N] each. If `tiles` is None,
+    This is `drhs`, the gradient of rhs, for each cotangent in `grads`. If `tiles` is None,
     `drhs_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import drhs as kernels
@@ -200,7 +200,7 @@ def drhs_of_each(
 
 
 def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tile sizes for `product`, of rows [num_rows, K] and [num_groups, K, num_cols].
+    """Chooses tile sizes for `product`, whose result is [num_rows, num_cols].
 
     Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
     multiprocessors, so a small product gets smaller tiles.
@@ -219,11 +219,10 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tile sizes for `gated_product`, of rows and two arrays of matrices.
+    """Chooses tile sizes for `gated_product`, whose two products are [num_rows, num_cols] each.
 
-    The rows are [num_rows, K], and each array of matrices is [num_groups, K, num_cols]. A block of
-    threads accumulates one tile of each of the two products at the same time, so the tiles are
-    smaller than those of `product_tiles`.
+    A block of threads accumulates one tile of each of the two products at the same time, so the
+    tiles are smaller than those of `product_tiles`.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -234,7 +233,7 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
-    """Chooses tile sizes for `drhs`, which computes the gradient [L, K, num_cols] of rhs."""
+    """Chooses tile sizes for `drhs`, which computes gradients of matrices of `num_cols` columns."""
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
@@ -244,10 +243,10 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
 def band(num_cols: int, block_n: int, most: int) -> int:
     """Chooses `Tiles.band`, the number of tile columns in one band of the output.
 
-    A tile column is the output tiles that lie below each other, `block_n` columns wide. A band is a
-    number of neighbouring tile columns; the kernel computes the output band by band. The output is
-    divided into bands of about the same width, of at most `most` tile columns each. The tiles that
-    are computed at the same time then form about a square, which reads the least memory.
+    A tile column consists of the output tiles that lie below each other, `block_n` columns wide. A
+    band consists of neighbouring tile columns; the kernel computes the output band by band. The
+    output is divided into bands of about the same width, of at most `most` tile columns each. The
+    tiles that are computed at the same time then form about a square, which reads the least memory.
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))

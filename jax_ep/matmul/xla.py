@@ -38,7 +38,8 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
     """Returns the dimension numbers with which `jax.lax.ragged_dot_general` computes `product`.
 
-    lhs is [R, K], ragged in its rows; rhs is [L, K, N], or [L, N, K] with `transpose_rhs`.
+    lhs [rows, K] is ragged in its rows. rhs is [groups, K, N], or [groups, N, K] with
+    `transpose_rhs`.
     """
     return lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),

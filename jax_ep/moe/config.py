@@ -102,7 +102,7 @@ def _check_fsdp_axes(name: str, value: Any) -> None:
 class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
-    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which compute
+    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which process
     every token, use `activation`, `gating` and `clamp` too. Among the options are the fields of
     `RoutingOptions`, from `score` on, and the fields of `ExpertOptions`, from `activation` on.
 
@@ -126,21 +126,22 @@ class MoEConfig:
             dropped. A number c above 0 gives a buffer of c times the rows that a rank receives on
             average, T * K, plus room for `expert_alignment`, rounded up to a multiple of 8. Rows
             that do not fit are dropped and counted.
-        overflow: selects the rows to drop. "fair" drops rows of a rank's experts with most rows;
-            "tail" drops rows of its last experts first. See `jax_ep.dispatch`.
+        overflow: selects the rows that a full rank drops. "fair" drops rows of those of its experts
+            that have the most rows; "tail" drops rows of its last experts first. See
+            `jax_ep.dispatch`.
         host_capacity_factor: None, or a number c above 0: where the expert axis spans hosts, a rank
             sends at most c * T (rounded up) of its T tokens to each other host. Choices of further
             tokens are dropped and counted; see `host_capacity` of `jax_ep.dispatch`. It suits
             routers that limit a token to few hosts, such as 0.6 for 4 of 8 hosts.
-        num_slots: None, or P, a multiple of the ranks, at least E. Each of the P slots holds the
-            weights of one expert, so experts may have several copies, and each rank holds P / N
-            slots. Each call is given a `placement`, which says which expert each slot holds. E may
-            then be any number.
+        num_slots: None, or P, which is at least E and a multiple of N, the number of ranks. Each of
+            the P slots holds the weights of one expert, so experts may have several copies, and
+            each rank holds P / N slots. Each call is given a `placement`, which says which expert
+            each slot holds. E need not be a multiple of N then.
         zero_experts, identity_experts, constant_experts: the numbers of free experts, which have
             almost no cost. They return 0, the token, or a mix of the token and a trained vector
             (MoE++, LongCat-Flash). The router chooses them like other experts. Their ids follow the
             E experts' ids, in this order, and the gate, its biases and `expert_counts` have entries
-            for them. Choices of free experts are not sent.
+            for them. No token is sent to another rank for them.
         free_expert_factor: the factor, above 0, of the free experts' terms in the load-balance loss
             (MoE++'s tau). Below 1, tokens choose free experts more.
         record_choices: whether the metrics include `MoEMetrics.topk_idx`, the choices of all
@@ -154,17 +155,18 @@ class MoEConfig:
             last one is padded. Both capacity factors limit each chunk by itself.
         expert_alignment: a number of rows; each expert's block of received rows starts at a
             multiple of it.
-        wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
-            H must be a multiple of 128; see `jax_ep.dispatch`. Outputs are sent in `dtype`. None
-            means `dtype`, or with `matmul_dtype` float8, since the experts quantize the tokens to
-            the same numbers anyway (unless weights_on is "input").
+        wire_dtype: None, or `jnp.float8_e4m3fn`, which needs an H that is a multiple of 128: the
+            dtype in which tokens are sent to the experts; see `jax_ep.dispatch`. Outputs are sent
+            in `dtype`. None means `dtype`, with one exception: with `matmul_dtype`, and unless
+            weights_on is "input", it means float8, since the experts quantize the tokens to the
+            same numbers anyway.
         {ExpertOptions}
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
             means the dtype that x and wi_0 promote to. If they promote to float64, the logits and
             the sums over a token's experts are still float32.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
-            a tuple defines the order of the ranks and of the experts; in the caller's
-            `jax.shard_map` it must be that of the specs: see `axis_name` of `jax_ep.dispatch`.
+            a tuple defines the order of the ranks and of the experts. The specs of a caller's
+            `jax.shard_map` must have the axes in this order: see `axis_name` of `jax_ep.dispatch`.
         batch_axes: the mesh axis, or tuple of axes, that the tokens are spread over, including the
             expert axis. None means every axis of the mesh except `tensor_axis`. In the caller's
             `jax.shard_map`, None means the axes that x varies over and the expert axis; the ranks
@@ -261,7 +263,7 @@ class MoEConfig:
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        """Returns those fields that are options of `jax_ep.top_k_routing`, as one object."""
+        """Returns the fields that are options of `jax_ep.top_k_routing`, as one object."""
         return options_of(RoutingOptions, self)
 
     def expert_options(self) -> ExpertOptions:
@@ -274,7 +276,7 @@ class MoEConfig:
 
     @property
     def num_held(self) -> int:
-        """The number of experts that all ranks hold together: `num_slots`, or E if that is None."""
+        """The experts that all ranks hold, copies included: `num_slots`, or E if that is None."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def split_axes(self) -> dict[str, tuple[str, ...]]:
@@ -294,7 +296,7 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def further_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes, {} for None."""
+        """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes; {} if None."""
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def functions(self) -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,8 @@
 
 Each class is one kind of matmul: `Matmuls` multiplies arrays, `Float8Matmuls` quantizes its
 operands, and `DequantizedMatmuls` and `StoredFloat8Matmuls` take matrices that are stored
-quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of these classes:
+quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of these classes. R is
+the number of rows, H the hidden size of a token, F that of an expert, and C is H or F:
 
   rows(x)       converts rows x [R, C] to an operand of a matmul: x itself, or x quantized
   saved         returns the part of the experts' weights that the backward pass reads
@@ -12,7 +13,7 @@ quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of t
   numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
   down          computes the product of the hidden values with wo, [R, H]
   dhidden       computes the gradient of the hidden values, [R, F]
-  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1 as operands, or returns None
+  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1 for `gradients`, or returns None
   gradients     computes the gradients of the tokens, wi_0, wi_1 and wo
 """
 
@@ -41,7 +42,7 @@ MATMUL_DTYPES = (jnp.float8_e4m3fn,)
 
 
 def check_matmul_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError, naming the option `name`, unless matmuls can quantize to `dtype`."""
+    """Raises ValueError unless matmuls can quantize to `dtype`, the value of the option `name`."""
     known = checks.floating(dtype)
     if known not in [jnp.dtype(each) for each in MATMUL_DTYPES]:
         names = ", ".join(jnp.dtype(each).name for each in MATMUL_DTYPES)
@@ -49,9 +50,9 @@ def check_matmul_dtype(name: str, dtype: Any) -> None:
 
 
 class QuantizedExperts(NamedTuple):
-    """The matrices of L experts in float8: what `quantize_experts` makes of wi_0, wi_1 and wo.
+    """The matrices wi_0, wi_1 and wo of experts in float8, as `quantize_experts` returns them.
 
-    wi_1 is None for experts that have only the two matrices wi_0 and wo.
+    wi_1 is None for experts that have only wi_0 and wo.
     """
 
     wi_0: QuantizedMatrices
@@ -64,7 +65,7 @@ class QuantizedExperts(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The weights of L experts, as `expert_mlp` takes them; wi_1 and the biases may be None.
+    """The weights of experts, with the shapes of `expert_mlp`; wi_1 and the biases may be None.
 
     wi_0, wi_1 and wo are either all arrays or all `QuantizedArray`s. `quantized` has the float8
     operands made from these matrices, and is None where the matmuls do not multiply float8.
@@ -115,7 +116,7 @@ class Matmuls:
     def gated(
         self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
-        """Computes the hidden values, unit(x @ wi_0, x @ wi_1) [R, F], of the tokens x [R, H].
+        """Computes the experts' hidden values, unit(x @ wi_0, x @ wi_1), of the tokens x.
 
         `rows` are the tokens, converted by the method `rows`. `unit` is the elementwise function
         between the matmuls. Returns the hidden values, converted by the method `rows`, too. With
@@ -127,9 +128,9 @@ class Matmuls:
         )
 
     def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
-        """Returns the products of the tokens with wi_0 and, if it is given, wi_1; [R, F] each.
+        """Returns the products of the tokens with wi_0 and, if it is not None, with wi_1.
 
-        `rows` are the tokens [R, H], converted by the method `rows`.
+        `rows` are the tokens, converted by the method `rows`.
         """
         return [
             api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
@@ -139,11 +140,11 @@ class Matmuls:
     def down(
         self, hidden: Any, experts: Experts, group_sizes: jax.Array, dtype: Any, zero_unused: bool
     ) -> jax.Array:
-        """Returns the experts' output, the product of the hidden values [R, F] with wo; [R, H].
+        """Returns the experts' output, the product of the hidden values with wo.
 
-        `hidden` holds the hidden values, converted by the method `rows`. Rows past the last group
-        are zero, or undefined without `zero_unused`. Matmuls of float8 return the output as
-        `dtype`.
+        `hidden` holds the hidden values, converted by the method `rows`. The output's rows past the
+        last group are zero with `zero_unused`, and undefined without. Only float8 matmuls read
+        `dtype`, the dtype of their output.
         """
         return api.product(
             hidden, experts.wo, group_sizes, self.implementation, zero_unused=zero_unused
@@ -169,19 +170,19 @@ class Matmuls:
         weights: jax.Array | None,
         group_sizes: jax.Array,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Computes the gradient of weights[:, None] * unit(*pre), as operands of `gradients`.
+        """Backpropagates through weights[:, None] * unit(*pre), the weighted hidden values.
 
         Args:
           unit: the elementwise function between the matmuls.
-          dhidden: the gradient of the weighted hidden values, [R, F].
-          pre: the products with wi_0 and wi_1, [R, F] each, converted by the method `kept`.
-          weights: [R] float32, or None.
-          group_sizes: [L] int32: the number of rows of each expert.
+          dhidden: the gradient of the weighted hidden values, [rows, F].
+          pre: the products with wi_0 and wi_1, [rows, F] each, converted by the method `kept`.
+          weights: [rows] float32, the top-k weights of the rows, or None.
+          group_sizes: [experts] int32: the number of rows of each expert.
 
         Returns:
-          The weighted hidden values, the gradients of the products, and the gradient of the weights
-          or None. Returns None if the caller must compute them as arrays: if this class has no
-          function for it, or there are not two products.
+          The weighted hidden values and the gradients of the products, both as `gradients` takes
+          them, and the gradient of the weights or None. Returns None instead if this class has no
+          function for this, or if there is only one product. The caller then computes the results.
         """
         return None
 
@@ -198,14 +199,16 @@ class Matmuls:
         """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
         Args:
-          rows: the tokens [R, H], converted by the method `rows`.
-          hidden: the hidden values [R, F], multiplied by the rows' top-k weights if there are any.
-          dpre: the gradients of the products with wi_0 and wi_1, [R, F] each. `hidden` and `dpre`
-            may also be results of `gate_gradient`.
-          grad_rows: the output's gradient [R, H], converted by the method `rows`.
+          rows: the tokens [rows, H], converted by the method `rows`.
+          hidden: the hidden values [rows, F], multiplied by the rows' top-k weights if there are
+            any.
+          dpre: the gradients of the products with wi_0 and wi_1, [rows, F] each. `hidden` and
+            `dpre` may also be results of `gate_gradient`.
+          grad_rows: the output's gradient [rows, H], converted by the method `rows`.
           experts: the weights of the experts.
-          group_sizes: [L] int32: the number of rows of each expert.
-          zero_unused: whether the tokens' gradient is zero past the last group.
+          group_sizes: [experts] int32: the number of rows of each expert.
+          zero_unused: whether the tokens' gradient is zero in rows past the last group. Otherwise
+            it is undefined there.
         """
         dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
         dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
@@ -229,12 +232,13 @@ class Float8Matmuls(Matmuls):
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
         if not isinstance(x, QuantizedArray):
             return float8.quantize_rows(x)
-        # Rows that were sent in another format are quantized again.
+        # Rows that arrive in another quantized format are dequantized, and quantized again.
         return x if x.format == FLOAT8_ROWS else float8.quantize_rows(x.dequantize())
 
     def saved(self, experts: Experts) -> Experts:
-        # The backward pass reads the quantized matrices as they are, but not transposed. Of wi_0,
-        # wi_1 and wo it reads only the dtypes, so empty arrays are kept in their place.
+        # Of the quantized matrices, the backward pass does not read the transposed copies, which
+        # are dropped. Of the unquantized wi_0, wi_1 and wo, it reads only the dtypes, so empty
+        # arrays replace them.
         assert experts.quantized is not None
         dtypes: dict[str, Any] = {
             name: jnp.zeros(0, matrices.dtype)
@@ -395,11 +399,10 @@ def _constant_jvp(name, primals, tangents):
 
 
 def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
-    """Returns the experts with `Experts.quantized`, the float8 operands, if the matmuls need them.
+    """Returns the experts, with their field `quantized` set if `matmul_dtype` is not None.
 
-    The matmuls need them if `matmul_dtype` is not None. wi_0, wi_1 and wo are then quantized,
-    unless `quantized` is given already. If these matrices are stored quantized, differentiating
-    with respect to them raises TypeError.
+    wi_0, wi_1 and wo are then quantized, unless `experts.quantized` is set already. Differentiating
+    with respect to wi_0, wi_1 and wo raises TypeError if they are stored quantized.
     """
     names = QuantizedExperts._fields
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
@@ -427,8 +430,8 @@ def matmuls_of(
 def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:
     """Returns the `PartitionSpec` of each array in `quantized`, in the same structure.
 
-    `specs` has the `PartitionSpec` of the matrices [L, ...] as attributes wi_0, wi_1 and wo. The
-    transposed copies get the spec with its last two entries exchanged.
+    The attributes wi_0, wi_1 and wo of `specs` are the specs of these matrices. The transposed copy
+    of a matrix gets its spec with the last two entries exchanged.
     """
 
     def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
@@ -500,7 +503,7 @@ def quantize_experts_of_rank(
     wo: jax.Array | QuantizedArray,
     implementation: Implementation = None,
 ) -> QuantizedExperts:
-    """Quantizes one rank's wi_0 and wi_1 [L, H, F], and wo [L, F, H]; wi_1 may be None.
+    """Quantizes the matrices of one rank's experts: wi_0, wi_1 (or None) and wo.
 
     A `QuantizedArray` in the format of the float8 matmuls, transposed or not, is not quantized
     again. A `QuantizedArray` in another format is dequantized first.
@@ -523,8 +526,8 @@ def quantize_experts_of_rank(
 def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
     """Returns stored matrices as operands of float8 matmuls, without quantizing them again.
 
-    Returns None if their dtype or block shape is not that of `FLOAT8_MATRICES`. Scales in bfloat16
-    or float16 are cast to float32, which is exact.
+    Returns None if their dtype or the shape of their blocks is not that of `FLOAT8_MATRICES`, or if
+    their scales cannot be cast to float32 exactly, as bfloat16 and float16 can.
     """
     format, is_transposed = stored.format, False
     if isinstance(format, Transposed):

@@ -122,22 +122,21 @@ def expert_mlp(
     `jax.checkpoint_policies.save_only_these_names("dispatched_tokens")` keeps R·H values and
     computes the two products again.
 
-    Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
-    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. If operands
-    are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
+    Rows of `tokens` past the last group may hold anything. The result and the gradient of `tokens`
+    are zero there, and these rows contribute nothing to other gradients. If operands are sharded
+    over Explicit axes of a mesh, call this function inside a `shard_map` over these axes.
 
-    The three matrices may each be a `QuantizedArray`, which has no gradient. Those in the format
-    `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, are multiplied as they are stored
-    with `matmul_dtype=jnp.float8_e4m3fn`. Without `matmul_dtype`, each matmul dequantizes its
-    matrix to the tokens' dtype. A matrix in another format is always dequantized; with
-    `matmul_dtype`, it is then quantized to float8.
+    The three matrices may be `QuantizedArray`s, which have no gradient. Without `matmul_dtype`,
+    each matmul dequantizes its matrix to the tokens' dtype. With `matmul_dtype=jnp.float8_e4m3fn`,
+    a matrix in the format `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, is
+    multiplied as it is stored. One in another format is dequantized and quantized to float8.
 
     `activation` and the other options are the fields of `ExpertUnit`, as keyword arguments.
 
     Args:
-      tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
-      wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
-      wi_1: [L, H, F]: the projection that the activation is multiplied by; or None.
+      tokens: [R, H] floating: R rows in group order, as in `Dispatched.tokens`.
+      wi_0: [L, H, F] for L experts, the dtype of tokens; the activation is applied to x @ wi_0.
+      wi_1: [L, H, F], or None; the result of the activation is multiplied by x @ wi_1.
       wo: [L, F, H]: the projection from the hidden size F back to H.
       group_sizes: [L] integer: the number of rows in each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
@@ -182,12 +181,12 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] of the experts, and the residuals for `backward`.
+    """Returns the output of the experts, and the residuals for `backward`.
 
     `unit` is the function between the matmuls. Without `keep`, the residuals are incomplete, and
-    only the output is used. Without `zero_unused`, the output's rows past the last group are
-    undefined. The hidden values [R, F] are always undefined there, since no product and no gradient
-    reads these rows. The operands must have been checked and must have the same varying manual axes
+    only the output may be used. The output's rows past the last group are zero with `zero_unused`,
+    and undefined without. The hidden values are always undefined in rows past the last group, which
+    nothing reads. The operands must have been checked and must have the same varying manual axes
     (vma). The tokens may be a `QuantizedArray` if `matmuls` multiply float8.
     """
     dtype = tokens.dtype
@@ -228,12 +227,12 @@ def backward(
 
     Args:
       saved: the residuals that `forward` returned.
-      grad: [R, H], the cotangent of the output, or of the weighted output with `weights`.
-      weights: [R] float32, the top-k weight of each row; None for an output without weights.
+      grad: [rows, H], the cotangent of the output, or of the weighted output with `weights`.
+      weights: [rows] float32, the top-k weight of each row; None for an output without weights.
       unit: the function between the matmuls.
       matmuls: the matmuls that `forward` used.
-      zero_unused: whether the gradients of tokens and weights are zero past the last group;
-        otherwise they are undefined there.
+      zero_unused: whether the gradients of tokens and weights are zero in rows past the last group.
+        Otherwise they are undefined there.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -285,10 +284,11 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the hidden values [R, F] from the pre-activations `pre`, one or two arrays [R, F].
+    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
 
-    First adds `biases`, [R, F] each or None, to the pre-activations. If `weights` [R] are given,
-    multiplies each row of the hidden values by its weight.
+    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array or None for each of the
+    pre-activations. If `weights` [rows] are given, multiplies each row of the hidden values by its
+    weight.
     """
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
@@ -303,16 +303,16 @@ def _hidden(
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups."""
+    """Returns the index of each row's group, int32; L for the rows after the last of L groups."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] each.
+    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [rows, F] each.
 
-    A bias that is None stays None. `rows` are the tokens, which determine R and the dtype.
+    A bias that is None stays None. `rows` are the tokens, of which only number and dtype matter.
     """
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
@@ -322,21 +322,21 @@ def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax
 
 
 def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Returns for each row the bias of its group, as an array [R, F] of `dtype`.
+    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
 
-    `bias` is [L, F], and `groups` [R] has the index of each row's group. Rows past the last group
-    get the bias zero.
+    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
+    group get the bias zero.
     """
     return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` [R, F] over each group, which gives the gradient of `bias` [L, F].
+    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
 
-    `groups` [R] has the index of each row's group. The sum is a matmul with one-hot vectors of
-    these indices, which is deterministic, unlike a scatter-add. In this matmul, zero times a NaN or
-    an infinity would make other groups' sums NaN. So these are replaced by zero, and are added to
-    their own group's sum afterwards.
+    `groups` has the index of each row's group. The sum is a matmul with one-hot vectors of these
+    indices, which is deterministic, unlike a scatter-add. In this matmul, zero times a NaN or an
+    infinity would make other groups' sums NaN. So NaNs and infinities are replaced by zero in the
+    matmul, and are added to their own group's sum afterwards.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -346,7 +346,7 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    # The sum of a group that has both infinities, or a NaN, gets inf + (-inf) added and is NaN.
+    # A NaN counts as both infinities: adding inf and -inf to its group's sum makes the sum NaN.
     for value, found in (
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
@@ -428,8 +428,8 @@ def check_operands(
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
     """Raises ValueError unless the unit's activation or gating is elementwise and returns floats.
 
-    `rows` is the type [R, F] of its arguments. Also raises ValueError if the function reads a
-    traced array that is not an argument, since such an array would get no gradient.
+    `rows` is the shape and dtype of each of its arguments. Also raises ValueError if the function
+    reads a traced array that is not an argument, since such an array would get no gradient.
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
@@ -451,9 +451,9 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
     """Traces a unit, the function between an expert's matmuls, and returns it as a `Traced`.
 
-    The unit is traced for pre-activations [R, F] in float32 or wider, and for float32 scalars, on
-    which the kernels evaluate it. Tokens and experts must have been checked and must have the same
-    varying manual axes (vma).
+    The unit is traced for whole pre-activations [rows, F] in float32 or wider, and for float32
+    scalars, on which the kernels evaluate it. Tokens and experts must have been checked and must
+    have the same varying manual axes (vma).
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
     count = 1 if experts.wi_1 is None else 2
@@ -466,7 +466,8 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        # XLA, not a kernel, runs a function that cannot be traced for scalars: ignore the error.
+        # If the unit cannot be traced for scalars, XLA runs it instead of a kernel. So the error is
+        # ignored.
         with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens

@@ -1,9 +1,10 @@
-"""Computes free experts, which have almost no cost: they return zero, the token, or a constant.
+"""Computes free experts, which have almost no cost: zero, identity and constant experts.
 
 MoE++ (arXiv:2410.07348) adds free experts to the E experts of a layer, for tokens that need less
-computation; LongCat-Flash has identity experts. The router chooses among all experts. The ids from
-E on are the zero experts, then the identity experts, then the constant experts. Every rank computes
-the free experts of its own tokens, so choices of free experts are not sent.
+computation; LongCat-Flash has identity experts. A zero expert returns 0, an identity expert the
+token, and a constant expert a mix of the token and a trained vector. The router chooses among all
+experts. The ids from E on are the zero experts, then the identity experts, then the constant
+experts. Every rank computes the free experts of its own tokens, so no token is sent for them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gathers parameters that fully sharded data parallelism (FSDP) splits over further mesh axes.
 
-Further axes are mesh axes besides the expert axes, which split the experts, and the tensor axes,
-which split F. `LayerMesh.further_axes` has them for each parameter. A parameter that is split over
-them enters the layer's `jax.shard_map` as shards, and is gathered inside, where it is used.
-Matrices are gathered in the compute dtype, or in float8 if the experts multiply float8. The
-transpose of the gather is a reduce-scatter: it sums the ranks' gradients in the parameter's dtype,
-and leaves each rank its own shard.
+Further axes, or FSDP axes, are neither the expert axes, which split the experts, nor the tensor
+axes, which split the experts' hidden size. `LayerMesh.further_axes` holds the further axes of each
+parameter. A parameter that is split over further axes enters the layer's `jax.shard_map` as shards,
+and is gathered there right before it is used. Matrices are gathered in the compute dtype, or in
+float8 if the experts multiply float8. The transpose of the gather is a reduce-scatter: it sums the
+ranks' gradients in the parameter's dtype, and leaves each rank its own shard.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _given(
     """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
 
     `given` is `config.fsdp_axes` as a dict from logical axes to mesh axes. Raises ValueError if the
-    ranks along the mesh axes that split a dimension of `array` do not divide it.
+    number of ranks that split a dimension of `array` does not divide the dimension's size.
     """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
@@ -201,7 +201,7 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether matrices [L, K, N] of all `shapes` consist of whole 128 x 128 blocks."""
+    """Returns whether the last two sizes of every shape are multiples of 128, a block's size."""
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 
@@ -214,7 +214,7 @@ def _part_shape(name: str, array: jax.Array, where: LayerMesh) -> tuple[int, ...
 def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> jax.Array:
     """Gathers the parameter `name` along its FSDP axes, from each rank's shard `part`.
 
-    The shard is first cast to `dtype`, if not None. Without FSDP axes, it is only cast.
+    The shard is first cast to `dtype`, unless `dtype` is None. Without FSDP axes, it is only cast.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -224,8 +224,8 @@ def gather(name: str, part: jax.Array, where: LayerMesh, dtype: Any = None) -> j
     return checkpoint_name(whole, GATHERED)
 
 
-# The name (`checkpoint_name`) of gathered parameters, by which a policy of `jax.checkpoint` can
-# keep them or gather them again.
+# The name that `checkpoint_name` gives gathered parameters. With it, a policy of `jax.checkpoint`
+# decides whether the backward pass keeps them or gathers them again.
 GATHERED = "gathered_parameters"
 
 
@@ -274,8 +274,8 @@ def _dims(name: str, where: LayerMesh) -> _Dims:
 def _of_each_token(part: jax.Array, where: LayerMesh) -> jax.Array:
     """Casts a shard so that its type varies over all mesh axes of the tokens (vma).
 
-    Ranks that hold the same shard must sum their gradients. With this type they sum them after the
-    reduce-scatter, when the gradients are smaller.
+    Ranks that hold the same shard must sum their gradients. With this type, JAX sums the gradients
+    after the reduce-scatter, when they are smaller.
     """
     return to_varying(part, frozenset(where.batch_axes) - varying_axes(part))
 

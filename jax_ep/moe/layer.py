@@ -77,8 +77,8 @@ def moe_layer(
 
     Where the layer runs:
     - Inside a `jax.shard_map` that binds `expert_axis`, it runs in that `shard_map`. x is this
-      rank's tokens; wi_0, wi_1 and wo are this rank's experts, [E / N, ...], or all experts. Give
-      `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
+      rank's tokens; wi_0, wi_1 and wo are this rank's experts, [E / N, ...] on N ranks, or all
+      experts. Give `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
     - Outside, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
       or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
       split over `batch_axes` along x's leading dimension, and with `sequence_axes` along its
@@ -108,11 +108,11 @@ def moe_layer(
         params: the parameters of the layer; their global shapes do not depend on the mesh.
         x: [..., H] floating: the tokens.
         config: the layer's options.
-        mask: [...] bool or integer, or None: False or 0 leaves a token out of the routed experts
-            and the metrics. A masked token may hold NaN or infinities, which reach no gradient of a
-            parameter. Its finite values must not overflow in the shared experts.
-        placement: for `config.num_slots`, a `jax_ep.placement.Placement` of this layer, which says
-            which expert each of the P slots holds. It consists of arrays, so a new placement does
+        mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and the
+            metrics do not count them. A masked token may hold NaN or infinities, which reach no
+            gradient of a parameter. Its finite values must not overflow in the shared experts.
+        placement: if `config.num_slots` is P, a `jax_ep.placement.Placement` of this layer, which
+            says which expert each of the P slots holds. It consists of arrays, so a new one does
             not recompile the program. wi_0, wi_1 and wo are then [P, ...], as
             `jax_ep.placement.to_slots` makes them, and all copies of an expert get the same
             gradient.
@@ -123,13 +123,13 @@ def moe_layer(
             `normalize` and `scale` (as in DeepSeek-V4's hash layers). With `config.router`, which
             gives weights only to its own choices, topk_weights must be given too.
         topk_weights: [..., K] floating, or None: the weights of `topk_idx`. If they are given, no
-            router runs, the two losses are 0, and `gate` may be None.
+            router runs, both losses in the metrics are 0, and `params.gate` may be None.
         quantized_experts: with `config.matmul_dtype`, what `jax_ep.quantize_experts` returned for
             these parameters; None quantizes them in each call.
 
     Returns:
         The output, [..., H] of the compute dtype, and `MoEMetrics`. The metrics are equal on all
-        ranks, except `topk_idx`, which has the choices of the tokens in x.
+        ranks, except `MoEMetrics.topk_idx`, which has the choices of the tokens in x.
 
     Raises:
         ValueError, TypeError: an argument does not fit; raised at trace time, naming it.
@@ -176,8 +176,8 @@ def run_layer(
     call = _Call(x, mask, inputs)
     traced = _traced_functions(config, params, call, where)
     program = _moe_layer
-    # A `Traced` function without a key equals only itself, so no later call could reuse its
-    # compiled program. The program therefore gets a jit of its own, which is not kept.
+    # A `Traced` function without a key equals only itself, so no later call could reuse the program
+    # that is compiled for it. A jit of its own frees the program, which `_moe_layer` would keep.
     if any(function.key is None for function in traced.values()):
         program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
     config = dataclasses.replace(config, **traced)
@@ -219,9 +219,8 @@ def _traced_functions(
     """Wraps the functions in `config` in `Traced`, so that equal functions compile only once.
 
     Returns a dict by field name: "router" if the caller gives a router, and "gating", or
-    "activation" if there is no gating. The functions are traced for arguments with the shapes that
-    they get on one rank: one row of the pre-activations, [1, F], or the rank's tokens [T, H] with
-    their logits.
+    "activation" if there is no gating. The router is traced for the shapes of one rank's tokens and
+    their logits, and the other function for one row of one rank's pre-activations.
     """
     wide, dtype = wide_dtype(config.dtype), config.dtype
     split = where.num_tensor_ranks() if where.mesh is not None else 1
@@ -245,8 +244,8 @@ def _traced_functions(
 class _Call(NamedTuple):
     """The array arguments of one call of the layer; each is None or has x's leading dimensions.
 
-    `sequence_ids` [...] int32 is the id of the sequence of each token, for the load-balance loss.
-    It is given if the tokens of a sequence may be on several ranks.
+    `sequence_ids` has the id of each token's sequence, int32, for the load-balance loss. It is not
+    None if the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
@@ -270,9 +269,9 @@ def _layer(
     operands = params, call, placement, quantized
     if not explicit_axes(ambient):
         return on_rank(*operands)
-    # The caller's shard_map maps over some axes of the mesh, and leaves out others that are
-    # Explicit. All arrays are replicated over these Explicit axes, so the ranks along them compute
-    # the same.
+    # The caller's shard_map does not map over all axes of the mesh, and the remaining ones are
+    # Explicit. All arrays are replicated over the Explicit axes, so that all ranks along them
+    # compute the same.
     spec = jax.typeof(call.x).sharding.spec
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = on_rank(*args)
@@ -386,9 +385,9 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 def quantize_by_rules(
     params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
 ) -> QuantizedExperts:
-    """Runs `quantize_experts`, and finds FSDP axes by Flax's axis rules if no option gives them.
+    """Runs `quantize_experts`; finds the FSDP axes by `axis_rules` if `config.fsdp_axes` is None.
 
-    `axis_rules` are those of `run_layer`: pairs of a logical axis and mesh axes.
+    `axis_rules` are pairs of a logical axis and mesh axes, as in Flax.
     """
     _check_types(params, config)
     if config.matmul_dtype is None:
@@ -444,8 +443,8 @@ def _on_rank(
     """Runs the layer on one rank's tokens and experts, inside a `jax.shard_map` if there is a mesh.
 
     Returns the output in the shape of this rank's `call.x`, and the metrics of all ranks' tokens.
-    `num_sequences` counts the sequences of all ranks, for `call.sequence_ids`; None means that each
-    rank holds whole sequences.
+    `num_sequences` is the number of sequences on all ranks, to which `call.sequence_ids` refer. It
+    is None if each rank holds whole sequences.
     """
     shape = call.x.shape
     num_lead = len(shape) - 1
@@ -549,18 +548,19 @@ def _run_chunk(
     Returns the output [T, H], and the dropped rows of each of this rank's L experts or slots, [L]
     int32. `topk_idx` [T, K] has ids of slots if the layer has slots.
     """
-    # Matmuls of float8 quantize each row by itself. So a row is quantized to the same numbers
-    # before it is sent as on arrival, and is sent as float8 even without a wire_dtype. Rows that
-    # are multiplied by their weights on arrival are quantized after that.
+    # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
+    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None. With
+    # weights_on="input", however, rows are multiplied by their weights on arrival, and must be
+    # quantized after that.
     wire_dtype = config.wire_dtype
     if config.matmul_dtype is not None and config.weights_on == "output":
         for name in QuantizedExperts._fields:
             if (matrices := getattr(experts, name)) is not None:
                 FLOAT8_MATRICES.check_shape(name, matrices.shape)
         wire_dtype = config.matmul_dtype
-    # The received rows then stay quantized. Quantized rows have no gradient, so dispatch sends none
-    # back to `tokens`. Instead, `run_experts` gets `tokens`, and sends the gradient of the received
-    # rows back to them.
+    # Rows that are sent quantized stay quantized for float8 matmuls. Quantized rows have no
+    # gradient, so dispatch sends none back to `tokens`. Instead, `run_experts` gets `tokens`, and
+    # sends the gradient of the received rows back to them.
     stays_quantized = config.matmul_dtype is not None and wire_dtype is not None
     with jax.named_scope("dispatch"):
         received = dispatch(
@@ -680,7 +680,7 @@ def _own_experts(
     config: MoEConfig,
     where: LayerMesh,
 ) -> jax.Array | QuantizedArray:
-    """Returns the part of the parameter `name`, `weights`, that holds this rank's experts.
+    """Returns this rank's experts from `weights`, the parameter that is called `name`.
 
     The leading dimension of `weights` counts experts, either all of them or only this rank's. With
     a placement, the gradients of an expert's copies are summed, so that all copies get the same
@@ -696,9 +696,9 @@ def _own_experts(
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
-    """Returns the weights [num, ...] of this rank's experts.
+    """Returns the weights [num, ...] of the `num` experts of this rank.
 
-    `weights` is [num, ...] already, or has the experts of all ranks along the expert axes.
+    `weights` has either only these experts, or the experts of all ranks along the expert axes.
     """
     if weights.shape[0] == num:
         return weights
@@ -706,7 +706,7 @@ def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
-    """Expands counts [L] of this rank's experts to [E], with zeros for other ranks' experts."""
+    """Expands counts of this rank's experts to counts of all E experts; the others get 0."""
     experts = jnp.arange(counts.shape[0] * where.num_ranks(), dtype=jnp.int32)
     rank_of_expert = experts // counts.shape[0]
     here = rank_of_expert == lax.axis_index(where.expert_axes)
@@ -714,7 +714,7 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
-    """Returns the parameters, those in `names` gathered over their FSDP axes without a cast."""
+    """Returns `params`, with those in `names` gathered over their FSDP axes, without a cast."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
 
@@ -722,10 +722,10 @@ def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> Mo
 def _shared_experts(
     params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh
 ) -> jax.Array:
-    """Runs the shared experts, which compute every token x [T, H], as one MLP of hidden size S.
+    """Runs the shared experts, which process every token x [T, H], together as one MLP.
 
     Returns [T, H], multiplied by sigmoid(x @ shared_gate) if there is a `shared_gate`. With tensor
-    axes, the result is this rank's partial sum.
+    axes, the result is a partial sum, which must be added to those of the ranks along these axes.
     """
     *wi, wo = (
         dequantized(fsdp.gather(name, without_gradient(name, w), where, config.dtype), config.dtype)

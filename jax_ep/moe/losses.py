@@ -31,7 +31,7 @@ class BalanceSums(NamedTuple):
     Attributes:
         choices: [..., E] int32: the number of (token, choice) pairs that chose each expert.
         probs: [..., E] float32: each expert's probability, summed over tokens.
-        num_tokens: [...] int32: the number of tokens that chose an expert.
+        num_tokens: [...] int32: the number of tokens that chose at least one expert.
     """
 
     choices: jax.Array
@@ -192,8 +192,8 @@ def balance_sums(
         )
     topk_idx = expert_ids(topk_idx, num_experts)
     routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
-    # A masked token's NaN is replaced before the division. If it were replaced after the division,
-    # its gradient would be zero times NaN, which is NaN.
+    # A token that chooses no expert may hold NaN, which is replaced before the division. If it were
+    # replaced after the division, its gradient would be zero times NaN, which is NaN.
     probs = _shares(jnp.where(routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
@@ -248,9 +248,9 @@ def _sum_dtype(array: jax.Array) -> Any:
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
     """Computes the load-balance loss from sums over tokens; returns [...] float32.
 
-    The arrays of `sums` may have leading axes, for sequences for example: `sums.choices` is [...,
-    E]. Each of these sums gives one loss. The loss is 0 where the sums count no tokens.
-    `convention` is "switch" or "transformers".
+    The arrays of `sums` may have leading axes, for example one for sequences. The result has the
+    same leading axes, with one loss for each sequence. The loss is 0 where the sums count no
+    tokens. `convention` is "switch" or "transformers".
     """
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]

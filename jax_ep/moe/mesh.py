@@ -102,9 +102,9 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
     experts.
 
     Raises:
-        ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` names an
-            axis that the mesh lacks or that cannot hold experts, columns or tokens; or
-            `config.mesh` is another mesh than that of `jax.set_mesh`.
+        ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` does not
+            fit the mesh, the caller's `jax.shard_map` or the other options; or `config.mesh` is
+            another mesh than that of `jax.set_mesh`.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -277,14 +277,14 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
         return array
-    # For a dimension that only an Explicit axis shards, the entry None would gather the dimension,
-    # and UNCONSTRAINED leaves it sharded.
+    # A dimension that only an Explicit axis shards must not get the entry None, which would gather
+    # it. UNCONSTRAINED leaves it sharded.
     spec = PartitionSpec(*(_only(part, auto) or PartitionSpec.UNCONSTRAINED for part in spec))
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Returns those mesh axes of `part`, an entry of a `PartitionSpec`, that are in `axes`."""
+    """Returns the mesh axes of `part`, an entry of a `PartitionSpec`, that are also in `axes`."""
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None
@@ -304,7 +304,7 @@ def _callers_batch_axes(
     """
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
-    # Under check_vma=False no type shows its varying axes, not even that of an axis index.
+    # Under check_vma=False, types show no varying axes, not even for an axis index, which varies.
     if not jax_compat.varying_axes(lax.axis_index(bound)):
         if config.batch_axes is None and large - set(expert_axes):
             raise ValueError(
@@ -339,7 +339,7 @@ def _batch_axes(
     """Returns `config.batch_axes` as a tuple; if that is None, all `axes` except the tensor axes.
 
     `axes` are the axes of the mesh. Raises ValueError if `batch_axes` has an axis that the mesh
-    lacks, lacks an expert axis, or has only some of the tensor axes.
+    lacks, does not include all expert axes, or includes only some of the tensor axes.
     """
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)

@@ -2,8 +2,8 @@
 
 The losses and counts are summed over ranks by `lax.psum`, and not by the library's `all_reduce`,
 for three reasons. The kernels of `all_reduce` do not sum int32 counts. They run once per array,
-while XLA sums all arrays of a layer, some kilobytes, in one collective. And the ranks that share a
-batch are often on several hosts.
+while XLA sums all arrays of a layer, some kilobytes, in one collective. And they run between GPUs
+of one host, while the ranks that share a batch are often on several hosts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def metrics_of(
     Args:
         routed: the routing of this rank's tokens.
         logits: [T, E] float32; None if no gate ran. The z-loss is then 0.
-        mask: [T] bool, or None: False leaves a token out.
+        mask: [T] bool, or None: the losses do not count tokens whose mask is False.
         dropped: [E] int32: the (token, choice) pairs that this rank dropped, by expert.
         sequences: the sequences of this rank's tokens.
         config: the configuration of the layer.
@@ -150,7 +150,7 @@ def metrics_of(
     if config.balance_convention == "transformers":
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
     # The ranks along the tensor axes dispatch the same tokens and drop the same rows, so the sum
-    # over all ranks counts each dropped row once for each of them.
+    # over all ranks counts each dropped row once per tensor rank.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
     return MoEMetrics(

@@ -110,8 +110,8 @@ def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
     return options
 
 
-# Functions that can be the `check` of an `option`. They take an option's name and value, and raise
-# an error unless the value is allowed. `jax_ep.checks` has more of them.
+# The functions below can be the `check` of an `option`, like those in `jax_ep.checks`. They take an
+# option's name and value, and raise an error unless the value is allowed.
 
 
 def integer_or_zero(name: str, value: Any) -> None:
@@ -145,12 +145,12 @@ def optional(check: Check) -> Check:
 def number_or_none(otherwise: str = ", or None") -> Check:
     """Returns a check that allows None and finite numbers above 0.
 
-    `otherwise` is the part of the error message that says that None is allowed or what it means.
+    The error message appends `otherwise`, which says that None is allowed, to the requirement.
     """
     return optional(lambda name, value: checks.check_number(name, value, otherwise=otherwise))
 
 
-# Decorators that write options into the signature and the docstring of a function or class.
+# The decorators below write options into the signature and the docstring of a function or class.
 
 
 def takes(cls: Any, *, before: str, others: bool = False) -> Callable[[T], T]:

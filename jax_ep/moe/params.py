@@ -38,7 +38,7 @@ class ParameterOptions:
     """Options that decide which parameters a Flax layer has, and how they are initialized.
 
     Attributes:
-        num_shared_experts: the number of shared experts, MLPs of hidden size F that compute every
+        num_shared_experts: the number of shared experts, MLPs of hidden size F that process every
             token.
         shared_dim: S, the hidden size of all shared experts together. None means
             num_shared_experts * F.
@@ -57,8 +57,8 @@ class ParameterOptions:
         kernel_init: the initializer of one expert's matrix, called for each expert with the shape
             [H, F] or [F, H].
         gate_init: the initializer of the router's kernel, gate.kernel. None means that there is no
-            gate. Each call must then be given `topk_idx` and `topk_weights`, unless `router` needs
-            no logits.
+            gate. Each call must then be given `topk_idx` and `topk_weights`, unless the option
+            `router` is a function that needs no logits.
     """
 
     num_shared_experts: int = option(0, integer_or_zero)
@@ -95,7 +95,7 @@ class ParameterOptions:
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
     """Raises TypeError or ValueError, naming the option, for values that no layer supports.
 
-    `router_dim` is the size H' of the router's input if the layer is given it, or None.
+    `router_dim` is the layer's argument of this name: the size of the router's input, or None.
     """
     check_options(options)
     shared_dim, number = options.shared_dim, options.num_shared_experts
@@ -169,8 +169,7 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps a parameter to another one without which it makes no sense: where the other one is None, the
-# parameter must be None, too.
+# Maps a parameter to the parameter that it needs: if the latter is None, the former must be None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
@@ -185,9 +184,9 @@ class MoEParams(NamedTuple):
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
-        wi_0: [E, H, F], the projection that the activation is applied to.
-        wi_1: [E, H, F], the projection that the activation is multiplied by; None for experts
-            without a gate.
+        wi_0: [E, H, F]; the activation is applied to the product x @ wi_0.
+        wi_1: [E, H, F]; the result of the activation is multiplied by x @ wi_1. None for experts
+            that leave this out.
         wo: [E, F, H], the projection from the hidden size F back to H.
         bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which changes
             only the choice of experts. (The bias of a router that is a linear layer, such as
@@ -291,8 +290,8 @@ def _rows() -> Iterator[str]:
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
     """Returns the initializer of the parameter `name`, for any parameter except the gate.
 
-    A matrix of experts is drawn by `options.kernel_init`, expert by expert. If the layer has slots,
-    the initializer draws E experts and copies them to the P slots.
+    `options.kernel_init` draws the matrices of experts, expert by expert. If the layer has P slots
+    for copies of its E experts, the initializer draws E experts and copies them to the slots.
     """
     kind = PARAMETERS[name].init
     if kind == "kernel":
@@ -305,9 +304,10 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Init
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
-    """Returns an initializer of a parameter of slots [P, ...] that draws E experts by `init`.
+    """Returns an initializer of a parameter [P, ...] of P slots, which hold copies of experts.
 
-    E is `num_experts`. Slot s gets the weights of expert s modulo E.
+    It draws `num_experts` experts by `init`. Slot s gets the weights of expert s modulo
+    `num_experts`.
     """
 
     def init_slots(

@@ -1,13 +1,13 @@
 """Computes the experts and the weighted sum of their outputs, with one custom VJP for both.
 
-The weighted output of a (token, choice) pair is w · (h wo), with w its top-k weight and h the
-hidden values of its row. Let g be the cotangent of this row, and dh = g woᵀ. The gradients are
+The weighted output of a (token, choice) pair is w · y with y = h wo, where w is its top-k weight
+and h the hidden values of its row. Let g be the cotangent of w · y, and dh = g woᵀ. Then
 
   d(h) = w · dh        d(wo) = (w · h)ᵀ g        d(w) = <dh, h>
 
-They need neither the experts' output y nor w · g. A separate `combine` would keep y [R, H] for its
-gradient, and compute w · g [R, H] and <g, y> in an additional pass over memory. Here, the weights
-are applied in the pass over h and dh [R, F] that computes the gradient of the gating.
+These gradients need neither y nor w · g. A separate `combine` would keep y for its gradient, and
+compute w · g and <g, y> in an additional pass over memory. Here, the pass over h and dh that
+computes the gradient of the gating also applies the weights.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
-    # The dtype in which the backward pass sends the cotangents of the output to the experts' ranks;
-    # None means the dtype that they have.
+    # The dtype in which the backward pass sends the output's cotangents to the experts' ranks. None
+    # means the dtype of the cotangents.
     grad_wire_dtype: Any
 
 
@@ -89,12 +89,13 @@ def routed_experts(
     runs (Llama 4), and the outputs are summed without weights.
 
     The gradients differ from the gradients of this composition of `expert_mlp` and `combine` only
-    by rounding. The experts' output y and its weighted cotangent are not computed, so they are not
-    rounded to the tokens' dtype, and the hidden values are rounded after the weights multiply them.
+    by rounding. The backward pass does not compute the experts' output and its weighted cotangent,
+    so these are not rounded to the tokens' dtype. It rounds the hidden values after the weights
+    have multiplied them.
 
     **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps, by the same
-    names. Under a `jax.checkpoint` that keeps none of these, the backward pass does not compute the
-    product with wo again.
+    names. Even under a `jax.checkpoint` that keeps none of these values, the backward pass does not
+    compute the product with wo again.
 
     `activation` and the other options are the fields of `ExpertOptions`, as keyword arguments.
 
@@ -130,9 +131,9 @@ def run_experts(
 ) -> jax.Array:
     """Computes `routed_experts`, with its options as one object and the weights as `Experts`.
 
-    Supports received tokens that are a `QuantizedArray`, if `options.matmul_dtype` is set. Their
-    gradient goes to `sent` [T, H], the tokens of this rank before dispatch. If `sent` is None, they
-    get no gradient.
+    If `options.matmul_dtype` is set, the received tokens may be a `QuantizedArray`. Their gradient
+    then goes to `sent` [T, H], the tokens of this rank before dispatch. If `sent` is None, the
+    tokens get no gradient.
     """
     if not isinstance(received, Dispatched):
         raise TypeError(
@@ -150,7 +151,8 @@ def run_experts(
                 'matmul_dtype, or dispatch with output="dequantized".'
             )
         quantized = tokens
-        # The matmuls quantize the cotangents anyway, but wo_bias's gradient sums them as they are.
+        # The cotangents may be sent quantized, since the matmuls quantize them anyway. But the
+        # gradient of wo_bias needs them unquantized.
         if experts.wo_bias is None:
             grad_wire_dtype = tokens.format.dtype
         if sent is None:
@@ -186,10 +188,10 @@ def run_experts(
 def _weighted(
     tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
 ) -> jax.Array:
-    """Multiplies each received row of `tokens` [R, H] by the weight of its (token, choice) pair.
+    """Multiplies each received row of `tokens` by the weight of its (token, choice) pair.
 
     `weights` [T, K] are the weights of this rank's own tokens. They are sent to the ranks that
-    received these tokens, as `handle` says.
+    received these tokens; `handle` is the one that dispatch returned.
     """
     weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
     rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
@@ -256,9 +258,10 @@ _routed_experts.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends the weights [T, K] to the received rows; returns each row's weight, [R] float32.
+    """Sends the weights [T, K] of this rank's choices to the ranks that received their rows.
 
-    The gradient sends the rows' cotangents [R] back to the choices [T, K].
+    Returns the weight of each row that this rank received, float32. The gradient sends the
+    cotangents of the rows' weights back to the choices.
     """
     return choices_to_rows(weights, handle, implementation)
 

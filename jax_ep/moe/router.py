@@ -157,9 +157,9 @@ def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConf
 
 
 def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
-    """Returns what `MoEConfig.router`, a caller's function, returned, cast to `Routing`'s dtypes.
+    """Casts `routed`, the result of the caller's function `config.router`, to `Routing`'s dtypes.
 
-    Raises TypeError or ValueError if it is not a `Routing` of `num_tokens` tokens.
+    Raises TypeError or ValueError if `routed` is not a `Routing` of `num_tokens` tokens.
     """
     if not isinstance(routed, Routing):
         raise TypeError(

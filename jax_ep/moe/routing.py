@@ -48,9 +48,9 @@ class Routing(NamedTuple):
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
             for `load_balance_loss`, which uses only their ratios. If all logits of a token are so
-            low that its scores could underflow ("sigmoid", "sqrt_softplus"), a number is added to
-            them, so that the largest is -64. Your own router may return None; the load-balance loss
-            is then 0.
+            low that its scores could underflow ("sigmoid", "sqrt_softplus"), a constant is first
+            added to these logits, so that the largest is -64. Your own router may return None; the
+            load-balance loss is then 0.
     """
 
     topk_idx: jax.Array
@@ -68,9 +68,9 @@ def router_logits(
 
     For a bfloat16 x, the float32 gate is split into three bfloat16 parts, which add up to it
     exactly, and the three products are summed in float32. (One float32 product would copy x, and
-    on a GPU round the gate to TF32's 11 bits.) The gradients split their float32 operands into two
-    bfloat16 parts, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). If x has another
-    dtype, x and gate are multiplied as float32, in the precision of
+    on a GPU round the gate to TF32's 11 bits.) The backward pass splits its float32 operands into
+    only two bfloat16 parts, which keep 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). If x
+    has another dtype, x and gate are multiplied as float32, in the precision of
     `jax.default_matmul_precision`.
 
     Args:
@@ -168,7 +168,7 @@ def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies matrices, contracting a's axis `a_axis` with b's axis `b_axis`, into `dtype`."""
+    """Contracts axis `a_axis` of matrix a with axis `b_axis` of matrix b; returns `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
@@ -264,8 +264,8 @@ def choose_experts(
     best = {"top2": 2, "max": 1}[options.group_score]
     groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(options)
-    # The logits have the order of the scores. Sums of scores are needed only if there is a bias, or
-    # if groups are compared by the sum of their two best scores.
+    # Experts can be compared by their logits, which have the order of the scores. The scores are
+    # needed only for sums: of a score and a bias, or of the two best scores of a group.
     has_sums = bias is not None or (groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and scores == "softmax")
     probs = None
@@ -337,9 +337,9 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Adds a constant to the logits [T, E] of each token whose logits are all too low.
+    """Raises the logits of each token whose largest logit is below `_LOWEST_LOGIT`.
 
-    They are too low if the largest is below `_LOWEST_LOGIT`, which then becomes the largest. The
+    Adds a constant to all logits of such a token, so that the largest becomes `_LOWEST_LOGIT`. The
     logits of other tokens stay as they are.
     """
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -373,7 +373,7 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def check_choosing(
     num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError unless a token can choose k of the experts by `options`.
+    """Raises TypeError or ValueError unless `options` let a token choose k of the experts.
 
     Returns k, num_groups and groups_kept as ints. Messages name the option, and call k `k_name`.
     """
@@ -451,7 +451,7 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # Subtracts the least count as an integer, exactly: float32 would round large counts.
+    # The least count is subtracted in integers, which is exact, since float32 rounds large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

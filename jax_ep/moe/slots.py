@@ -57,9 +57,9 @@ def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> 
 
 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Sums counts [P / N] of this rank's slots over the copies of each expert; returns [E] int32.
+    """Sums `counts`, one for each slot of this rank, over the slots of each expert; [E] int32.
 
-    Experts without a slot here get 0. `axes` are the mesh axes that the slots are spread over.
+    Experts without a slot on this rank get 0. `axes` are the mesh axes that slots are spread over.
     """
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
@@ -69,10 +69,11 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the weights [P / N, ...] of this rank's slots unchanged; sums gradients of copies.
+    """Returns the weights of this rank's slots unchanged; sums their gradients over copies.
 
     In the backward pass, each slot gets the sum of the gradients of all copies of its expert. A
-    float32 all-reduce over ranks sums those of experts with several copies, at most P - E experts.
+    float32 all-reduce computes these sums for the experts that have several copies. With P slots
+    for E experts, these are at most P - E experts.
     """
     return weights
 
@@ -104,7 +105,7 @@ equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)
 
 
 def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the expert id in each of this rank's `num_slots` slots, int32; -1 if it is empty.
+    """Returns the id of the expert in each of this rank's `num_slots` slots; -1 if it is empty.
 
     `axes` are the mesh axes that the slots are spread over.
     """

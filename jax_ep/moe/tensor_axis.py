@@ -2,9 +2,9 @@
 
 If the `implementation` of dispatch and combine is None or "pallas", the collectives are those of
 `jax_ep.collectives`, which selects the fastest algorithm from a table of measurements. Otherwise
-they are those of `jax.lax`. By the table, on 2 GPUs all of the library's collectives are faster
-than `jax.lax` at every size. On 4 GPUs, its all_reduce is faster up to 27 MB, and its all_gather
-and reduce_scatter at every size.
+they are those of `jax.lax`. In this table, all of the library's collectives are faster than those
+of `jax.lax` at every size on 2 GPUs. On 4 GPUs, its all_reduce is faster up to 27 MB, and its
+all_gather and reduce_scatter at every size.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def for_all_ranks(
 ) -> tuple[jax.Array, ...]:
     """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
-    If the ranks hold different tokens, gathers the arrays; otherwise returns them, typed as varying
-    over the tensor axes (vma). In the backward pass, the gradients of the tokens are summed over
-    these ranks here, where there is one row per token, rather than after dispatch, where there is
-    one row per choice.
+    If the ranks hold different tokens, gathers the arrays. Otherwise returns the arrays themselves,
+    with types that vary over the tensor axes (vma). In the backward pass, the gradients of the
+    tokens are summed over these ranks here, where there is one row per token, rather than after
+    dispatch, where there is one row per choice.
 
     Args:
       arrays: arrays [T, ...] of this rank's tokens, floating or of integers below 2**24, such as
@@ -84,9 +84,10 @@ def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cast(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Casts x to a type that also varies over `axes` (vma), for its gradient.
+    """Returns x with a type that also varies over `axes` (vma).
 
-    In the backward pass, an all-reduce over `axes`, by `algorithm`, sums the cotangents of x.
+    In the backward pass, the library's all-reduce over `axes`, with `algorithm`, sums the
+    cotangents of x.
     """
     return match_varying((x,), axes)[0]
 

@@ -2,11 +2,11 @@
 
 A receive buffer that fits any routing of T tokens per rank has N * T * min(K, E / N) rows on each
 of N ranks. With c chunks, it has 1 / c of these rows. The backward pass dispatches each chunk and
-computes its rows again, so a chunk keeps no rows for it.
+computes its rows again, so that no received rows are kept until then.
 
 A `lax.scan` runs the chunks. The router's choices, the experts in the compute dtype and their
 quantized matrices are computed once, before the scan. The experts' gradients are summed over the
-chunks in float32. They are summed over the ranks that share experts once, after the scan.
+chunks in float32. After the scan, they are summed once over the ranks that hold the same experts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def run(
 
     Args:
       function: called with the experts, and with tokens [t, H], expert ids [t, K] and weights
-        [t, K] of a chunk of t tokens. It returns their outputs [t, H] and counts [L] int32.
+        [t, K] of a chunk of t tokens. It returns the outputs of these tokens, [t, H], and an
+        int32 array with a count for each of this rank's experts.
       experts: the weights of this rank's experts.
       arrays: tokens [T, H], expert ids [T, K] and weights [T, K] of all of this rank's tokens.
       config: the configuration of the layer.
       expert_axes: the mesh axes that the experts are spread over.
 
     Returns:
-      The outputs of all tokens, [T, H], and the sums of the counts over the chunks, [L].
+      The outputs of all tokens, [T, H], and each expert's count, summed over the chunks.
 
     Raises:
       ValueError: the number of tokens is symbolic, and there are several chunks.
@@ -68,8 +69,8 @@ def run(
         experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
-    # The arrays whose gradients are summed over the chunks in float32; matrices that are stored
-    # quantized have no gradient.
+    # The gradients of these arrays are summed over the chunks in float32. Matrices that are stored
+    # quantized are left out, since they have no gradient.
     floats = {
         name: array
         for name, array in experts._asdict().items()

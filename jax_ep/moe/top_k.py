@@ -53,8 +53,8 @@ def choose(
         scores: the name of the function that gives an expert's score for its logit, such as
             "sigmoid", or "logit" for the logit itself; a key of `order.OF_TWO`. It gives the scores
             to which the bias is added and by which groups are compared.
-        rounded: [T, E] float32: these scores, if a bias or groups need them. None if they are not
-            needed, or if they are logits or sigmoids, which are computed from `logits`.
+        rounded: [T, E] float32: these scores, which are rounded to float32. None if no bias and no
+            groups need them, or if they are logits or sigmoids, which are computed from `logits`.
         bias: [E] float32, the selection bias; or None.
         groups: how many groups the experts form, and from how many of them a token may choose; None
             if a token may choose any experts.
@@ -91,9 +91,9 @@ def _weighed(
     return logits if probs is None or weighing.normalize else probs
 
 
-# Each of the next three functions returns its argument that the primitive has already computed (the
-# softmax, the numbers of the chosen experts, or the weights), and gives it a custom JVP rule. The
-# rules call these functions, too, so derivatives of higher order work.
+# The primitive computes the softmax, the numbers of the chosen experts, and the weights, but it has
+# no derivative. Each of the next three functions returns one of these results unchanged, and gives
+# it a custom JVP rule. The rules call these functions, too, so derivatives of higher order work.
 
 
 @jax.custom_jvp
@@ -134,8 +134,9 @@ def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
     """Computes the weights [T, k] float32 of the chosen experts from their numbers `chosen` [T, k].
 
     `weighing` says what these numbers are (scores, logarithms of scores, or logits), and whether
-    the weights are normalized. To normalize them, the scores and epsilon are first divided by the
-    largest of them, so that their sum is at least 1/2. If all scores are 0, the weights are 0.
+    the weights are normalized. To normalize them, the scores and epsilon are first divided by about
+    the largest of them. Their sum, by which they are then divided, is at least 1/2 and cannot
+    underflow. If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -181,7 +182,8 @@ class _Arrays:
 
 _ARRAYS = _Arrays()
 # Experts are first compared by their first sort key alone, which may choose wrong experts for some
-# tokens. If these are at most one in `_FEW`, only their experts are compared by all keys.
+# tokens. If at most one in `_FEW` tokens is such a token, only these tokens choose again, by all
+# sort keys. Otherwise all tokens do.
 _FEW = 64
 
 
@@ -238,8 +240,8 @@ def _kept_groups(
 ) -> jax.Array:
     """Returns the ids of the groups from which each token may choose experts, [T, kept] int32.
 
-    Groups are compared by the first sort key and, where that may not decide, by all keys. The
-    arguments are those of `_topk_idx`.
+    Groups are compared by the first sort key alone. For tokens for which that may choose wrong
+    groups, they are compared by all keys. The arguments are those of `_topk_idx`.
     """
     first = _first_key(logits, operands, scores, groups)
     guess = _groups_by_first_key(first, groups, is_all=first is logits)
@@ -260,7 +262,8 @@ class _Guess:
         may_differ: [T] bool: True for a token whose choices may be wrong; None if all are right.
         in_doubt: a function that checks the tokens of `may_differ` more closely: it returns [T]
             bool, True for a token whose experts or groups must be compared by all keys. It is
-            called only if `may_differ` is True for any token. None stands for `may_differ`.
+            called only if `may_differ` is True for any token. None means that `may_differ` itself
+            marks the tokens to compare by all keys.
     """
 
     choices: jax.Array
@@ -277,7 +280,7 @@ def _settled(
     """Returns the right choices [T, n] int32: those of `guess`, corrected where they may be wrong.
 
     For tokens whose choices may be wrong, `by_all_keys(logits, operands)` chooses again. This is
-    rare: only about one of thousands of tokens has experts whose first keys, which are rounded, are
+    rare: only about one in thousands of tokens has experts whose first keys, which are rounded, are
     equal, while their other keys differ.
     """
     may_differ = guess.may_differ
@@ -286,7 +289,8 @@ def _settled(
     num_tokens = logits.shape[0]
 
     def settle() -> jax.Array:
-        # With a symbolic T, the number of tokens to compare again could not be static.
+        # With a symbolic number of tokens, `few` below could not be static. So all tokens are
+        # compared by all keys.
         if checks.is_symbolic(num_tokens):
             return by_all_keys(logits, operands)
         in_doubt = guess.in_doubt() if guess.in_doubt else may_differ
@@ -364,9 +368,9 @@ def _by_first_key(
 
 
 def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns x[t, indices[t]] for each token t, for x [T, E] and indices [T, n]: [T, n].
+    """Returns the entries indices[t] of row x[t] for each token t; `indices` is [T, n].
 
-    If x is [1, E], its row holds the entries for all tokens.
+    x is [T, E], or [1, E] if all tokens have the same row.
     """
     if x.shape[0] == 1:
         return x[0][indices]
@@ -374,9 +378,9 @@ def _gathered(x: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
-    """Returns for each element whether some[i] and others[i] differ in any bit for any i.
+    """Returns, elementwise, whether any array in `some` differs in any bit from its counterpart.
 
-    All arrays have one shape, which is that of the bool result.
+    The counterpart of some[i] is others[i]. All arrays have the same shape, also the bool result.
     """
     pairs = zip(some, others, strict=True)
     return functools.reduce(jnp.logical_or, (_bits(a) != _bits(b) for a, b in pairs))
@@ -385,11 +389,11 @@ def _any_differs(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.
 def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _Guess:
     """Chooses the groups from which each token may choose, by the first sort key `first` [T, E].
 
-    Groups are compared by their best expert or by the sum of their two best experts, as
-    `groups.best` says. `is_all` is whether experts have no further sort key. With it, choices by
-    best experts are right, and `may_differ` of the result is None. Otherwise `may_differ` marks the
-    tokens for which two groups tie or, since sums are rounded, for which two groups' sums are
-    nearly equal.
+    Groups are compared by their best expert (if `groups.best` is 1) or by the sum of their two best
+    experts. `is_all` says that experts have no other sort key. Comparing best experts is then
+    always right, and `may_differ` of the result is None. Otherwise `may_differ` marks the tokens
+    for which the choice is uncertain: two groups tie, or, since sums are rounded, two groups' sums
+    are nearly equal.
     """
     tokens, num_experts = first.shape
     size = num_experts // groups.number
@@ -410,7 +414,7 @@ def _groups_by_first_key(first: jax.Array, groups: Groups, *, is_all: bool) -> _
 
 
 def _is_among(chosen: jax.Array, number: int) -> jax.Array:
-    """Returns which ids from 0 to number - 1 each row of `chosen` [T, k] has: [T, number] bool."""
+    """Returns which ids below `number` each row of `chosen` [T, k] contains: [T, number] bool."""
     numbers = jnp.arange(number, dtype=chosen.dtype)
     return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
 
@@ -509,16 +513,18 @@ def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
 def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
     """Selects candidates that include the k largest elements along the last axis, for `_sorted`.
 
-    Each key contributes k candidates: the largest by this key among the elements that equal the
-    k-th largest in all earlier keys. This takes one `lax.top_k` per key, which is much faster than
-    a sort of all elements by several keys.
+    Each key contributes k candidates. Those of the first key are the k largest elements by this
+    key. A later key selects only among ties: the elements that equal the k-th largest in all
+    earlier keys. This takes one `lax.top_k` per key, which is much faster than a sort of all
+    elements by several keys.
 
-    Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore, because a
-    later key selects it again, or because it differs from the k-th largest in an earlier key. Both
-    are int32, with k entries for each key along the last axis.
+    Returns the indices of the candidates, and a mask that is 1 for a candidate to ignore, because
+    it is a tie, among which the next key selects, or because it is no tie of the earlier keys.
+    Both are int32, with k entries for each key along the last axis.
     """
-    # The two least numbers in the order of `lax.top_k`, both NaN. Elements that this key must not
-    # select get the least one, and no other element does, so they come after all others.
+    # These are the two least numbers in the order of `lax.top_k`; both are NaN. Elements that are
+    # no ties are set to the least number. An element that has this number itself is set to the next
+    # one, so that elements that are no ties come after all ties.
     least, next_to_least = (
         lax.bitcast_convert_type(jnp.int32(bits), jnp.float32) for bits in (-1, -2)
     )
@@ -532,7 +538,8 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
         order_of_best = _total_order(jnp.take_along_axis(key, best, axis=-1))
         last = order_of_best[..., -1:]
         out = ~is_tie_of_best
-        # The next key selects among the elements that equal the k-th largest in this key.
+        # The next key selects among the elements that equal the k-th largest in this key, so those
+        # are ignored here.
         if len(indices) < len(keys) - 1:
             out |= order_of_best == last
         indices.append(best)
@@ -566,7 +573,7 @@ def _lower(program: Program, *operands: Any, **params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What decides which implementation can run: k, and the program that is being lowered."""
+    """Holds what decides which implementation can run: the program that is being lowered, and k."""
 
     program: Program
     k: int
@@ -576,7 +583,7 @@ class _Problem:
 class _TopK(Implementation):
     """An implementation of `choose`, by the GPU kernel or by XLA.
 
-    `compute` is the primitive's computation: it maps operands and parameters to results.
+    `compute` computes the primitive's results from its operands and parameters.
     """
 
     compute: Callable[..., Any]
@@ -631,10 +638,12 @@ def _batch(operands: Any, axes: Any, *, given: tuple[str, ...], **params: Any) -
     tokens = []
     for name, x, axis in zip(("logits", *given), operands, axes, strict=True):
         if axis is None and name == "bias" and x.shape[0] == 1:
-            tokens.append(x)  # one bias for all tokens
+            # All tokens share this bias, so it needs no copy for each element of the batch.
+            tokens.append(x)
             continue
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        shape = shape or x.shape  # the shape of the logits
+        # The logits come first, and other operands are broadcast to their shape.
+        shape = shape or x.shape
         tokens.append(jnp.broadcast_to(x, shape).reshape(-1, shape[-1]))
     results = _choose_p.bind(*tokens, given=given, **params)
     return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)

@@ -17,7 +17,7 @@ import numpy as np
 from jax_ep.runtime import jax_compat
 
 # A function that reads a constant of more bytes than this equals only itself, to avoid comparing
-# large arrays. Others are equal if their jaxprs, including constants, are.
+# large arrays. Other functions are equal if their jaxprs, including constants, are.
 _MOST_BYTES = 1 << 16
 
 
@@ -81,14 +81,15 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
 
     Returns the closed jaxpr and the type of the function's result.
     """
-    # JAX caches traces by the identity of the function, and this lambda is new in every call.
+    # JAX caches traces by the identity of the function. Each call makes a new lambda, which is not
+    # in the cache.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes the value of `function` and its gradient.
 
-    So the trace of the returned function includes a custom gradient of `function`.
+    If `function` has a custom gradient, a trace of the returned function thus includes it.
     """
 
     def both(*arrays: Any) -> Any:
@@ -129,9 +130,9 @@ def _jaxpr_key(jaxpr: Any) -> Any:
         return kind, numbers.setdefault(a, len(numbers))
 
     def equation(e: Any) -> Any:
-        # The parameters of these two primitives hold functions, which would never compare equal, so
-        # they are left out of the key. What the functions compute is in the key all the same, in
-        # the trace of the gradient.
+        # The parameters of custom_jvp_call and custom_vjp_call include functions, the derivative
+        # rules, which would never compare equal. So the key leaves these functions out. What they
+        # compute is in the key nevertheless, since the trace includes the gradient.
         rules = e.primitive.name in ("custom_jvp_call", "custom_vjp_call")
         params = tuple(
             (name, _value_key(value))
