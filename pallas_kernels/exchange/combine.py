@@ -1,17 +1,18 @@
 """Combine: each rank sums a token's expert outputs, and sends one sum to the token's owner.
 
-The owner of a token is the rank that dispatched it. Block b of every rank handles the same range of
-tokens of every owner, a step of a few tokens at a time, with these warpgroups:
+The owner of a token is the rank that dispatched it, and adds up the sums of all ranks. The array y
+has a rank's expert outputs, one in each row. Block b of every rank handles the same range of tokens
+of every owner, in steps of a few tokens, with these warpgroups:
 
-  scout    lists, for each (owner, token) of the next step, the rows of y to add, where y has the
-           expert outputs. It signals to peers when the sums of a step are in their receive buffers,
-           and when this rank has read the sums that it received for a step;
-  workers  compute the sums of a step, a tile of some columns at a time. A worker loads the tile of
-           a sum's rows from memory into registers, several rows at once, and adds them in float32,
-           multiplied by their weights. It stores the sum in the owner's receive buffer, rounded to
-           the rows' dtype, or quantized with a scale for every 128 values. After a step is sent,
-           the workers finish this rank's own tokens of the previous step: they wait until the sums
-           of every rank have arrived, add them in rank order, and write the result.
+  scout    lists which rows of y to add for each token of the next step. It signals to peers that
+           the sums of a step are in their receive buffers. It also signals that this rank has read
+           the sums that peers sent for a step, so that peers may overwrite them;
+  workers  compute the sums of a step, a tile of some columns at a time. A worker loads this tile of
+           several rows at once from memory into registers, multiplies each row by its weight, and
+           adds the rows in float32. It stores the sum in the owner's receive buffer, rounded to the
+           rows' dtype, or quantized with a scale for every 128 values. After a step is sent, the
+           workers finish this rank's own tokens of the previous step: they wait until the sums of
+           every rank have arrived, add them in rank order, and write the result.
 
 In the diagram, token t of rank s chose experts a and b of rank d, and an expert of rank e:
 
@@ -21,10 +22,10 @@ In the diagram, token t of rank s chose experts a and b of rank d, and an expert
                                                     [step, from rank e, t] --> sum in rank order
     signal: a step's sums are there ==============> workers wait for it    --> out[t]
 
-All threads have loads of several rows under way, and rows do not pass through shared memory. The
-receive buffer is a ring of steps: the sums of step i may be written to a peer's receive buffer once
-the peer has read those of step i - plan.receive_steps. A rank's kernel waits for all sums sent to
-the rank before it ends.
+Rows do not pass through shared memory: workers load them into registers, and every thread has loads
+of several rows under way. The receive buffer is a ring with room for `plan.receive_steps` steps. So
+a rank may send the sums of step i once the receiver has read those of step i - plan.receive_steps.
+A rank's kernel ends only after all sums sent to the rank have arrived.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The kinds of signal between ranks. _PUT: the sender's sums for a step are in the receiver's
-# buffer. _READ: the receiver has read the sums of a step, which may be overwritten.
+# The kinds of signal between ranks. A step is a few tokens. _PUT says that the sender's sums of a
+# step are in the receive buffer. _READ says that the receiver has read the sums of a step, so that
+# they may be overwritten.
 _PUT, _READ = 0, 1
 
 
@@ -81,18 +83,18 @@ def combine(
       y: [R, H], the expert outputs in the R rows of the receive buffer; H · itemsize is a multiple
         of 128 bytes.
       topk_weights: [T, K] float32, the routing weights by which rows are multiplied, or None for a
-        sum without weights. It is None with `by_rank`, whose rows are weighted sums already.
+        sum without weights. It is None with `by_rank`, since the rows of y are weighted already.
       topk_idx: [T, K] int32, the experts that this rank's tokens choose.
-      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
-        rank's tokens or, with `by_rank`, the choice's local expert. An entry is less than 0 where
-        the choice is of another rank's expert.
+      rows: [N, T, K] int32, a result of the dispatch. For each choice of every source rank's
+        tokens, it has the row of y with the expert output. With `by_rank`, it has the index of the
+        expert among this rank's experts instead. Both are negative if the expert is another rank's.
       fabric: how ranks reach each other.
-      plan: the number of blocks and of worker warpgroups; the number of tokens of a step, after
-        which a rank signals that their sums were sent; and the number of steps for whose sums a
-        receive buffer has room.
+      plan: the number of blocks; the number of worker warpgroups; the number of tokens whose sums a
+        block sends between two signals (a step); and the number of steps for which the receive
+        buffer has room.
       num_experts: E, the number of experts on all ranks together.
-      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
-        where the owner is the token's rank.
+      by_rank: whether y is rank-major: it then has one row for each token of each rank, in which
+        the token's expert outputs are summed already. The row of token t of rank r is r · T + t.
       wire: the format in which sums are sent. If it is quantized, H is a multiple of 512.
 
     Returns:
@@ -140,43 +142,43 @@ class _Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
+    # [N, T·K] int32: the row of y for each top-k choice of each source rank's tokens.
     rows: Any
-    # [T·K] float32, the routing weights, which peers read from this rank; None without weights.
+    # [T·K] float32, the routing weights, which peers read from this rank. None for unweighted sums.
     weights: Any
     # [T, H], the result.
     out: Any
-    # The receive buffer for peers' sums: an array of values and, if sums are quantized, one of
-    # scales. Its axes are block, step, source rank, token of the step, and column.
+    # The receive buffer for peers' sums: an array of values and, if sums are quantized, an array of
+    # scales. Each array has the axes block, step, source rank, token of the step, and column.
     received: Sequence[Any]
 
 
 class _Scratch(NamedTuple):
     """The shared memory of the combine kernel.
 
-    The owner of a token is the rank that dispatched it. A step is the tokens between two signals.
-    It has a sum for each of its tokens and each owner, with the index token · N + owner. Arrays
-    whose first axis is 2 have one half for even steps and one for odd steps.
+    A step is `step_tokens` tokens of each of the N ranks. A block computes a sum for each of them:
+    sum i · N + r is for the i-th token of rank r in the step. Arrays whose first axis is 2 have one
+    half for even steps and one for odd steps.
     """
 
-    # [N, window] int32: for each owner (the rank that dispatched a token), the row of y, the expert
-    # outputs, of each choice of its tokens of a step.
+    # [N, window] int32: the row of y (the expert outputs) for each top-k choice of each source
+    # rank's tokens in a step.
     window_rows: Any
     # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
-    # [2, sums] int32: for each sum of a step, how many rows of y it adds. NOWHERE if the sum is not
-    # sent, since the token chose no expert of this rank.
+    # [2, sums] int32, for even and odd steps: how many rows of y each sum of the step adds. It is
+    # NOWHERE if the token chose no expert of this rank, so that no sum is sent.
     list_counts: Any
-    # [2, sums, listed_rows] int32: for each sum of a step, the rows of the expert outputs to add.
+    # [2, sums, listed_rows] int32, for even and odd steps: the rows of y that each sum adds.
     list_rows: Any
     # [2, sums, listed_rows] float32: the routing weights of the rows in `list_rows`.
     list_weights: Any
-    # 2 barriers, for even and odd steps: complete when the scout warpgroup has listed the rows.
+    # 2 barriers, for even and odd steps. Each completes when the scout has listed a step's rows.
     listed: Any
-    # 2 barriers, for even and odd steps: complete when the workers have sent a step's sums.
+    # 2 barriers, for even and odd steps. Each completes when all workers have sent a step's sums.
     put: Any
-    # 2 barriers, for even and odd steps: complete when the workers have read the sums received for
-    # a step.
+    # 2 barriers, for even and odd steps. Each completes when all workers have read the sums that
+    # this rank received for a step.
     read: Any
 
 
@@ -191,10 +193,10 @@ class _Combine:
       num_local_experts: L, the number of experts of each rank.
       capacity: R, the number of rows of y.
       weighted: whether rows are multiplied by routing weights.
-      by_rank: whether y is rank-major, with one row for each token and owner.
+      by_rank: whether y is rank-major, with one row for each token of each rank.
       fabric: how ranks reach each other.
       plan: the number of blocks and of worker warpgroups, and the number of tokens of a step.
-      window: the slice of the routing data that holds one step's tokens.
+      window: the slice of the routing data (rows and weights of choices) for one step's tokens.
     """
 
     num_tokens: int
@@ -235,15 +237,15 @@ class _Combine:
 
     @property
     def listed_rows(self) -> int:
-        """The length, with padding, of a list of the rows to add: K, or 1 if y is rank-major.
+        """The length, with padding, of the list of rows that one sum adds.
 
-        It is rounded up to a multiple of `rows_at_once`.
+        It is K, or 1 if y is rank-major, rounded up to a multiple of `rows_at_once`.
         """
         return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
     @property
     def rows_at_once(self) -> int:
-        """The number of rows of a sum that a worker loads into registers at a time."""
+        """The number of rows that a worker loads into registers at a time, to add them."""
         return min(ROWS_OF_SUM, 1 if self.by_rank else self.top_k)
 
     @property
@@ -256,7 +258,7 @@ class _Combine:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The positions of the buffers that peers access, in the list of operands and results.
+        """The buffers that peers access, as positions in the list of operands and results.
 
         Peers read this rank's weights, if there are any, and write to its receive buffer.
         """
@@ -318,8 +320,8 @@ class _Combine:
         def begin(step: jax.Array) -> None:
             """Lists the rows to add in a step, and lets the workers begin the step.
 
-            First waits until peers have read the earlier sums that the step's sums will overwrite
-            in their receive buffers.
+            First waits until peers have read the older sums in their receive buffers that this
+            step's sums will overwrite.
             """
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
@@ -329,15 +331,15 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Steps `step - 1` and `step + 1` use the same half of the lists. It may be overwritten,
-            # since every worker has sent the sums of step `step - 1`.
+            # Steps `step - 1` and `step + 1` use the same half of the lists. That half is free now,
+            # since the previous iteration waited until all workers had sent step `step - 1`.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
-            # This signal says that the sums received for step `step - 1` have been read. Peers may
-            # overwrite them in step `step - 1 + receive_steps`, if there is one.
+            # Signals that this rank has read the sums received for step `step - 1`. Peers overwrite
+            # them in step `step - 1 + receive_steps`. Without such a step no signal is needed.
             @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def signal_read() -> None:
                 plgpu.barrier_wait(scratch.read.at[lax.rem(step - 1, 2)])
@@ -347,10 +349,10 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists for each sum of a step the rows of y to add, with their weights, in shared memory.
+        """Lists, in shared memory, the rows of y that each sum of a step adds, and their weights.
 
-        A step has a sum for each of its `step_tokens` tokens and each owner. The owner of a token
-        is the rank that dispatched it.
+        A step is `step_tokens` tokens of each of the N ranks, and has one sum for each token. The
+        owner of a token is the rank that dispatched it.
         """
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
@@ -432,15 +434,15 @@ class _Combine:
         """Calls `body(token, item)` for this worker's share of a step's work items.
 
         A work item is, for example, one tile of the sum of one token. Each token has `per_token`
-        items, which are distributed over the workers in turn. `token` is the token's index within
-        the step, and `item` the item's index within the token.
+        items, which are dealt to the workers round-robin. `token` is the token's index within the
+        step, and `item` the item's index within the token.
         """
         workers = jnp.int32(self.plan.num_workers)
         tokens = jnp.minimum(
             self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        # Items are distributed in turn across steps, so that workers have equal shares: the first
-        # item of a step goes to the worker after the one that had the previous step's last item.
+        # Deals items to the workers round-robin, and continues the round from step to step, so that
+        # all workers get equal shares.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 
@@ -454,10 +456,11 @@ class _Combine:
     def _sum_and_put(
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: _Scratch
     ) -> None:
-        """Sums the rows of a step's tokens, and writes the sums to the owners' receive buffers.
+        """Sums the expert outputs of each token of a step, and sends the sum to the token's owner.
 
-        The owner of a token is the rank that dispatched it. The tiles of all sums are distributed
-        in turn over the block's `plan.num_workers` workers, of which this is number `worker`.
+        The owner of a token is the rank that dispatched it. The sum is written to the owner's
+        receive buffer. The block's workers share the tiles of all sums, and this is worker number
+        `worker`.
         """
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
@@ -511,7 +514,8 @@ class _Combine:
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns the columns of a sum that tile number `tile` covers, as a list of slices.
 
-        The first is of the sum's values; if sums are quantized, a second one is of its scales.
+        The first slice is of the sum's values. If sums are quantized, a second slice is of its
+        scales.
         """
         parts = self.row.wire.row_parts(self.tile, self.row.dtype)
         return [pl.ds(tile * size, size) for size, _ in parts]

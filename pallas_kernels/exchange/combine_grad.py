@@ -1,11 +1,12 @@
-"""The gradient of a weighted combine for expert outputs and weights, in one pass over the rows.
+"""The gradients of a weighted combine's expert outputs and weights, in one pass over the rows.
 
-The owner of a token is the rank that dispatched it. y has the expert outputs, and dy and dweights
-are the gradients of y and of the routing weights. Block b of every rank handles the same range of
-tokens of every owner, with these warpgroups:
+The owner of a token is the rank that dispatched it. `g` has the cotangents of the owner's results,
+one for each token, and `y` the expert outputs. `dy` and `dweights` are the gradients of `y` and of
+the routing weights. Block b of every rank handles the same range of tokens of every owner, with
+these warpgroups:
 
-  scout    lists the rows of y of each (owner, token), and fetches the token's cotangent from its
-           owner into a ring in shared memory; for a dropped choice it writes zero to the owner's
+  scout    lists the rows of y that each token has, and fetches the token's cotangent from its owner
+           into a ring in shared memory. For a dropped choice it writes zero to the owner's
            dweights;
   filler   writes zeros to the rows of dy that have no token, and to dweights where the id that a
            token of this rank chose is no expert's;
@@ -21,10 +22,10 @@ tokens of every owner, with these warpgroups:
 The scout numbers the cotangents of a block in order. Worker w takes every cotangent whose number is
 w modulo the number of workers. For few tokens, `low_latency_combine_grad` is faster.
 
-A cotangent crosses the link once per (token, rank), read by the rank that needs it. The dispatch
-has told every rank which tokens it received, so a block waits for its peers only at its end: it
-signals that it has read their memory and written its part of their results, and waits until each
-peer has signalled the same.
+A cotangent crosses the link once per (token, rank): each rank that has expert outputs of the token
+reads it from the owner's memory. A rank knows from the dispatch which tokens it received. So a
+block waits for its peers only at its end: it signals that its reads and writes of their memory are
+done, and waits until each peer has signalled the same.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vect
 
 # The kind of signal by which a block says that it has made its last access to its peers' memory.
 _DONE = 0
-# The scout warpgroup passes each cotangent through the ring with its number of rows of y. After the
-# last cotangent it passes this value instead of the number, to tell a worker to stop.
+# With each cotangent, the scout warpgroup passes through the ring how many rows of y its token has.
+# After the last cotangent it passes this value to each worker instead, to tell it to stop.
 _END = -1
 # A thread holds this many 16-byte vectors of a row in registers at a time.
 _VECTORS_AT_ONCE = 2
@@ -82,18 +83,18 @@ def combine_grad(
       topk_weights: [T, K] float32, the weights of the combine.
       y: [R, H] of g's dtype, the expert outputs in the R rows of the receive buffer.
       topk_idx: [T, K] int32, the experts that this rank's tokens choose.
-      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
-        rank's tokens. It is less than 0 where the choice is of another rank's expert, and R or more
-        where the choice was dropped.
-      counts: [N, E] int32, how many choices of each source rank are of each expert.
+      rows: [N, T, K] int32, a result of the dispatch: for each choice of every source rank's
+        tokens, the row of y with the choice's expert output. It is negative if the expert is
+        another rank's, and R or more if the choice was dropped.
+      counts: [N, E] int32, how often the tokens of each source rank choose each expert.
       fabric: how ranks reach each other.
       plan: the number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this number.
       fair: the dispatch's argument `fair`: how a rank dropped rows if more than R would have come.
       zero_unused: whether rows of dy past the last expert's rows are zero; else they are undefined.
-      into: None, or the dy of the previous call if the tokens of one dispatch are divided among
-        several calls. This call writes its tokens' rows into it; all other rows keep their values.
-        `counts` is then that of the whole dispatch.
+      into: None, or an existing dy into which this call writes the rows of its tokens. All other
+        rows keep their values. If the tokens of one dispatch are divided among several calls, it is
+        the dy of the previous call, and `counts` is that of the whole dispatch.
 
     Returns:
       dy: [R, H] of y's dtype. A row with a token is the weight times the cotangent, computed in
@@ -102,8 +103,8 @@ def combine_grad(
         y, summed in the same order on every run. It is zero for choices that are of no expert or
         were dropped.
     """
-    # A warpgroup must wait for every completion of a barrier that it uses. So the same worker must
-    # read all cotangents in a stage.
+    # A warpgroup that waits for a barrier must wait for every completion of it. Each stage has a
+    # barrier, so all cotangents that pass through a stage must go to the same worker.
     if plan.num_stages % plan.num_workers:
         raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
@@ -148,7 +149,8 @@ def combine_grad(
 class Refs(NamedTuple):
     """The operands and results of a kernel for a combine's gradient, in global memory.
 
-    Peers read `g` and `weights` and write to `dweights`, except over the low-latency protocol.
+    Peers read `g` and `weights`, and write to `dweights`. Over the low-latency protocol they access
+    none of the arrays, since ranks send the values instead.
     """
 
     # [T, H], the cotangent of the combine's result.
@@ -159,9 +161,9 @@ class Refs(NamedTuple):
     y: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each rank that dispatched tokens, the row of y of each token's choices.
+    # [N, T·K] int32: the row of y for each top-k choice of each source rank's tokens.
     rows: Any
-    # [N, count_width] int32: for each owner, how many choices of its tokens are of each expert.
+    # [N, count_width] int32: how often the tokens of each source rank choose each expert.
     counts: Any
     # [R, H], the gradient of y, a result.
     dy: Any
@@ -177,15 +179,15 @@ class _Scratch(NamedTuple):
     """
 
     experts: ExpertScratch
-    # [N, window] int32: for each owner (the rank that dispatched a token), the row of y, the expert
-    # outputs, of each choice of the loaded tokens.
+    # [N, window] int32: the row of y (the expert outputs) for each top-k choice of each source
+    # rank's tokens in the loaded slice.
     window_rows: Any
     # [N, window] float32, the routing weights of the choices in `window_rows`.
     window_weights: Any
-    # [S, columns], the cotangents in the S stages of the ring.
+    # [S, columns], the S stages of the ring, with one cotangent in each.
     stages: Any
-    # [S, 2] int32: for the token in stage s, [s, 0] is its number of rows of y, or _END if the
-    # worker is to stop, and [s, 1] is its owner.
+    # [S, 2] int32: notes[s, 0] is how many rows of y the token in stage s has on this rank, or _END
+    # to tell the worker to stop. notes[s, 1] is the token's owner.
     notes: Any
     # [S, listed_rows] int32: for the token in each stage of the ring, its rows of y on this rank.
     list_rows: Any
@@ -194,8 +196,8 @@ class _Scratch(NamedTuple):
     list_choices: Any
     # [S, listed_rows] float32: for each row in `list_rows`, its routing weight.
     list_weights: Any
-    # [workers, ROWS_OF_COTANGENT, warps] float32, each warp's part of the inner products that a
-    # worker computes at a time.
+    # [workers, ROWS_OF_COTANGENT, warps] float32: the partial sum of each warp of a worker for each
+    # of the inner products that the worker computes at a time.
     sums: Any
     # [S] barriers, one for each stage: it completes when a cotangent has arrived in the stage.
     full: Any
@@ -237,9 +239,9 @@ class _CombineGrad:
 
     @property
     def listed_rows(self) -> int:
-        """The length, with padding, of a list of one token's rows of y: K or more.
+        """The length, with padding, of the list of one token's rows of y on this rank.
 
-        It is a multiple of ROWS_OF_COTANGENT.
+        It is K, rounded up to a multiple of ROWS_OF_COTANGENT.
         """
         return align_up(self.top_k, ROWS_OF_COTANGENT)
 
@@ -282,7 +284,7 @@ class _CombineGrad:
             self._weigh(warpgroup - 2, refs, scratch)
 
     def _scout(self, refs: Refs, scratch: _Scratch) -> None:
-        """Runs the scout warpgroup: fills the ring with cotangents and lists of their rows of y."""
+        """Runs the scout warpgroup: fills the ring with cotangents and lists of rows of y."""
         fabric, window, ring = self.fabric, self.window, scratch.ring
         num_ranks = fabric.num_ranks
         first_token, end_token = self.token_range()
@@ -290,8 +292,8 @@ class _CombineGrad:
         def scout_window(index: jax.Array, turn: jax.Array) -> jax.Array:
             """Passes the cotangents of the tokens of window number `index` to the workers.
 
-            A window is the slice of the routing data that is loaded at a time. `turn` is the number
-            of cotangents passed before. Returns the number passed after the window.
+            A window is the slice of the routing data that is loaded at a time. `turn` is how many
+            cotangents were passed before this window. Returns how many were passed by its end.
             """
             window_token = first_token + index * window.tokens
             owners = [self.owner(i) for i in range(num_ranks)]
@@ -338,16 +340,16 @@ class _CombineGrad:
         Also writes zero to the owner's dweights, the weights' gradient, for each dropped choice.
 
         Args:
-          token: the token's index in its owner.
+          token: the token's index among its owner's tokens.
           owner: the rank that dispatched the token.
-          start: the index in the routing data of the first entry that is loaded in shared memory.
-          turn: how many cotangents have been passed to the ring before.
+          start: the index in the routing data [T·K] at which the loaded slice begins.
+          turn: how many cotangents were passed to the ring before this one.
           refs: the kernel's operands and results.
           scratch: the kernel's shared memory.
 
         Returns:
-          How many cotangents have been passed after this token: `turn` + 1, or `turn` if the token
-          has no row on this rank.
+          How many cotangents were passed, including this one: `turn` + 1, or `turn` if the token
+          has no row on this rank, so that its cotangent is not needed.
         """
         fabric, top_k, ring = self.fabric, self.top_k, scratch.ring
         entry = token * top_k
@@ -377,7 +379,7 @@ class _CombineGrad:
         return turn + (count > 0).astype(jnp.int32)
 
     def _weigh(self, worker: jax.Array, refs: Refs, scratch: _Scratch) -> None:
-        """Runs a worker warpgroup: multiplies its share of the cotangents with their rows of y.
+        """Runs a worker warpgroup: multiplies its share of the cotangents with rows of y.
 
         `worker` is the index of the warpgroup among the workers of the block.
         """
@@ -415,14 +417,15 @@ class _CombineGrad:
     ) -> None:
         """Multiplies a cotangent with up to ROWS_OF_COTANGENT rows of y, and with their weights.
 
-        For each row, writes the inner product of cotangent and row to the owner's dweights (the
-        gradient of the weights), and the cotangent times the row's weight to dy.
+        Writes two results for each row. The inner product of cotangent and row goes to the owner's
+        dweights, the gradient of the weights. The cotangent times the row's weight goes to the
+        row's place in dy, the gradient of y.
 
         Args:
           worker: the index of this warpgroup among the workers of the block.
           stage: the stage of the ring that holds the cotangent.
           owner: the rank that dispatched the cotangent's token.
-          first: the index of the first of the rows in the stage's list of rows.
+          first: the position of the first of these rows in the stage's list of rows.
           refs: the kernel's operands and results.
           scratch: the kernel's shared memory.
         """
@@ -432,16 +435,16 @@ class _CombineGrad:
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
-        # The cotangent is multiplied a block of columns at a time: one vector for each thread.
+        # A block of columns is what the warpgroup multiplies at a time: one vector in each thread.
         block = LANES * vector
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
             """Multiplies the cotangent with the rows in some neighbouring blocks of columns.
 
             The first block begins at column `start`, and `sizes` has the number of columns of each
-            block. Writes the cotangent times the weight to each row of dy. `totals` has, for each
-            row, the products with the cotangent summed over earlier blocks, one sum for each column
-            of a block. Returns `totals` plus the products of these blocks.
+            block. Writes the cotangent times the weight to these columns of dy. `totals` has an
+            array for each row, as long as a block: its element c is the sum of the products in
+            column c of all earlier blocks. Returns `totals` plus the products in these blocks.
             """
             parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
             loaded = [
@@ -459,8 +462,8 @@ class _CombineGrad:
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
                     if columns.size > part.size:
-                        # The load of the cotangent passes the end of the row. The stage has
-                        # undefined values there, whose products must not count.
+                        # The load of the cotangent reads past the end of the row. The values there
+                        # are undefined, so their products are replaced by zeros.
                         inside = fb.iota(fabric, columns.size, vector) < part.size
                         product = jnp.where(inside, product, jnp.zeros_like(product))
                     if fabric.interpret:
@@ -507,8 +510,9 @@ class _CombineGrad:
     def owner(self, i: jax.Array | int) -> jax.Array:
         """Returns the owner in the i-th (token, owner) pair of this block, a scalar int32.
 
-        The owner of a token is the rank that dispatched it. The block handles each token index for
-        all N owners in succession. Blocks use different orders, to spread the load over the links.
+        The owner of a token is the rank that dispatched it. For each token index, the block handles
+        the tokens of all N owners in succession. The order of the owners differs between blocks, to
+        spread the load over the links.
         """
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
@@ -528,8 +532,9 @@ class _CombineGrad:
     def _fill(self, refs: Refs, scratch: _Scratch) -> None:
         """Runs the filler warpgroup: zeroes the elements of dy and dweights that no worker writes.
 
-        In dy, the gradient of y, they are the rows without a token. In dweights, the gradient of
-        the weights, they are the choices of this rank's tokens whose id is no expert's.
+        In dy, the gradient of y, these elements are the rows without a token. In dweights, the
+        gradient of the weights, they belong to the choices of this rank's tokens whose id is no
+        expert's.
         """
         fabric, top_k, num_experts = self.fabric, self.top_k, self.experts.num_experts
         self.experts.fetch_counts(refs.counts, scratch.experts)

@@ -2,11 +2,12 @@
 
 Block b of every rank handles the same range of tokens, with three warpgroups:
 
-  sender    receives how often each rank chose each expert, which block 0 of that rank counts;
-            computes the rows of each token, and writes the token to the first of its rows at every
-            rank that gets it, with a list of all its rows there;
-  receiver  waits for each step of tokens, and copies a token that several experts of this rank get
-            from its first row to its other rows;
+  sender    receives how often each rank's tokens choose each expert, which block 0 of every rank
+            counts and sends. From these counts it computes the rows of each token. It writes the
+            token to the first of its rows at every rank that gets it, with a list of all its rows
+            at that rank;
+  receiver  waits for each step (a few tokens of every rank). If several experts of this rank get a
+            token, it copies the token from its first row to its other rows;
   filler    writes zeros to the rows of this rank's receive buffer that get no token.
 
 In the diagram, rank s sends its token t to rank d, where `tokens` is the receive buffer and `rows`
@@ -18,9 +19,9 @@ is the list of the rows of each token:
     signal: a step is there ---------> block b
 
 So a row crosses the link once per (token, rank) and is copied to further rows in local memory,
-without a staging buffer. A rank's kernel ends only after the last rows sent to the rank have
-arrived. If a peer reads this rank's inputs, it does so before its last signal, for which this
-rank's kernel waits. So the inputs may be freed when the kernel ends.
+without a staging buffer. A rank's kernel ends only after the last signal of every peer. Before this
+signal, the peer has written all rows for this rank, and has read what it needs of this rank's
+inputs. So the inputs may be freed when the kernel ends.
 
 `dispatch` computes the receive-buffer row of each top-k choice. `dispatch_like` sends other data of
 the same tokens to the rows that an earlier call computed.
@@ -79,20 +80,20 @@ def dispatch(
         step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which the remaining rows fit; the result
-        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
+      fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
+        most q rows, where q is the largest number with which the kept rows fit; the result `rows`
+        is R for a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
       A tuple of seven:
       tokens: the receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
-      rows: [N, T, K] int32, the row on this rank of each choice of each source rank's tokens, and
-        -1 where the choice is of another rank's expert;
-      counts: [N, E] int32, how many choices of each source rank are of each expert;
-      group_sizes: [L] int32, the rows of each local expert with padding;
-      expert_counts: [L] int32, the rows of each local expert without padding;
+      rows: [N, T, K] int32, the row of this rank's receive buffer for each choice of each source
+        rank's tokens, and -1 where the choice is of another rank's expert;
+      counts: [N, E] int32, how often the tokens of each source rank choose each expert;
+      group_sizes: [L] int32, the number of rows of each local expert, with padding;
+      expert_counts: [L] int32, the number of rows of each local expert, without padding;
       num_dropped: [1] int32, how many of this rank's rows did not fit;
       rows_needed: [1] int32, the capacity with which all rows of this rank would fit.
     """
@@ -155,9 +156,10 @@ def dispatch_like(
 
     Args:
       x: [T, H], a row for each of this rank's tokens; H · itemsize is a multiple of 128 bytes.
-      rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
-        each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
+      rows: [N, T, K] int32, the result of `dispatch`: the row of this rank's receive buffer for
+        each choice of each source rank's tokens.
+      counts: [N, E] int32, the result of `dispatch`: how often each source rank's tokens choose
+        each expert.
       fabric: how ranks reach each other.
       plan: the number of blocks, the number of tokens that a block sends between two signals (a
         step), and the number of rows in its rings in shared memory.
@@ -166,9 +168,9 @@ def dispatch_like(
       fair: how rows that do not fit are dropped, as given to `dispatch`.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
-      into: None, or the result of the previous call if the tokens of one dispatch are divided among
-        several calls. This call writes its tokens' rows into it; all other rows keep their values.
-        `counts` is then that of the whole dispatch.
+      into: None, or an existing receive buffer into which this call writes the rows of its tokens.
+        All other rows keep their values. If the tokens of one dispatch are divided among several
+        calls, it is the result of the previous call, and `counts` is that of the whole dispatch.
 
     Returns:
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
@@ -221,14 +223,14 @@ class _Scratch(NamedTuple):
 
     sender: SenderScratch
     experts: ExpertScratch
-    # [N, window] int32: for each source rank, the receive-buffer row of each choice of the tokens
-    # of one step (the tokens that are sent between two signals).
+    # [N, window] int32: the receive-buffer row for each top-k choice of each source rank's tokens
+    # in one step (the tokens that are sent between two signals).
     step_rows: Any
     # [tokens of a step · N, K] int32: for each of the step's tokens that has several rows on this
     # rank, the rows of its K choices; NOWHERE where a choice has no row here.
     step_copies: Any
     # The C stages of the receiver's ring: an array [C, columns] of values and, if rows are
-    # quantized, one of scales.
+    # quantized, an array of scales.
     copies: Sequence[Any]
     # [C] barriers, one for each stage of `copies`: it completes when a row has arrived there.
     copy_full: Any
@@ -280,9 +282,10 @@ class _Kernel:
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether `row`, a scalar int32, is a row of the receive buffer; a scalar bool.
+        """Returns whether the receive buffer has a row with the index `row`; a scalar bool.
 
-        A row is not if it is R or more (its choice was dropped) or NOWHERE, which is -1.
+        `row` is a scalar int32. It is R or more if its choice was dropped, and NOWHERE (-1) if the
+        choice is of another rank's expert.
         """
         return (row >= 0) & (row < self.experts.capacity)
 
@@ -292,9 +295,10 @@ class _Kernel:
         A token has several rows on this rank if it chooses several of the rank's experts.
 
         Args:
-          rows: [N, T·K] int32 in global memory, the row on this rank of each choice of each source
-            rank's tokens. In `dispatch` it arrives with the tokens.
-          tokens: the receive buffer: an array of values and, if rows are quantized, one of scales.
+          rows: [N, T·K] int32 in global memory, the row on this rank for each choice of each source
+            rank's tokens. In `dispatch`, peers write it together with the tokens.
+          tokens: the receive buffer: an array of values and, if rows are quantized, an array of
+            scales.
           scratch: the kernel's shared memory.
         """
         first_token, num_tokens = self.sender.range()
@@ -316,8 +320,8 @@ class _Kernel:
 
         @pl.when(num_tokens == 0)
         def wait_for_peers() -> None:
-            # A block without tokens receives no step. It still waits for its peers' signal, since
-            # in `dispatch_like` they may be reading this rank's `rows`.
+            # A block without tokens has no step to wait for. It still waits for each peer's signal:
+            # in `dispatch_like`, the peer may read this rank's `rows` until then.
             self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -341,7 +345,7 @@ class _Kernel:
             `sender.step_tokens` consecutive tokens of every source rank.
           first_token: the first token of this block, the same for every source rank.
           num_tokens: the number of tokens of this block from every source rank.
-          rows: [N, T·K] int32 in global memory, the row on this rank of each choice.
+          rows: [N, T·K] int32 in global memory, the row on this rank for each choice.
           scratch: the kernel's shared memory.
 
         Returns:
@@ -366,8 +370,9 @@ class _Kernel:
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     held = held + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    # Every token is written to entry `count` of the list. If the token has only one
-                    # row, `count` is not raised below, so the next token overwrites the entry.
+                    # Every token is written to entry `count` of the list. `count` is then raised
+                    # only if the token has several rows here; else the next token overwrites the
+                    # entry.
                     scratch.step_copies[count, choice] = place
                 count = count + (held > 1).astype(jnp.int32)
             return count
@@ -384,7 +389,7 @@ class _Kernel:
 
         `count` is the number of listed tokens. `begun` is the number of tokens copied in earlier
         steps, so the first listed token uses stage `begun` modulo C of the receiver's C stages.
-        `tokens` is the receive buffer: an array of values and, if quantized, one of scales.
+        `tokens` is the receive buffer: an array of values and, if quantized, an array of scales.
         """
         num_copies = self.sender.plan.num_copy_stages
 
@@ -410,7 +415,7 @@ class _Kernel:
 
         The ring of the receiver warpgroup has C stages. The token uses stage (begun + i) modulo C,
         since `begun` tokens were copied in earlier steps. `tokens` is the receive buffer: an array
-        of values and, if rows are quantized, one of scales.
+        of values and, if rows are quantized, an array of scales.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         first = jnp.int32(fb.NOWHERE)
@@ -440,14 +445,14 @@ class _Kernel:
 
         The token is the i-th of the `count` tokens listed in `scratch.step_copies`. `begun` tokens
         were copied in earlier steps. `tokens` is the receive buffer: an array of values and, if
-        rows are quantized, one of scales.
+        rows are quantized, an array of scales.
         """
         fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         stage = lax.rem(begun + i, jnp.int32(num_copies))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
-            # Up to num_copies - 1 later copies are under way, and may stay so. Near the end of the
-            # list there are fewer of them, so this waits for all copies.
+            # Waits for the copy of this token's scales. Up to num_copies - 1 later copies may stay
+            # under way. Near the end of the list they are fewer, so all copies are awaited.
             lax.cond(
                 i + num_copies <= count,
                 lambda: short_copies.wait(fabric, num_copies - 1),
@@ -536,7 +541,7 @@ class _Dispatch(_Kernel):
         @pl.when(warpgroup == 1)
         def receive() -> None:
             # `connect` waits until the addresses of the peers' buffers have arrived. The receiver
-            # calls it, since the sender is still counting choices.
+            # calls it, since the sender is busy counting choices meanwhile.
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
@@ -559,7 +564,7 @@ class _Dispatch(_Kernel):
             fabric.barrier()
 
     def _count_earlier(self, choices: Any, scratch: _Scratch) -> None:
-        """Counts by expert the choices of this rank's tokens that blocks with lower indices handle.
+        """Counts, for each expert, how often the tokens of blocks with lower indices choose it.
 
         Writes the counts to `scratch.next_rows`. `choices` is [T·K] int32 with padding in global
         memory, the experts that this rank's tokens choose.
@@ -592,10 +597,10 @@ class _Dispatch(_Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Finds a token's rows in its list for a rank; a part of the interface `sender.Routes`.
+    """Implements the methods of `sender.Routes` that read a token's rows from a list.
 
-    The list has K words: for each of the token's choices, its row in the rank's receive buffer, or
-    NOWHERE if the choice is of another rank's expert.
+    The list is for one rank. It has K words: for each of the token's choices, the row in that
+    rank's receive buffer, or NOWHERE if the choice is of another rank's expert.
     """
 
     kernel: _Kernel
@@ -636,8 +641,8 @@ class _KnownRoutes(_Routes):
     memory of every rank which rows its tokens have there.
     """
 
-    # [N, T·K] int32 in global memory: the row of this rank's receive buffer that each choice of
-    # each source rank's tokens has.
+    # [N, T·K] int32 in global memory: the row of this rank's receive buffer for each choice of each
+    # source rank's tokens.
     rows: Any
 
     def sources(self) -> list[Any]:

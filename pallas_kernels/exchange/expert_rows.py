@@ -1,8 +1,9 @@
 """Finds where each expert's rows are in an expert-major receive buffer, and zeroes unused rows.
 
-The positions follow from how often each rank chose each expert. The rows of one expert are a group.
-A group consists of a row for each choice of the expert, and of rows of zeros that pad the group to
-a multiple of the alignment. The rows after the last group are unused. A rank's buffer has R rows:
+The positions follow from how often each rank's tokens choose each expert. The rows of one expert
+are a group. A group consists of a row for each choice of the expert, and of rows of zeros that pad
+the group to a multiple of the alignment. The rows after the last group are unused. A rank's buffer
+has R rows:
 
     rows of a rank:   group of expert 0    group of expert 1               R
                       | tokens' rows | 0 0 | tokens' rows | 0 | 0 0 0 0 ...|
@@ -38,14 +39,15 @@ class ExpertScratch(NamedTuple):
     W is `ExpertRows.count_width`, the number of experts on all ranks, padded.
     """
 
-    # [N, W] int32: for each source rank, how many choices of its tokens are of each expert.
+    # [N, W] int32: how often the tokens of each source rank choose each expert.
     all_counts: Any
     # [2 · W] int32: workspace for prefix sums over experts. The first half stays zero.
     scan: Any
-    # [2, W] int32: for each expert, the row after its last token, and the row after its padding.
+    # [2, W] int32: element [0, e] is the row after the last token of expert e, and element [1, e]
+    # is the row after the expert's padding.
     group_ends: Any
     # A row of zeros, which `fill` copies to the receive buffer: an array of values and, if rows are
-    # quantized, one of scales.
+    # quantized, an array of scales.
     zeros: Sequence[Any]
     # A barrier that completes when `all_counts` is filled.
     counts_full: Any
@@ -65,9 +67,9 @@ class ExpertRows:
       capacity: R, the number of rows of each rank's receive buffer.
       alignment: the rows of each expert start at a multiple of this number.
       parts: (columns, dtype) of a row's values and, if rows are quantized, of its scales.
-      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which the remaining rows fit. If false, the
-        rank drops the rows from row R on.
+      fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
+        most q rows, where q is the largest number with which the kept rows fit. If false, the rank
+        drops the rows that would lie at row R or beyond.
       zero_unused: whether `fill` writes zeros to the rows past the last expert's rows.
       adds: whether the kernel writes into an existing receive buffer, whose unused rows an earlier
         call has zeroed. `fill` then does nothing.
@@ -109,8 +111,8 @@ class ExpertRows:
     def fetch_counts(self, counts: Any, scratch: ExpertScratch) -> None:
         """Starts to copy the counts of an earlier dispatch to `scratch.all_counts`.
 
-        `counts` is [N, count_width] int32 in this rank's global memory: for each source rank, how
-        many choices of its tokens are of each expert.
+        `counts` is [N, count_width] int32 in this rank's global memory: how often the tokens of
+        each source rank choose each expert.
         """
         for rank in range(self.fabric.num_ranks):
             plgpu.copy_gmem_to_smem(
@@ -123,7 +125,7 @@ class ExpertRows:
     def receive_counts(self, scratch: ExpertScratch) -> None:
         """Waits for the counts that every rank sends, and copies them to `scratch.all_counts`.
 
-        A rank sends [count_width] int32, how many choices of its tokens are of each expert.
+        A rank sends [count_width] int32, how often its tokens choose each expert.
         """
         for rank in range(self.fabric.num_ranks):
             self.fabric.read_values(rank, 0, scratch.all_counts.at[rank], "dispatch")
@@ -147,8 +149,8 @@ class ExpertRows:
         Args:
           scratch: shared memory. This method waits until its `all_counts` is filled.
           next_rows: [count_width or more] int32 in shared memory, or None. On entry it holds, for
-            each expert, the number of choices by this rank's tokens that blocks with lower indices
-            handle. On return it holds the row that this block's first choice of each expert gets.
+            each expert, how often the tokens of blocks with lower indices choose it. On return it
+            holds the row that this block's first choice of each expert gets.
           group_starts: [count_width] int32 in shared memory, gets each expert's first row; or None.
           all_counts_ref: [N, count_width] int32 in global memory, or None. Block 0 writes the
             counts of `scratch.all_counts` to it, as a result of the kernel.
@@ -252,11 +254,12 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        # No expert can keep more rows than the capacity, so a quota needs no more bits.
+        # A quota never exceeds the capacity, so it has at most as many bits.
         num_bits = jnp.int32(self.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        # If the rows of every rank fit, the loop has not run, and every expert keeps all its rows.
+        # If the rows of every rank fit, the loop had no iterations, and every expert keeps all its
+        # rows.
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(
@@ -330,11 +333,11 @@ class ExpertRows:
             return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
 
         def describe_tail(i: Any, carry: Any) -> Any:
-            """Writes the number of rows of local expert i, if `fair` is False.
+            """Writes the size of the group (the rows) of local expert i, if `fair` is False.
 
-            The rows from the capacity on are dropped. A group is an expert's rows; `carry` is (the
-            first row of this group, the number of rows dropped from earlier groups). Returns the
-            pair for the next group.
+            Rows whose index is the capacity or more are dropped. `carry` is a pair: the group's
+            first row, and the number of rows dropped from earlier groups. Returns the pair for the
+            next group.
             """
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
@@ -345,12 +348,12 @@ class ExpertRows:
             return end, dropped + (end_of_rows - start - kept)
 
         def describe_fair(i: Any, carry: Any) -> Any:
-            """Writes the number of rows of local expert i, if `fair` is True.
+            """Writes the size of the group (the rows) of local expert i, if `fair` is True.
 
-            The experts' quotas have made all rows fit in the capacity. A group is an expert's rows;
-            `carry` is (the first row of this group, the number of rows dropped from earlier groups,
-            the number of rows with padding that earlier groups would have without drops). Returns
-            the triple for the next group.
+            The experts' quotas have made all groups fit in the capacity. `carry` has three numbers:
+            the group's first row, the number of rows dropped from earlier groups, and the number of
+            rows (with padding) that earlier groups would have if no row were dropped. Returns these
+            three numbers for the next group.
             """
             start, dropped, needed = carry
             end_of_rows, end = ends_of_group(i)
@@ -376,9 +379,9 @@ class ExpertRows:
     def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
         """Writes zeros to the rows of this rank's receive buffer that receive no token.
 
-        They are the padding after each expert's rows and, if `zero_unused`, the rows after the last
-        expert's padding, which otherwise stay undefined. `tokens` is the buffer: an array of values
-        and, if rows are quantized, one of scales.
+        These rows are the padding after each expert's rows and, if `zero_unused`, the rows after
+        the last expert's padding. Without `zero_unused`, the latter stay undefined. `tokens` is the
+        buffer: an array of values and, if rows are quantized, an array of scales.
         """
         if self.adds:
             return

@@ -5,9 +5,9 @@ tokens from this rank's memory.
 
 The protocol is for few tokens per rank. Block b of every rank handles the same range of tokens of
 every rank. A row is cut into tiles of 2 KiB, which the block's first four warpgroups share. Each of
-them sends its tiles of this rank's tokens to the warpgroup of the same index at each peer that gets
-the token. It then polls for the tiles that peers send, as `fabric.low_latency` describes. So no
-rank waits for addresses of buffers, for the end of a copy or for a signal.
+them sends its tiles of a token's row to the warpgroup of the same index at each peer that gets the
+token. It then polls the memory in which tiles of peers arrive, as `fabric.low_latency` describes.
+So no rank waits for addresses of buffers, for the end of a copy or for a signal.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Rows:
 
     Attributes:
       fabric: how ranks reach each other.
-      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
       plan: how rows are distributed over blocks and warpgroups.
       what: the kernel's name in the error messages of timeouts.
       warpgroup: the index of this warpgroup in its block; None before `for_warpgroup` sets it. It
-        is kept here since each query of it on the GPU costs an instruction, a shuffle.
+        is stored here, since each query of it would cost the GPU a shuffle instruction.
     """
 
     fabric: fb.Fabric
@@ -67,7 +67,8 @@ class Rows:
 
         `token` is the token's index in its rank, a scalar int32. The lists of all blocks have the
         same length, since kernels unroll the loops over them. If the last block has fewer tokens,
-        `exists`, a scalar bool, is false for the surplus items, whose `token` is the rank's last.
+        its list ends with copies of the rank's last token. `exists`, a scalar bool, is false for
+        these copies and true for all other items.
         """
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
@@ -79,9 +80,9 @@ class Rows:
 
         `columns` is the tile's slice of the columns. All tiles have the same length, so the row's
         last tile is moved back until it ends with the row, and may overlap the tile before. All
-        warpgroups have the same number of tiles. If the row has too few, some warpgroups get the
-        last tile as a substitute: `own`, a scalar bool, is then false, and the tile must be neither
-        sent nor stored.
+        warpgroups have the same number of tiles. If the row has too few tiles, some warpgroups get
+        the row's last tile as a substitute. `own`, a scalar bool, is false for a substitute, which
+        must be neither sent nor stored.
         """
         plan = self.plan
         indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
@@ -202,8 +203,9 @@ class Rows:
         """Zeroes the elements of a tile that another tile of the row contains, too.
 
         A sum over all tiles of all warpgroups then counts each element of the row once. `tile` is
-        this warpgroup's i-th tile. Only a warpgroup's last tile may overlap another one: it may be
-        the last of the row, or a substitute for a missing tile (see `tiles`).
+        this warpgroup's i-th tile. Only a warpgroup's last tile may overlap another one. It does if
+        it is the row's last tile, moved back to end with the row, or a substitute for a missing
+        tile (see `tiles`).
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -242,7 +244,8 @@ class GatherScratch(NamedTuple):
     # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the token's rows of y
     # on this rank. The owner is the rank that dispatched the token.
     places: Any
-    # [pairs, rows_of_pair] int32: for each row in `places`, the choice (0 to K - 1) that has it.
+    # [pairs, rows_of_pair] int32: for each row in `places`, which of the token's K choices it
+    # belongs to.
     choices: Any
     # [pairs] int32: for each (token, owner) pair, the number of rows in `places`. NOWHERE if the
     # token chose no expert of this rank.
@@ -272,8 +275,8 @@ class Gather:
       rows: sends and receives rows between ranks; its `plan` has the sizes of the call.
       capacity: R, the number of rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
-      own_first: whether this rank's pair comes first, rather than last, among the N pairs that
-        `pairs` lists for each token index, one for each owner.
+      own_first: whether this rank is the first, rather than the last, of the N owners that `pairs`
+        lists for each token index.
     """
 
     rows: Rows
@@ -309,7 +312,7 @@ class Gather:
     def all_fit(self) -> bool:
         """Whether the ring has a stage for every row of y that a block may need.
 
-        No stage is then reused, so nobody has to signal that it has read a stage.
+        No stage is then refilled, so warpgroups need not signal that they have read a stage.
         """
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
@@ -337,7 +340,7 @@ class Gather:
           A tuple (pair, i, token, exists, owner) for each pair:
           pair: the index of the pair in the block, i · N + j for the j-th owner;
           i: the token's index in the block;
-          token: the token's index in its owner, a scalar int32;
+          token: the token's index among its owner's tokens, a scalar int32;
           exists: whether the owner has such a token, a scalar bool;
           owner: a scalar int32. The owners ascend modulo N, and begin with this rank if
             `own_first`, else with the next rank, so that this rank is last.
@@ -358,7 +361,7 @@ class Gather:
 
         Args:
           y: [R, H] in global memory, the expert outputs.
-          rows: [N, T·K] int32 in global memory: for each owner, the row of y of each choice of its
+          rows: [N, T·K] int32 in global memory, the row of y for each choice of each owner's
             tokens.
           scratch: the shared memory of this object.
         """
@@ -391,10 +394,10 @@ class Gather:
             self._fetch_more(y, scratch)
 
     def _fetch_more(self, y: Any, scratch: GatherScratch) -> None:
-        """Copies the rows of y after the first S into the ring, which has S stages.
+        """Copies into the ring those rows of y for which it had no free stage before.
 
-        The first S rows are already in the ring. Before each copy, waits until all warpgroups have
-        read the previous row of the stage.
+        The ring has S stages, to which the first S rows have been copied already. Before each
+        further copy, waits until all warpgroups have read the previous row in the stage.
         """
         ring = scratch.ring
 
@@ -438,7 +441,8 @@ class Gather:
 
         Copies them to `weights`, [pairs, K] float32 in shared memory, where a pair is a token and
         its owner, the rank that dispatched it. All warpgroups that read the weights must call this
-        method: each receives those of some pairs, and waits for those of all pairs.
+        method: each warpgroup receives the weights of some pairs, and then waits until the other
+        warpgroups have received theirs.
         """
         for pair, _, token, _, owner in self.pairs():
 

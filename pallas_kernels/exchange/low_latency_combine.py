@@ -5,9 +5,9 @@ of every owner, with five warpgroups:
 
   scout        finds the rows of each (token, owner) in y, the expert outputs, and copies them into
                a ring in shared memory;
-  summers (4)  each handle some tiles of every row: sum the tiles of a token's rows in float32,
-               multiplied by their weights, round the sum once and send it to the owner; then
-               receive the sums of this rank's own tokens, and add them in rank order.
+  summers (4)  each handle some tiles of every row. They multiply the tiles of a token's rows by
+               their weights, sum them in float32, round the sum once, and send it to the owner.
+               Then they receive the sums of this rank's own tokens, and add them in rank order.
 
     rank d                                        rank s, owner of token t
     y[rows of (t, s)] --> ring --> sum == link => tile buffers --> sum in rank order --> out[t]
@@ -58,15 +58,15 @@ def combine(
       y: [R, H], the expert outputs in the R rows of the receive buffer.
       topk_weights: [T, K] float32, or None for a sum without weights.
       topk_idx: [T, K] int32, the experts that this rank's tokens choose.
-      rows: [N, T, K] int32, a result of the dispatch: the row of y of each choice of each source
-        rank's tokens or, with `by_rank`, the choice's local expert. It is less than 0 where the
-        choice is of another rank's expert.
+      rows: [N, T, K] int32, a result of the dispatch. For each choice of every source rank's
+        tokens, it has the row of y with the expert output. With `by_rank`, it has the index of the
+        expert among this rank's experts instead. Both are negative if the expert is another rank's.
       fabric: how ranks reach each other.
-      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
       plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
         for which `plan.fits()` is true.
-      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token,
-        where the owner is the token's rank.
+      by_rank: whether y is rank-major: it then has one row for each token of each rank, in which
+        the token's expert outputs are summed already. The row of token t of rank r is r · T + t.
 
     Returns:
       The sum for each of this rank's tokens, [T, H] of y's dtype. It has the same bits as the
@@ -238,7 +238,7 @@ class _Combine:
           i: the token's index in the block.
           token: the token's index in this rank, a row of `out`.
           exists: whether the rank has such a token; else nothing is received or stored.
-          ranks: the rank whose expert the token chooses, for each of its K choices.
+          ranks: for each of the token's K choices, the rank of the chosen expert.
           mine: this warpgroup's tiles of the sum that this rank itself computed for the token.
           out: [T, H] in global memory, the result.
         """

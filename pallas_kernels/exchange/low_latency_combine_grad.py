@@ -1,8 +1,9 @@
 """The gradient of a weighted combine over the low-latency protocol, for few tokens.
 
-The owner of a token is the rank that dispatched it. y has the expert outputs, and dy and dweights
-are the gradients of y and of the routing weights. Block b of every rank handles the same tokens of
-every owner, with five warpgroups:
+The owner of a token is the rank that dispatched it. `g` has the cotangents of the owner's results,
+one for each token, and `y` the expert outputs. `dy` and `dweights` are the gradients of `y` and of
+the routing weights. Block b of every rank handles the same tokens of every owner, with five
+warpgroups:
 
   scout         finds the rows of y of each (token, owner), and copies them into a ring in shared
                 memory; then writes zeros to the rows of dy that have no token;
@@ -42,8 +43,9 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-# `send_values` numbers the values that a rank sends. The first half of the numbers is for routing
-# weights. From this one on they are for the inner products that go back to the tokens' ranks.
+# `send_values` gives a number to each value that a rank sends. The first half of the numbers is for
+# routing weights. The numbers from this one on are for the inner products, which go back to the
+# tokens' ranks.
 _RETURNED = MAX_VALUES // 2
 
 
@@ -64,9 +66,9 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's expert outputs y and of its weights.
 
-    Takes the arguments of `combine_grad.combine_grad` except `into`, and `channels`, the memory of
-    the low-latency protocol, by which warpgroups of ranks send tiles. `plan` is a plan for the
-    sizes of this call, for which `plan.fits()` is true. Returns dy and dweights as
+    Takes the arguments of `combine_grad.combine_grad` without `into`. It also takes `channels`, the
+    symmetric memory through which the warpgroups of ranks send tiles to each other. `plan` is a
+    plan for the sizes of this call, for which `plan.fits()` is true. Returns dy and dweights as
     `combine_grad.combine_grad` does, but sums the columns of an inner product in a different order,
     which is the same on every run.
     """
@@ -199,9 +201,9 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            # Each token index has N (token, owner) pairs, in the order of `source`: owner 0 is this
-            # rank, whose cotangent is already here, and 1 is the first peer. At the first peer's
-            # pair, the cotangents of all peers for this token index are received together.
+            # The block has a token of each rank for every token index. `source` counts the ranks: 0
+            # is this rank, whose cotangent is in registers already, and 1 is the first peer. At 1,
+            # the cotangents of all peers for this token index are received together.
             if source == 1:
                 first = pair - source
                 comes = [

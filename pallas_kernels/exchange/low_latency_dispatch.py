@@ -8,8 +8,8 @@ block has five warpgroups:
 
   movers (4)  each handle some tiles of every row: send and receive tiles, count choices by expert,
               and store a tile from registers to all rows that its token has on this rank;
-  planner     finds from the counts where the group of each expert lies in the receive buffer (the
-              group is the expert's rows), and writes zeros to rows that get no token.
+  planner     finds from the counts where each expert's group of rows starts and ends in the receive
+              buffer, and writes zeros to rows that get no token.
 
 In the diagram, rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
@@ -64,18 +64,18 @@ def dispatch(
       x: [T, H], the rows of this rank's T tokens.
       topk_idx: [T, K] int32, the experts that each token chooses.
       fabric: how ranks reach each other.
-      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
       plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: how a rank drops rows if more than R would arrive. If true, none of its experts keeps
-        more rows than a common limit, the largest with which the remaining rows fit; the result
-        `rows` is R for a dropped row. If false, the rank drops the rows from row R on.
+      fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
+        most q rows, where q is the largest number with which the kept rows fit; the result `rows`
+        is R for a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
-      The seven results of `dispatch.dispatch` for rows sent unquantized, with the same bits.
+      The same seven results as `dispatch.dispatch` for rows sent unquantized, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -120,18 +120,19 @@ def dispatch_like(
     Args:
       x: [T, H], a row for each of this rank's T tokens.
       topk_idx: [T, K] int32, the experts that each token chooses, as given to `dispatch`.
-      rows: [N, T, K] int32, the result of `dispatch`: the row on this rank of each top-k choice of
-        each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: each source rank's choices of each expert.
+      rows: [N, T, K] int32, the result of `dispatch`: the row of this rank's receive buffer for
+        each choice of each source rank's tokens.
+      counts: [N, E] int32, the result of `dispatch`: how often each source rank's tokens choose
+        each expert.
       fabric: how ranks reach each other.
-      channels: the memory of the low-latency protocol, by which warpgroups of ranks send tiles.
+      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
       plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
         for which `plan.fits()` is true.
       capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
       expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
       fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
-        true, none of its experts kept more rows than a common limit. If false, it dropped the rows
-        from row R on.
+        true, each of its experts kept at most a common number of rows. If false, it dropped the
+        rows that would have been at row R or beyond.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
 
     Returns:
@@ -163,11 +164,11 @@ class _Refs(NamedTuple):
     x: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: for each source rank, the row of this rank's receive buffer that each choice
-    # of its tokens gets. `dispatch` writes it, and `dispatch_like` reads it.
+    # [N, T·K] int32: the row of this rank's receive buffer for each choice of each source rank's
+    # tokens. `dispatch` writes it, and `dispatch_like` reads it.
     rows: Any
-    # [N, count_width] int32: for each source rank, how many choices of its tokens are of each
-    # expert. `dispatch` writes it, and `dispatch_like` reads it.
+    # [N, count_width] int32: how often the tokens of each source rank choose each expert.
+    # `dispatch` writes it, and `dispatch_like` reads it.
     counts: Any
     # [R, H], the receive buffer.
     tokens: Any
@@ -186,13 +187,13 @@ class _Scratch(NamedTuple):
     experts: ExpertScratch
     # [N, T·K] int32 with padding: for each source rank, the experts that its tokens choose.
     choices: Any = None
-    # [N, count_width + LANES] int32: for each source rank, the receive-buffer row that the rank's
-    # next choice of each expert gets.
+    # [N, count_width + LANES] int32: for each source rank and expert, the receive-buffer row of the
+    # rank's next token that chooses the expert.
     next_rows_from: Any = None
     # [count_width] int32, the first row of each expert in the receive buffer of the expert's rank.
     group_starts: Any = None
-    # [N, tokens of a block, K] int32: for each source rank, the row of this rank's receive buffer
-    # that each choice of the block's tokens gets.
+    # [N, tokens of a block, K] int32: the row of this rank's receive buffer for each choice of the
+    # block's tokens of each source rank.
     token_rows: Any = None
     # A barrier that completes when the planner warpgroup has found where each expert's rows are.
     groups_known: Any = None

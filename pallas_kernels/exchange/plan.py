@@ -48,7 +48,7 @@ _NUM_BLOCKS = 128
 # The following constants tune the combine kernel. They were measured on 2 H200s.
 # To sum a token's rows, a worker warpgroup loads at most this many rows at a time.
 ROWS_OF_SUM = 4
-# The sums that a rank sends to one other rank between two signals take at most this many bytes,
+# The sums that a thread block sends to one rank between two signals take at most this many bytes,
 # unless a single sum is larger.
 _STEP_BYTES = 16 * 1024
 _RECEIVE_STEPS = 4
@@ -73,8 +73,8 @@ _COPY_STAGES = 16
 def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PLAIN) -> int:
     """Returns the hidden size rounded up to the number of columns that the kernels need.
 
-    A plain row is padded to a multiple of ROW_BYTES bytes, and a row that is quantized to a
-    multiple of ROW_MULTIPLE columns.
+    A plain row is padded to a multiple of ROW_BYTES bytes. A row that will be quantized is padded
+    to a multiple of ROW_MULTIPLE columns.
     """
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
     return align_up(hidden, ROW_MULTIPLE if wire.quantized else columns)
@@ -90,8 +90,8 @@ class Plan:
       num_blocks: the number of thread blocks per rank.
       num_stages: the number of rows in a sender's ring buffer in shared memory, or of cotangents
         in the ring of combine's gradient. Combine has no ring.
-      store_lag: how many tokens a sender sends after a token before it refills the token's stage of
-        the ring, so that the copies out of the stage have time to read it; less than `num_stages`.
+      store_lag: how many later tokens a sender sends before it refills a token's stage of the ring.
+        Meanwhile the copies out of the stage have time to read it. Less than `num_stages`.
       window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
         of their top-k choices) a block holds in shared memory at a time.
       step_tokens: the number of tokens that a block sends between two signals.
@@ -159,8 +159,9 @@ class Window:
     def start(self, entry: jax.Array) -> jax.Array:
         """Returns where in the flat array to begin to load a slice that contains `entry`.
 
-        The result is `entry` itself, or less where a slice of `width` entries from there would pass
-        the end of the array. `entry` and the result are indices in the array, scalar int32.
+        The result is `entry` or, if a slice of `width` entries from `entry` would pass the end of
+        the array, the last index from which a slice fits. `entry` and the result are indices in the
+        array, scalar int32.
         """
         return jnp.minimum(entry, self.total - self.width)
 
@@ -213,7 +214,7 @@ class Row:
     def room(self, words: int) -> int:
         """Returns how many bytes of shared memory a kernel has left for rows in ring buffers.
 
-        What else the kernel keeps in shared memory is subtracted: `words` 32-bit words, one row of
+        Subtracts what else the kernel keeps in shared memory: `words` 32-bit words, one row of
         zeros, and a reserve for barriers.
         """
         zeros = sum(
@@ -243,9 +244,9 @@ class Sizes:
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
     """Returns whether the kernels of dispatch, combine and combine's gradient fit in shared memory.
 
-    Besides what each kernel needs for routing data, shared memory must have room for at least 3
-    rows in the rings of a dispatch, for the lists of a combine for steps of one token, and for one
-    cotangent in the ring of combine's gradient.
+    Each kernel keeps routing data in shared memory. Besides, a dispatch needs room for 3 rows in
+    its rings, a combine for the lists of rows to add in a step of one token, and combine's gradient
+    for one cotangent in its ring.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return (
@@ -348,8 +349,8 @@ class LowLatencyPlan(Sizes):
     def dispatch_workspace(self) -> dict[str, int]:
         """Returns the bytes per rank that `low_latency_dispatch.dispatch` allocates, by buffer.
 
-        The one buffer, "routes", has for every source rank the row of each choice of its tokens,
-        and how many of the choices are of each expert.
+        The one buffer, "routes", has two things for every source rank: the receive-buffer row of
+        each choice of its tokens, and how often the tokens choose each expert.
         """
         words = self.num_tokens * self.top_k + count_width(self.num_experts)
         return {"routes": WORD_BYTES * self.num_ranks * words}
@@ -362,7 +363,7 @@ class LowLatencyPlan(Sizes):
             and self.tokens_per_block * self.tiles_of_worker
             <= memory_map.tiles_of_channel(self.num_gpus)
             and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
-            and self.num_experts <= 2**15  # ids are sent as 16-bit integers
+            and self.num_experts <= 2**15  # expert ids are sent as 16-bit integers
             and self.num_stages > 0
         )
 
@@ -393,8 +394,8 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
 
     The routing data is a flat array, [T * num_words] int32, with `num_words` words for each token.
     The sender loads the routing data of `plan.window_tokens` tokens at a time. The receiver loads
-    that of one step at a time: of the tokens that a block sends between two signals. The array is
-    padded so that it is at least as long as either slice.
+    the routing data of one step at a time, which is the tokens that a block sends between two
+    signals. The array is padded so that it is at least as long as either slice.
 
     Returns:
       The sender's window and the receiver's. Both have the same `total`, the padded array's length.
@@ -416,16 +417,17 @@ def count_width(num_experts: int) -> int:
 def _group_words(num_ranks: int, num_experts: int) -> int:
     """Returns how many int32 words `ExpertScratch` takes in shared memory, except its row of zeros.
 
-    The words are how often each rank chose each expert, the workspace of a prefix sum over experts,
-    and two ends of each expert's rows, without and with padding.
+    The words hold how often each rank's tokens choose each expert, the workspace of a prefix sum
+    over experts, and where each expert's rows end, without and with padding.
     """
     return (num_ranks + 2 + 2) * count_width(num_experts)
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
-    """Returns how many int32 words a dispatch keeps in shared memory for purposes other than rows.
+    """Returns how many int32 words of routing data a dispatch keeps in shared memory.
 
-    They are slices of the routing data, lists of tokens' rows, and counts of choices by expert.
+    They hold slices of the routing arrays, lists of tokens' receive-buffer rows, and how often
+    experts are chosen.
     """
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
@@ -473,8 +475,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes per rank that `dispatch.dispatch` allocates, by buffer.
 
-    The one buffer, "routes", has for every source rank the row of each choice of its tokens, and
-    how many of the choices are of each expert.
+    The one buffer, "routes", has two things for every source rank: the receive-buffer row of each
+    choice of its tokens, and how often the tokens choose each expert.
     """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
@@ -520,20 +522,20 @@ def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
     """Returns how many 32-bit words a combine keeps in shared memory.
 
-    For each rank whose tokens it sums, it keeps the receive-buffer rows and the routing weights of
-    the choices of one step's tokens. For each sum of two steps, it keeps the rows to add and their
-    weights.
+    A step is the tokens whose sums a block sends between two signals: `step_tokens` of each rank.
+    For one step, the block keeps the receive-buffer row and the routing weight of each choice. For
+    two steps, it keeps a list for each sum, of the rows to add and their weights.
     """
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
-    """Returns how many tokens' sums a combine sends to each rank between two signals.
+    """Returns how many tokens' sums a block of a combine sends to each rank between two signals.
 
     It is the largest number up to _WINDOW_TOKENS for which the sums take at most _STEP_BYTES and
-    the lists of the rows to add fit in shared memory. It is at least 1 even if a single sum takes
-    more bytes, but 0 if the lists of one token do not fit.
+    the lists of the rows to add fit in shared memory. It is 1 if a single sum takes more bytes. It
+    is 0 if even the lists of one token do not fit.
     """
     room = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
     row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
@@ -562,9 +564,10 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles have the same length, so their number must divide `units`, the number of the
-    # smallest possible tiles. With `least` tiles or more, a thread holds at most _TILE_VECTORS
-    # vectors of a tile. If none of `least` to 4 · `least` divides it, there are fewer tiles.
+    # Chooses the number of tiles. All tiles have the same length, so their number must divide
+    # `units`, the length of a row in tiles of the smallest size. With `least` tiles or more, a
+    # thread holds at most _TILE_VECTORS vectors of a tile. So the numbers from `least` to 4 ·
+    # `least` are tried first, and smaller ones only if none of these divides `units`.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 
@@ -574,8 +577,9 @@ def combine_receive_buffer(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of the arrays of a combine's receive buffer, which ranks write sums into.
 
-    A sum has the format of `row`. For each part of it (values, then scales) there is an array
-    [blocks, steps, N, tokens of a step, columns], where N is the number of ranks that send sums.
+    A sum is sent in the format of `row`: values and, if quantized, scales. Each of these two parts
+    has an array [blocks, steps, N, tokens of a step, columns], where N is the number of ranks that
+    send sums.
     """
     steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
     tokens = min(plan.step_tokens, plan.tokens_per_block(num_tokens))
@@ -595,8 +599,8 @@ def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
 def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
     """Returns how many cotangents the kernel of combine's gradient can hold in shared memory.
 
-    Each cotangent is a row of H columns. It is stored in a stage of the kernel's ring, with a list
-    of the rows of y, the expert outputs, to multiply with it.
+    Each cotangent is a row of H columns. A stage of the kernel's ring holds a cotangent and a list
+    of the expert outputs (rows of y) to multiply it with.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _group_words(num_ranks, num_experts)

@@ -31,9 +31,9 @@ def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, s
     """Quantizes one row from shared memory to shared memory, by a whole warpgroup.
 
     `source` is the row, [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales`
-    [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes a block of
-    128 values at a time, 4 in each thread. The caller needs a barrier before it reads `values` and
-    `scales`, or writes to `source`.
+    [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes whole blocks
+    of 128 values, of which each thread holds 4. The caller needs a barrier before it reads `values`
+    and `scales`, or writes to `source`.
     """
     if fabric.interpret:
         values[...], scales[...] = wire.encode(source[...])
@@ -84,7 +84,7 @@ def put_row(
       row: [H or more] float32, in the register layout of `vectors.load_each`.
       parts: two references in global memory, to which the values [H] and the scales [H / 128] are
         stored. H is a multiple of `ROW_MULTIPLE`.
-      elements: how many neighbouring values a thread holds in that layout; a divisor of 128.
+      elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
     """
     values, scales = parts
     if fabric.interpret:

@@ -70,8 +70,8 @@ def rank_dispatch(
     Returns:
       tokens: the receive buffer ([N · T, H],), or with a quantized wire ([N · T, H], scales
         [N · T, H / 128]). The row of a token without an expert on this rank is zero.
-      local_topk_idx: [N, T, K] int32, the expert of each choice among this rank's experts, or -1
-        where the choice is of another rank's expert.
+      local_topk_idx: [N, T, K] int32, for each choice, the index of its expert among this rank's
+        experts, or -1 if it is another rank's expert.
       topk_weights: [N, T, K] float32, 0 where the choice is of another rank's expert; None if no
         weights were given.
     """
@@ -99,10 +99,10 @@ class _Scratch(NamedTuple):
 
     sender: SenderScratch
     # [N, window] int32: for each source rank, the lists of local expert ids and weights that have
-    # arrived with the tokens of a step.
+    # arrived with the tokens of a step (those sent between two signals).
     step_lists: Any
     # A row of zeros, which the receiver copies to rows without a token: an array of values and, if
-    # rows are quantized, one of scales.
+    # rows are quantized, an array of scales.
     zeros: Sequence[Any]
 
 
@@ -185,9 +185,10 @@ class _RankDispatch:
 
         Args:
           lists: [N, T·num_words] int32 in global memory: for each source rank, the words that it
-            sends for each of its tokens, beginning with K local expert ids, or -1.
-          tokens: the receive buffer: an array [N · T, H] of values and, if rows are quantized, one
-            of scales.
+            sends for each of its tokens. The first K of a token are local expert ids, or -1 for
+            choices of other ranks' experts.
+          tokens: the receive buffer: an array [N · T, H] of values and, if rows are quantized, an
+            array of scales.
           scratch: the kernel's shared memory.
         """
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window

@@ -23,12 +23,14 @@ class Ring:
     such as the row's source rank.
 
     Each row completes the barriers `full` and `empty` of its stage once. `full` completes when the
-    copy that `fetch` starts has arrived. If the producer passes only notes, it arrives at `full`
-    itself. `empty` completes when all consumers have read the row and arrived at `empty`.
+    copy that `fetch` starts has arrived. If the producer passes only notes, without a row, it
+    arrives at `full` itself. `empty` completes when all consumers have read the row and arrived at
+    `empty`.
 
-    A warpgroup that waits for a barrier must wait for each of its completions. So the same
-    consumers must read all rows of a stage, and the producer must wait for every completion of
-    `empty`: it calls `fabric.drain` at its end, or consumers arrive only if the stage is reused.
+    A warpgroup that waits for a barrier must wait for every completion of it. So the same consumers
+    must read all rows of a stage. The producer must wait for every completion of `empty`. Either it
+    calls `fabric.drain` at its end, or consumers arrive at `empty` only if the stage will be
+    refilled.
     """
 
     # [S, columns] in shared memory, the S stages: each holds one row.
@@ -63,7 +65,8 @@ class Ring:
     def fetch(self, stage: jax.Array, row: Any) -> None:
         """Starts an asynchronous copy of a row in global memory to a stage that `open` returned.
 
-        The row may be shorter than the stage. The stage's `full` completes when it has arrived.
+        The row may be shorter than the stage. The stage's barrier `full` completes when the row has
+        arrived.
         """
         place = self.rows.at[stage, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, place, self.full.at[stage], oob_mode=fb.IN_BOUNDS)

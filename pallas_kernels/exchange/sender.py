@@ -48,7 +48,8 @@ class SenderRefs(NamedTuple):
 
     # [T, H], the rows of this rank's tokens.
     x: Any
-    # The receive buffer: an array [R, columns] of values and, if quantized, one of scales.
+    # The receive buffer of R rows: an array [R, columns] of values and, if quantized, an array of
+    # scales.
     tokens: Sequence[Any]
     # [N, T·num_words] int32: for each source rank, the `num_words` words that arrive with each of
     # its tokens. None if no words are sent.
@@ -62,7 +63,7 @@ class SenderScratch(NamedTuple):
     # the routing data of the tokens to be sent next.
     words: Any
     # The ring's S stages, whose rows have the format in which they are sent: an array [S, columns]
-    # of values and, if rows are quantized, one of scales.
+    # of values and, if rows are quantized, an array of scales.
     stages: Sequence[Any]
     # [S, H], the rows of the S stages before they are quantized. None if rows are sent unquantized.
     wide_stages: Any
@@ -142,7 +143,7 @@ class Sender:
 
     @property
     def step_window(self) -> Window:
-        """The slice, for one step's tokens, of the words received with one source rank's tokens.
+        """The slice of the words received from one source rank that belongs to one step's tokens.
 
         A step is the tokens that are sent between two signals.
         """
@@ -203,8 +204,8 @@ class Sender:
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
             quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
-            # After this fence, every thread has read the input row, so it may be overwritten, and
-            # the copies that send the quantized row see its values.
+            # After this fence, every thread has read the input row, so that it may be overwritten.
+            # The fence also makes the quantized row visible to the copies that send it.
             plgpu.commit_smem()
             ahead = i + self.plan.num_stages
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
@@ -216,9 +217,10 @@ class Sender:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
-        """Loads routing data of the block's tokens from the i-th on into `scratch.words`.
+        """Loads the routing data of the block's next tokens, from the i-th on, to `scratch.words`.
 
-        Routing data is what `routes.sources()` returns; a call loads `window.tokens` tokens' data.
+        The routing data are the arrays of `routes.sources()`. A call loads the data of
+        `window.tokens` tokens.
         """
         first_token, refs = self.range()[0], routes.sources()
         entry = (first_token + i) * self.num_words
@@ -288,8 +290,8 @@ class Sender:
 
         The caller has issued the writes of step `step`, which has `num_sent` tokens, as one group
         of copies for each token. Groups complete in order. So the earlier steps' tokens have
-        arrived once only the last `num_sent` groups are under way. This number must be constant in
-        a wait, so if `step` is shorter than others, all groups are awaited.
+        arrived once only the last `num_sent` groups are under way. The wait instruction needs a
+        constant number. So if `step` has fewer tokens than others, it waits for all groups.
         """
         lax.cond(
             num_sent == self.step_tokens,
@@ -311,7 +313,7 @@ class Sender:
         """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory.
 
         A list whose size is a multiple of 16 bytes is written by a bulk copy from `scratch.lists`,
-        and any other word by word.
+        and any other list word by word.
 
         Args:
           stage: the ring stage of the token, whose part of `scratch.lists` the copies read.

@@ -35,20 +35,20 @@ def open_window(
       window: the length of the slice, and of the last axis of the arrays.
       entry: the index on the last axis of the first entry that the caller needs.
       *held: pairs (buffer, sources). `buffer` is [n, window.width] in shared memory. `sources` has
-        a tuple (i, array, *place) for each row i of the buffer: the row gets the slice of
-        array[place], where `array` is [..., window.total] in any rank's global memory.
+        a tuple (i, array, *indices) for each row i of the buffer. `array` is [..., window.total] in
+        any rank's global memory. Row i gets the slice of array[indices], a 1D array.
 
     Returns:
       The index of the slice's first entry on the last axis, a scalar int32. It is less than `entry`
-      where a slice from `entry` on would pass the end of the arrays.
+      if a slice from `entry` on would pass the end of the arrays.
     """
     start = window.start(entry)
     entries = pl.ds(start, window.width)
     loaded = [
-        [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
+        [(row, ref.at[(*indices, entries)][...]) for row, ref, *indices in sources]
         for _, sources in held
     ]
-    # Other threads of the warpgroup may read the previous window until this barrier.
+    # Until this barrier, other threads of the warpgroup may still read the previous slice.
     fabric.barrier()
     for of_buffers in zip(*loaded, strict=True):
         for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):

@@ -73,11 +73,11 @@ def left_of_one(high: jax.Array, smaller: jax.Array) -> jax.Array:
 
 
 def error_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a bound of the error of a + b, taken for the sum of two numbers, each high + low.
+    """Returns a bound of the error if a + b is taken for the sum of two numbers, each high + low.
 
-    a and b are the two highs. The lows are unknown, each at most 2^-24 times its high. Rounding
-    a + b adds an error of at most 2^-24 times the result. The constant 2^-120 covers numbers below
-    2^-126, which are flushed to 0.
+    a and b are the `high` of the two numbers. Each left-out `low` is at most 2^-24 times its
+    `high`. Rounding a + b adds an error of at most 2^-24 times the result. The constant 2^-120
+    covers numbers below 2^-126, which are flushed to 0.
     """
     return (jnp.abs(a) + jnp.abs(b)) * np.float32(2**-22) + np.float32(2**-120)
 
@@ -202,9 +202,9 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# Maps the name of each score function s to a function of two logits a and b that grows with
-# s(a) + s(b). It breaks ties between groups that are compared by the sum of their two best scores:
-# where the computed sums of two groups are equal, it is applied to the two best logits of each.
+# Maps the name of each score function s to a function f(a, b) of two logits that grows with s(a) +
+# s(b). If groups are compared by the sum of their two best scores, f breaks ties: of two groups
+# with equal sums, the better one has the larger f of its two best logits.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -38,12 +38,15 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """How the weights of a row's k chosen columns (experts) are computed, from one number for each.
+    """How the weights of a row's k chosen columns (experts) are computed from their scores.
+
+    The kernel gets the scores as numbers, one for each chosen column.
 
     Attributes:
       normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. If
         False, the numbers are the scores. If True, they are the logarithms of the scores, which do
-        not underflow. If `epsilon` is 0, a constant may be added to all numbers of a row.
+        not underflow. If `epsilon` is also 0, a constant may be added to all logarithms of a row,
+        since it cancels.
       epsilon: a constant that is added to the sum of the chosen scores, 0 or more.
       scale: a factor by which each weight is multiplied in the end.
       sigmoid: whether the numbers are logits, whose sigmoids are the scores, instead of logarithms

@@ -1,24 +1,28 @@
 """Top-k routing kernel: chooses the k best columns (experts) of every row (token) without sorting.
 
-One warp handles one row. Each lane of the warp holds neighbouring columns of the row in registers,
-each as a tuple of unsigned 32-bit words. The last word is the complement of the column's index.
-The other words are integer *keys* of the float32 numbers by which columns are compared. Keys are
-ordered like their numbers in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf
-< -0 < 0 < inf < NaN. The best column thus has the largest tuple; of equal ones, the first. Each of
-k steps finds the largest tuple of the row, by one warp reduction per word, and then sets it to 0.
+One warp handles one row. Each lane of the warp holds some neighbouring columns of the row in
+registers. A column is a tuple of unsigned 32-bit words. The last word is the complement of the
+column's index. The other words are integer *keys* of the float32 numbers by which columns are
+compared. Keys are ordered like their numbers in the total order of IEEE 754, which `lax.top_k` also
+uses: -NaN < -inf < -0 < 0 < inf < NaN. So the best column has the largest tuple. If columns have
+equal keys, the one with the lowest index has the largest tuple. Each of k steps finds the largest
+tuple of the row, by one warp reduction per word, and then sets it to 0.
 
-Columns without a bias are compared by their logits. With a bias, columns are compared by (high,
-low, logit), where the sum of score and bias is high + low (see `order`). The warp first chooses by
-`high` alone. The warp chooses again, by all three numbers, only if two chosen columns, or the last
-chosen column and another one, have equal highs.
+A column's score grows with its logit. So without a bias, columns are compared by their logits. With
+a bias, they are compared by the sum of score and bias. The exact sum is high + low, where `high` is
+the sum rounded to float32 (see `order`); if sums are equal, logits decide. The warp first chooses
+by `high` alone. This choice is final unless two chosen columns have equal `high`, or the last
+chosen column and a column that was not chosen do. Then the warp chooses again, by (high, low,
+logit).
 
 In group-limited routing, each row chooses columns only from its best groups of columns. The warp
 chooses the best groups in the same way as columns, and columns of other groups count as -inf. If
-groups are compared by the sum of their two best scores, this sum is first computed from the two
-highs alone. The exact sums are compared only if rounding errors could change the chosen groups.
+groups are compared by the sum of their two best scores, the warp first adds only the `high` parts
+of the two scores. It compares the exact sums only if rounding errors could change the choice.
 
 On request, the warp also computes the row's softmax. The results have the bits of XLA's kernels,
-except that sums run in the order of the lanes, which does not depend on the number of rows.
+except for sums over a row, which are added in the order of the lanes. This order does not depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -98,11 +102,12 @@ def top_k(
       weighing: how weights are computed.
       scores: the name of the score function of the logits, a key of `order.OF_TWO`. The bias is
         added to scores, and groups are compared by sums of scores.
-      rounded: [T, E] float32, the scores; None if they are not needed. They are needed if there is
-        a bias, or if groups are compared by the sum of two scores; but not if `scores` is "logit"
-        or "sigmoid", which the kernel computes itself.
+      rounded: [T, E] float32, the scores, or None. The kernel computes the scores "logit" and
+        "sigmoid" itself. It needs other scores only if there is a bias, or if groups are compared
+        by the sum of two scores.
       bias: [1, E] or [T, E] float32 added to the scores in the choice, or None.
-      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None: no column.
+      kept: [T, E] int32, 0 for columns whose score counts as -inf in the choice; None if there are
+        no such columns.
       gathered: [T, E] float32, the numbers from which weights are computed; see `Weighing`. If
         None, the numbers are the softmax if `softmax` is set and `weighing` does not normalize,
         else the logits.
@@ -226,8 +231,9 @@ class _TopK:
     def weigh(self, lanes: Any, chosen: Any) -> Any:
         """Returns the weights of the row's chosen columns: in lane i that of the i-th best column.
 
-        Lane i of `chosen` holds the number from which that weight is computed; see `Weighing`. All
-        words are float32 bits. In lanes from k on, words are unspecified.
+        Lane i of `chosen` holds the number from which this weight is computed; see `Weighing`.
+        `chosen` and the result are words with the bits of a float32. They are arbitrary in lanes
+        from k on.
         """
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
@@ -257,7 +263,8 @@ class _TopK:
           others: logits whose probabilities are computed, too, such as those of the chosen columns.
 
         Returns:
-          The probabilities of `values`, and then those of `others`. All words are float32 bits.
+          The probabilities of `values`, and then those of `others`. Arguments and results are
+          32-bit words with the bits of float32 numbers.
         """
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
@@ -352,9 +359,9 @@ class _TopK:
     ) -> list[list[Any]]:
         """Computes the keys by which columns and groups are compared, for the columns of a lane.
 
-        A key is a word that grows with a float32 number. A column's numbers are its logit and, if
-        `order.has_sums` says so, `high` and `low`. high + low is the column's score, plus its bias
-        if there is one; `high` is this sum rounded to float32.
+        A key is an unsigned integer that grows with a float32 number. Every column has its logit as
+        a number. If `order.has_sums` says so, it also has `high` and `low`: high + low is the
+        column's score, plus its bias if there is one, and `high` is this sum rounded to float32.
 
         Args:
           lanes: the operations on the lanes of the warp.
@@ -364,10 +371,11 @@ class _TopK:
             guesses its choice, which cost less.
 
         Returns:
-          A list for each number, with a key for every column that the lane holds. The numbers are
-          (logit,) if columns have no sums; (high, low, logit) if `exact`; else (high,) with a bias
-          and (high, logit) without one. Groups, and columns with a bias, are compared by the first
-          number and, where it ties, by the next one; columns without a bias by the logit alone.
+          A list for each number, with a key for every column that the lane holds. Columns without
+          `high` and `low` have the numbers (logit,). The other columns have the numbers (high, low,
+          logit) if `exact`; if not, they have (high,) with a bias, and (high, logit) without one.
+          Columns without a bias are compared by the logit alone. Groups, and columns with a bias,
+          are compared by the first number; if it is equal, by the next one.
         """
         bias = operands.get("bias")
         has_sums = order.has_sums(self.scores, bias, self.groups)
@@ -449,9 +457,9 @@ class _TopK:
         """Returns the keys of the three numbers (high, low, tie) by which groups are compared.
 
         A key is a word that grows with its number. high + low is the sum of the scores of the
-        group's two best columns, and tie is the function `order.OF_TWO` of their logits. `keys` has
-        a tuple for each of the two columns: the keys of (high, low) of its own sum, if any, and of
-        its logit.
+        group's two best columns. `tie` is the function `order.OF_TWO` of their logits, which
+        decides if sums are equal. `keys` has a tuple for each of the two columns: the keys of its
+        own `high` and `low`, if it has them, and of its logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
@@ -521,10 +529,9 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns, in every lane, the float32 sum of `word` over the lane's set of `number` lanes.
+    """Sums `word` over each set of `number` neighbouring lanes; all lanes of a set get its sum.
 
-    The sets divide the warp into neighbouring lanes; `number` is a power of two. `word` and the sum
-    are float32 bits.
+    `number` is a power of two. `word` and the sum are words with the bits of a float32.
     """
     distance = number // 2
     while distance:
@@ -631,8 +638,8 @@ class _Lanes:
         return self.select(is_nan, value, self.zero())
 
     def where_positive(self, of: Any, value: Any, other: Any) -> Any:
-        # Numbers above 0 have the bits 1 to _INFINITY. Words are unsigned, so that 0 - 1 is the
-        # largest word, and fails the comparison.
+        # The float32 numbers above 0 have the bits 1 to _INFINITY. So for them alone, `of` - 1 is
+        # less than _INFINITY: 0 - 1 wraps around to the largest unsigned word.
         is_positive = self.greater(self.word(_INFINITY), self.minus_one(of))
         return self.select(is_positive, value, other)
 
@@ -641,7 +648,7 @@ class _Lanes:
     ) -> list[Value]:
         """Emits a branch: returns `values` if `condition` is true, else the results of `function`.
 
-        The condition must be the same in all lanes of a warp.
+        The condition must have the same value in all lanes of a warp.
         """
         return mosaic.unless(condition, function, values)
 
