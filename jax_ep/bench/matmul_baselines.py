@@ -271,6 +271,8 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
         if columns % block_n == 0:
             tiles = kind.fitting(*shape, block_n, pallas.band(columns, block_n, most))
             name = " ".join([pallas.BACKEND.name, *map(str, dataclasses.astuple(tiles))])
-            bound = {key: functools.partial(each, tiles=tiles) for key, each in functions.items()}
+            bound: dict[str, Any] = {
+                key: functools.partial(each, tiles=tiles) for key, each in functions.items()
+            }
             found[name] = dataclasses.replace(pallas.BACKEND, name=name, **bound)
     return list(found.values())

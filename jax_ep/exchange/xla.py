@@ -94,19 +94,28 @@ def combine(
     """Sums each token's rows of y [R, H] and sends the sums back; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
-    if weights is not None:
-        # A choice without a row here adds zeros: its weight is set to 0, since NaN * 0 is NaN.
-        weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
-    num_ranks, num_tokens, top_k = rows.shape
-    partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
-    for choice in range(top_k):
-        row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
-        partial_sum += row if weights is None else row * weights[:, :, choice, None]
+    partial_sum = sum_of_choices(y, rows, weights)
     partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
     if config.sum_dtype is not None:
         # Without the barrier, XLA may compute the partial sums again for each rank.
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
+
+
+def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Sums rows of y [R, H], weighted: rows[..., k] times weights[..., k], in the order of k.
+
+    `rows` is [..., K] int32 and `weights` [..., K] or None, for weights of 1. A choice whose row is
+    outside of [0, R) adds zero. Returns [..., H] float32.
+    """
+    if weights is not None:
+        # The weight of a choice without a row is set to 0, since NaN * 0 is NaN.
+        weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
+    total = jnp.zeros((*rows.shape[:-1], y.shape[1]), jnp.float32)
+    for choice in range(rows.shape[-1]):
+        row = _fill(y, rows[..., choice]).astype(jnp.float32)
+        total += row if weights is None else row * weights[..., choice, None]
+    return total
 
 
 def combine_grad(

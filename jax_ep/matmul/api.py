@@ -20,7 +20,15 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import Backend, Gating, Problem, gated
+from jax_ep.matmul.backend import (
+    Backend,
+    Gating,
+    Groups,
+    Problem,
+    gated,
+    joined_groups,
+    split_groups,
+)
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,
@@ -30,6 +38,7 @@ from jax_ep.runtime.jax_compat import (
     replicated_over_explicit_axes,
     result_type,
 )
+from pallas_kernels.matmul.chosen_groups import output_rows
 
 Implementation = Literal["pallas", "xla", "loop"] | None
 # The backends, in the order in which implementation=None tries them. The fastest comes first, by
@@ -125,7 +134,7 @@ def default_platform() -> str:
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     implementation: Implementation,
     transpose_rhs: bool = False,
     zero_unused: bool = True,
@@ -133,17 +142,17 @@ def product(
     """Multiplies each of R rows lhs [R, K] by the matrix of its group; returns [R, N].
 
     rhs holds the matrices of L groups, [L, K, N], or [L, N, K] with `transpose_rhs`. Rows of the
-    result past the last group are zero with `zero_unused`, and undefined without. Operands must
-    have been checked and must have the same varying manual axes (vma); group_sizes [L] must be
-    int32.
+    result past the last group are zero with `zero_unused`, and undefined without. `groups` are the
+    group sizes, [L] int32, or chosen groups, for which the result is [S * height, N]. Operands must
+    have been checked and must have the same varying manual axes (vma).
     """
-    return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
+    return sum_of_products(((lhs, rhs),), groups, implementation, transpose_rhs, zero_unused)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def sum_of_products(
     pairs: tuple[tuple[jax.Array, jax.Array], ...],
-    group_sizes: jax.Array,
+    groups: Groups,
     implementation: Implementation,
     transpose_rhs: bool = False,
     zero_unused: bool = True,
@@ -153,13 +162,14 @@ def sum_of_products(
     All lhs have one shape, all rhs have one shape, and all have one dtype. The other arguments are
     those of `product`. "pallas" computes the sum in float32, in one kernel, and rounds it once. The
     other implementations round each product. Operands must have been checked and must have the same
-    varying manual axes (vma); group_sizes must be int32.
+    varying manual axes (vma).
     """
-    operands = (operand for pair in pairs for operand in pair)
+    array, height = split_groups(groups)
     return bind(
         grouped_matmul_p,
-        *operands,
-        group_sizes,
+        *(operand for pair in pairs for operand in pair),
+        array,
+        height=height,
         implementation=implementation,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
@@ -170,7 +180,7 @@ def sum_of_products(
 def gated_product(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array],
-    group_sizes: jax.Array,
+    groups: Groups,
     gating: Gating,
     keep: bool,
     implementation: Implementation,
@@ -181,19 +191,22 @@ def gated_product(
     lhs [R, K] has R rows, and each rhs [L, K, N] a matrix for each of L groups. The products are
     rounded to the operands' dtype. The elementwise, hashable function `gating` gets the rounded
     products as float32 or wider. If "pallas" supports the operations of `gating`, it computes all
-    this in one kernel, with the same bits. Operands must have been checked and must have the same
-    varying manual axes (vma); group_sizes [L] must be int32.
+    this in one kernel, with the same bits. `groups` are those of `product`; for chosen groups, the
+    results are [S * height, N]. Operands must have been checked and must have the same varying
+    manual axes (vma).
 
     Returns (hidden,), or with `keep` (hidden, product, product), [R, N] each, of the operands'
     dtype. Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden;
     without `zero_unused`, they are undefined.
     """
+    array, height = split_groups(groups)
     return tuple(
         bind(
             grouped_matmul_gated_p,
             lhs,
             *rhs,
-            group_sizes,
+            array,
+            height=height,
             gating=gating,
             keep=keep,
             implementation=implementation,
@@ -305,28 +318,30 @@ def _select(
 # This function and the next two are jitted, so that a program with many grouped matmuls of one
 # shape traces each kernel only once.
 @functools.partial(
-    jax.jit, static_argnames=("implementation", "platform", "transpose_rhs", "zero_unused")
+    jax.jit,
+    static_argnames=("height", "implementation", "platform", "transpose_rhs", "zero_unused"),
 )
-def _compute_product(*operands, implementation, platform, transpose_rhs, zero_unused):
-    *factors, group_sizes = operands
+def _compute_product(*operands, height, implementation, platform, transpose_rhs, zero_unused):
+    *factors, groups = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
     backend = _select(implementation, platform, lhs, rhs.shape[1:])
+    groups = joined_groups(groups, height)
     return backend.sum_of_products(
-        pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
+        pairs, groups, transpose_rhs=transpose_rhs, zero_unused=zero_unused
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("gating", "keep", "implementation", "platform", "zero_unused")
+    jax.jit,
+    static_argnames=("gating", "height", "keep", "implementation", "platform", "zero_unused"),
 )
 def _compute_gated(
-    lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform, zero_unused
+    lhs, rhs_0, rhs_1, groups, *, gating, height, keep, implementation, platform, zero_unused
 ):
     backend = _select(implementation, platform, lhs, rhs_0.shape[1:])
-    return backend.gated_product(
-        lhs, (rhs_0, rhs_1), group_sizes, gating, keep, zero_unused=zero_unused
-    )
+    groups = joined_groups(groups, height)
+    return backend.gated_product(lhs, (rhs_0, rhs_1), groups, gating, keep, zero_unused=zero_unused)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
@@ -336,12 +351,14 @@ def _compute_drhs(lhs, *operands, implementation, platform):
     return backend.drhs_of_each(lhs, grads, group_sizes)
 
 
-def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
-    return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+def _product_shape(lhs, rhs, *others, height, transpose_rhs, **__):
+    num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
+    return num_rows, rhs.shape[1 if transpose_rhs else 2]
 
 
-def _gated_shapes(lhs, rhs, *_, keep, **__):
-    return [(lhs.shape[0], rhs.shape[2])] * (3 if keep else 1)
+def _gated_shapes(lhs, rhs, *others, height, keep, **__):
+    num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
+    return [(num_rows, rhs.shape[2])] * (3 if keep else 1)
 
 
 def _drhs_shapes(lhs, *operands, **_):

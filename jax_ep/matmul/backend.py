@@ -30,10 +30,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 
 # The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. An operand with
 # another number of rows is copied, with rows of zeros appended.
@@ -41,6 +43,9 @@ TILE_ROWS = 8
 # Pairs (lhs, rhs) of rows and of groups' matrices, whose grouped products are summed. All lhs have
 # one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
+# How rows belong to groups: the number of rows of each group, [L] int32, in order; or the groups
+# that a few rows chose. Gradients of matrices support only the former.
+Groups = jax.Array | ChosenGroups
 # An elementwise function that computes the hidden values of an expert. It gets the two products
 # lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
@@ -51,13 +56,13 @@ FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Arra
 
 class Product(Protocol):
     def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+        self, lhs: jax.Array, rhs: jax.Array, groups: Any, /, *, transpose_rhs: bool
     ) -> jax.Array: ...
 
 
 class SumOfProducts(Protocol):
     def __call__(
-        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool
+        self, pairs: Pairs, groups: Groups, /, *, transpose_rhs: bool, zero_unused: bool
     ) -> jax.Array: ...
 
 
@@ -71,12 +76,29 @@ class FusedGate(Protocol):
         self,
         lhs: jax.Array,
         rhs: tuple[jax.Array, jax.Array],
-        group_sizes: jax.Array,
+        groups: Groups,
         gating: Gating,
         keep: bool,
+        /,
         *,
         zero_unused: bool,
     ) -> tuple[jax.Array, ...] | None: ...
+
+
+def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
+    """Splits groups into an array, an operand of a primitive, and a static parameter.
+
+    The array is [L], or the table [S + 1, 4] of chosen groups. The parameter is the height of the
+    chosen groups, or None.
+    """
+    if isinstance(groups, ChosenGroups):
+        return groups.table, groups.height
+    return groups, None
+
+
+def joined_groups(array: Any, height: int | None) -> Any:
+    """Returns the groups that `split_groups` has split. `array` may also be the array's type."""
+    return array if height is None else ChosenGroups(array, height)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +147,8 @@ class Backend(Implementation):
         that the two products are computed separately, and XLA computes the gating.
       fused_drhs: computes several gradients of matrices in one kernel. None means that they are
         computed one by one.
+      has_chosen_groups: whether `product`, `fused_sum` and `fused_gate` support chosen groups. If
+        not, XLA gathers the matrices of the chosen groups.
     """
 
     product: Product
@@ -132,29 +156,31 @@ class Backend(Implementation):
     fused_sum: SumOfProducts | None = None
     fused_gate: FusedGate | None = None
     fused_drhs: FusedDrhs | None = None
+    has_chosen_groups: bool = False
 
     def sum_of_products(
-        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True
+        self, pairs: Pairs, groups: Groups, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
         """Returns the sum of the grouped products of all (lhs, rhs) pairs.
 
-        With `transpose_rhs`, the matrices of each rhs are transposed. If the backend has a
-        `fused_sum`, only the sum is rounded to the operands' dtype. Otherwise each product is
-        rounded before it is added. Without `zero_unused`, rows past the last group may be
-        undefined.
+        For chosen groups, the result is [S * height, N]. With `transpose_rhs`, the matrices of each
+        rhs are transposed. If the backend has a `fused_sum`, only the sum is rounded to the
+        operands' dtype. Otherwise each product is rounded before it is added. Without
+        `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_sum is not None:
             return self.fused_sum(
-                pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
+                pairs, groups, transpose_rhs=transpose_rhs, zero_unused=zero_unused
             )
-        products = (self.product(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
+        product = self._product_of(groups)
+        products = (product(*pair, groups, transpose_rhs=transpose_rhs) for pair in pairs)
         return functools.reduce(jnp.add, products)
 
     def gated_product(
         self,
         lhs: jax.Array,
         rhs: tuple[jax.Array, jax.Array],
-        group_sizes: jax.Array,
+        groups: Groups,
         gating: Gating,
         keep: bool,
         *,
@@ -166,12 +192,19 @@ class Backend(Implementation):
         `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_gate is not None:
-            fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep, zero_unused=zero_unused)
+            fused = self.fused_gate(lhs, rhs, groups, gating, keep, zero_unused=zero_unused)
             if fused is not None:
                 return fused
-        products = [self.product(lhs, each, group_sizes, transpose_rhs=False) for each in rhs]
+        product = self._product_of(groups)
+        products = [product(lhs, each, groups, transpose_rhs=False) for each in rhs]
         hidden = gated(gating, *products)
         return (hidden, *products) if keep else (hidden,)
+
+    def _product_of(self, groups: Groups) -> Callable[..., jax.Array]:
+        """Returns a function that computes `product`, and that supports `groups`."""
+        if isinstance(groups, ChosenGroups) and not self.has_chosen_groups:
+            return product_of_chosen
+        return self.product
 
     def drhs_of_each(
         self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
@@ -186,6 +219,35 @@ def gated(gating: Gating, *products: jax.Array) -> jax.Array:
     """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype."""
     dtype = products[0].dtype
     return gating(*(product.astype(wide_dtype(dtype)) for product in products)).astype(dtype)
+
+
+def group_of_row(groups: Groups, num_rows: int) -> jax.Array:
+    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups.
+
+    `num_rows` is R, the number of rows of a matmul's left operand. For chosen groups the result is
+    [S * height], and the tiles past the last chosen group have the index of any group.
+    """
+    if isinstance(groups, ChosenGroups):
+        total = output_rows(groups, num_rows)
+        return jnp.repeat(groups.table[:-1, 0], groups.height, total_repeat_length=total)
+    ends = jnp.cumsum(groups, dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+
+
+def product_of_chosen(
+    lhs: jax.Array, rhs: jax.Array, groups: ChosenGroups, *, transpose_rhs: bool
+) -> jax.Array:
+    """Computes a product for chosen groups by XLA, which copies the matrices of these groups.
+
+    lhs is [T, K], or [S * height, K] with rows of each group. Returns [S * height, N].
+    """
+    matrices = rhs[groups.table[:-1, 0]]
+    rows = pad_rows(lhs).reshape(-1, groups.height, lhs.shape[1])
+    rows = jnp.broadcast_to(rows, (matrices.shape[0], *rows.shape[1:]))
+    dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
+    out = lax.dot_general(rows, matrices, dims, preferred_element_type=wide_dtype(lhs.dtype))
+    return out.reshape(-1, out.shape[-1]).astype(lhs.dtype)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:

@@ -25,9 +25,18 @@ import jax.numpy as jnp
 
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import Backend, Gating, Problem
+from jax_ep.matmul.backend import (
+    Backend,
+    Gating,
+    Groups,
+    Problem,
+    group_of_row,
+    joined_groups,
+    split_groups,
+)
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8
+from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
@@ -114,7 +123,7 @@ def transpose_rows(
 
 def product(
     pairs: Sequence[tuple[QuantizedArray, QuantizedArray]],
-    group_sizes: jax.Array,
+    groups: Groups,
     dtype: Any,
     implementation: Implementation = None,
     zero_unused: bool = True,
@@ -124,7 +133,7 @@ def product(
     Args:
       pairs: pairs of R rows [R, K] and the matrices [L, N, K] of L groups. Each group's matrix
         [K, N] is given transposed. All pairs have the same shapes.
-      group_sizes: [L] int32: the number of rows of each group.
+      groups: [L] int32: the number of rows of each group; or chosen groups.
       dtype: the dtype of the result.
       implementation: the implementation of the matmuls.
       zero_unused: whether the result is zero in rows past the last group; otherwise it is undefined
@@ -134,10 +143,12 @@ def product(
       [R, N], the sum of the products.
     """
     operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
+    array, height = split_groups(groups)
     return bind(
         float8_product_p,
         *operands,
-        group_sizes,
+        array,
+        height=height,
         dtype=jnp.dtype(dtype),
         implementation=implementation,
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
@@ -147,7 +158,7 @@ def product(
 def gated_product(
     lhs: QuantizedArray,
     rhs: tuple[QuantizedArray, QuantizedArray],
-    group_sizes: jax.Array,
+    groups: Groups,
     gating: Gating,
     keep: bool,
     implementation: Implementation = None,
@@ -155,15 +166,19 @@ def gated_product(
     """Multiplies float8 rows by two matrices of their group, and applies `gating` to the products.
 
     lhs holds R rows [R, K]. Each rhs holds the matrices of L groups, transposed, [L, N, K].
-    `gating` gets the two products as float32, and returns the hidden values.
+    `gating` gets the two products as float32, and returns the hidden values. `groups` are those of
+    `product`.
 
-    Returns (hidden,), or with `keep` (hidden, product, product). Each is [R, N], quantized to
-    float8 with one scale per 128 numbers of a row. Rows past the last group are undefined.
+    Returns (hidden,), or with `keep` (hidden, product, product). Each is [R, N], or [S * height, N]
+    for chosen groups, quantized to float8 with one scale per 128 numbers of a row. Rows past the
+    last group are undefined.
     """
+    array, height = split_groups(groups)
     parts = bind(
         float8_gated_p,
         *(part for each in (lhs, *rhs) for part in (each.values, each.scales)),
-        group_sizes,
+        array,
+        height=height,
         gating=gating,
         keep=keep,
         implementation=implementation,
@@ -336,23 +351,26 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform", "zero_unused"))
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "height", "implementation", "platform", "zero_unused")
+)
 @_exact
-def _compute_product(*operands, dtype, implementation, platform, zero_unused):
-    *parts, group_sizes = operands
+def _compute_product(*operands, dtype, height, implementation, platform, zero_unused):
+    *parts, groups = operands
     pairs = [(parts[i : i + 2], parts[i + 2 : i + 4]) for i in range(0, len(parts), 4)]
     values = parts[0]
     backend = _select(implementation, platform, parts[2].shape[1:], values.shape[0])
+    groups = joined_groups(groups, height)
     if kernels := _kernels(backend):
-        return kernels.product(pairs, group_sizes, dtype, zero_unused)
+        return kernels.product(pairs, groups, dtype, zero_unused)
     wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
-    return _sum_of_products(backend, wide, group_sizes, zero_unused).astype(dtype)
+    return _sum_of_products(backend, wide, groups, zero_unused).astype(dtype)
 
 
 def _sum_of_products(
     backend: Backend,
     pairs: Sequence[tuple[jax.Array, jax.Array]],
-    group_sizes: jax.Array,
+    groups: Groups,
     zero_unused: bool = True,
 ) -> jax.Array:
     """Sums the grouped products of (rows, transposed matrices) pairs, which are float32.
@@ -363,31 +381,30 @@ def _sum_of_products(
     the NaNs should have reached are set to NaN.
     """
     finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
-    out = backend.sum_of_products(finite, group_sizes, transpose_rhs=True, zero_unused=zero_unused)
+    out = backend.sum_of_products(finite, groups, transpose_rhs=True, zero_unused=zero_unused)
     columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in pairs]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    row = jnp.arange(out.shape[0], dtype=jnp.int32)
-    group = jnp.sum(row[:, None] >= ends, axis=1, dtype=jnp.int32)
+    group = group_of_row(groups, pairs[0][0].shape[0])
     is_nan = functools.reduce(jnp.logical_or, columns).at[group].get(mode="fill", fill_value=False)
     return jnp.where(is_nan, jnp.nan, out)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
+@functools.partial(
+    jax.jit, static_argnames=("gating", "height", "keep", "implementation", "platform")
+)
 @_exact
-def _compute_gated(*operands, gating, keep, implementation, platform):
-    *parts, group_sizes = operands
+def _compute_gated(*operands, gating, height, keep, implementation, platform):
+    *parts, groups = operands
     lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
     backend = _select(implementation, platform, rhs[0][0].shape[1:], lhs[0].shape[0])
+    groups = joined_groups(groups, height)
     if kernels := _kernels(backend):
-        results = kernels.gated_product(lhs, rhs, group_sizes, gating, keep)
+        results = kernels.gated_product(lhs, rhs, groups, gating, keep)
         if results is not None:
             return results
-        products = [kernels.product([(lhs, each)], group_sizes, jnp.float32, False) for each in rhs]
+        products = [kernels.product([(lhs, each)], groups, jnp.float32, False) for each in rhs]
     else:
         rows = _rows(*lhs)
-        products = [
-            _sum_of_products(backend, [(rows, _matrices(*each))], group_sizes) for each in rhs
-        ]
+        products = [_sum_of_products(backend, [(rows, _matrices(*each))], groups) for each in rhs]
     hidden = gating(*products).astype(jnp.float32)
     return [
         part
@@ -472,12 +489,14 @@ def _types_of_gate_gradient(dhidden, *others, **_):
     return [*rows * 2, *[transposed, scales] * 3, sums]
 
 
-def _type_of_product(values, scales, matrices, *_, dtype, **__):
-    return _type((values.shape[0], matrices.shape[1]), dtype)
+def _type_of_product(values, scales, matrices, *others, dtype, height, **__):
+    num_rows = output_rows(joined_groups(others[-1], height), values.shape[0])
+    return _type((num_rows, matrices.shape[1]), dtype)
 
 
-def _types_of_gated(values, scales, matrices, *_, keep, **__):
-    shape = values.shape[0], matrices.shape[1]
+def _types_of_gated(values, scales, matrices, *others, height, keep, **__):
+    num_rows = output_rows(joined_groups(others[-1], height), values.shape[0])
+    shape = num_rows, matrices.shape[1]
     return _quantized_type(FLOAT8_ROWS, shape) * (3 if keep else 1)
 
 

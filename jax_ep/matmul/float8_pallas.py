@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import pad_rows
+from jax_ep.matmul.backend import Groups, pad_rows
 from jax_ep.matmul.pallas import core_count, emitted
 from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import gate_gradient as gate_kernel
 from pallas_kernels.matmul import quantize, transpose
+from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
@@ -33,13 +34,13 @@ def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.A
     return [*(kept or ()), *transposed]
 
 
-def product(pairs: Any, group_sizes: jax.Array, dtype: Any, zero_unused: bool) -> jax.Array:
-    num_rows = pairs[0][0][0].shape[0]
+def product(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool) -> jax.Array:
+    num_rows = output_rows(groups, pairs[0][0][0].shape[0])
     padded = [(_padded(rows), Scaled(*matrices)) for rows, matrices in pairs]
     with jax.enable_x64(False):
         out = kernels.product(
             padded,
-            group_sizes,
+            groups,
             dtype=dtype,
             num_blocks=core_count(),
             zero_unused=zero_unused,
@@ -48,7 +49,7 @@ def product(pairs: Any, group_sizes: jax.Array, dtype: Any, zero_unused: bool) -
 
 
 def gated_product(
-    lhs: Any, rhs: Any, group_sizes: jax.Array, gating: Any, keep: bool
+    lhs: Any, rhs: Any, groups: Groups, gating: Any, keep: bool
 ) -> list[jax.Array] | None:
     """Computes `jax_ep.matmul.float8.gated_product` in one kernel.
 
@@ -62,12 +63,12 @@ def gated_product(
         results = kernels.gated_product(
             _padded(lhs),
             (first, second),
-            group_sizes,
+            groups,
             function,
             keep=keep,
             num_blocks=core_count(),
         )
-    num_rows = lhs[0].shape[0]
+    num_rows = output_rows(groups, lhs[0].shape[0])
     return [part[:num_rows] for each in results for part in each]
 
 

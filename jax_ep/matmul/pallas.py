@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax_ep.matmul.backend import (
     Backend,
     Gating,
+    Groups,
     Pairs,
     Problem,
     pad_rows,
     symbolic_rows_reason,
 )
 from jax_ep.runtime import availability
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 
 if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
@@ -89,7 +91,7 @@ def _platform_reason(platform: str | None) -> str | None:
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     *,
     transpose_rhs: bool,
     tiles: Tiles | None = None,
@@ -99,12 +101,12 @@ def product(
     If `tiles` is None, `product_tiles` chooses the tile sizes.
     """
     pairs = [(lhs, rhs)]
-    return sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs, tiles=tiles)
+    return sum_of_products(pairs, groups, transpose_rhs=transpose_rhs, tiles=tiles)
 
 
 def sum_of_products(
     pairs: Pairs,
-    group_sizes: jax.Array,
+    groups: Groups,
     *,
     transpose_rhs: bool,
     zero_unused: bool = True,
@@ -113,27 +115,29 @@ def sum_of_products(
     """Computes `Backend.sum_of_products` by one kernel.
 
     The kernel adds the products of all pairs in the same float32 accumulators. If `tiles` is None,
-    `product_tiles` chooses the tile sizes.
+    `product_tiles` or `chosen_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     lhs, rhs = pairs[0]
     num_cols = rhs.shape[1 if transpose_rhs else 2]
+    if isinstance(groups, ChosenGroups):
+        tiles = tiles or chosen_tiles(groups, num_cols)
     with jax.enable_x64(False):
         return kernels.product(
             [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
-            group_sizes,
+            groups,
             transpose_rhs=transpose_rhs,
             tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
             num_blocks=core_count(),
             zero_unused=zero_unused,
-        )[: lhs.shape[0]]
+        )[: output_rows(groups, lhs.shape[0])]
 
 
 def gated_product(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array],
-    group_sizes: jax.Array,
+    groups: Groups,
     gating: Gating,
     keep: bool,
     *,
@@ -143,26 +147,28 @@ def gated_product(
     """Computes `Backend.gated_product` by one kernel.
 
     Returns None if the kernel does not support the operations of `gating`. If `tiles` is None,
-    `gated_tiles` chooses the tile sizes.
+    `gated_tiles` or `chosen_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 
-    num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
-    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols)
+    num_cols = rhs[0].shape[2]
+    if isinstance(groups, ChosenGroups):
+        tiles = tiles or chosen_tiles(groups, num_cols, matrices=2)
+    tiles = tiles or gated_tiles(lhs.shape[0], rhs[0].shape[0], num_cols)
     with jax.enable_x64(False):
         if (function := emitted(gating)) is None:
             return None
         results = kernels.gated_product(
             pad_rows(lhs),
             rhs,
-            group_sizes,
+            groups,
             function,
             keep=keep,
             tiles=tiles,
             num_blocks=core_count(),
             zero_unused=zero_unused,
         )
-        return tuple(result[:num_rows] for result in results)
+        return tuple(result[: output_rows(groups, lhs.shape[0])] for result in results)
 
 
 def drhs(
@@ -232,6 +238,16 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
 
 
+def chosen_tiles(groups: ChosenGroups, num_cols: int, *, matrices: int = 1) -> Tiles:
+    """Chooses tile sizes for a product of chosen groups, of `num_cols` columns.
+
+    `matrices` is the number of matrices of each group by which rows are multiplied.
+    """
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+    return Tiles.fitting((groups.height,), 128, band(num_cols, 128, 8), matrices=matrices)
+
+
 def drhs_tiles(num_cols: int) -> DrhsTiles:
     """Chooses tile sizes for `drhs`, which computes gradients of matrices of `num_cols` columns."""
     from pallas_kernels.matmul.drhs import DrhsTiles
@@ -283,4 +299,5 @@ BACKEND = Backend(
     fused_sum=sum_of_products,
     fused_gate=gated_product,
     fused_drhs=drhs_of_each,
+    has_chosen_groups=True,
 )

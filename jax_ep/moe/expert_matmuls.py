@@ -34,6 +34,7 @@ from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
 from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
+from jax_ep.matmul.backend import Groups
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.traced import Traced
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
@@ -114,7 +115,7 @@ class Matmuls:
         return kept
 
     def gated(
-        self, rows: Any, experts: Experts, group_sizes: jax.Array, unit: Traced, keep: bool
+        self, rows: Any, experts: Experts, groups: Groups, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
         """Computes the experts' hidden values, unit(x @ wi_0, x @ wi_1), of the tokens x.
 
@@ -124,21 +125,21 @@ class Matmuls:
         """
         gate, up = experts.wi
         return api.gated_product(
-            rows, (gate, up), group_sizes, unit, keep, self.implementation, zero_unused=False
+            rows, (gate, up), groups, unit, keep, self.implementation, zero_unused=False
         )
 
-    def up(self, rows: Any, experts: Experts, group_sizes: jax.Array) -> list[jax.Array]:
+    def up(self, rows: Any, experts: Experts, groups: Groups) -> list[jax.Array]:
         """Returns the products of the tokens with wi_0 and, if it is not None, with wi_1.
 
         `rows` are the tokens, converted by the method `rows`.
         """
         return [
-            api.product(rows, wi, group_sizes, self.implementation, zero_unused=False)
+            api.product(rows, wi, groups, self.implementation, zero_unused=False)
             for wi in experts.wi
         ]
 
     def down(
-        self, hidden: Any, experts: Experts, group_sizes: jax.Array, dtype: Any, zero_unused: bool
+        self, hidden: Any, experts: Experts, groups: Groups, dtype: Any, zero_unused: bool
     ) -> jax.Array:
         """Returns the experts' output, the product of the hidden values with wo.
 
@@ -146,9 +147,7 @@ class Matmuls:
         last group are zero with `zero_unused`, and undefined without. Only float8 matmuls read
         `dtype`, the dtype of their output.
         """
-        return api.product(
-            hidden, experts.wo, group_sizes, self.implementation, zero_unused=zero_unused
-        )
+        return api.product(hidden, experts.wo, groups, self.implementation, zero_unused=zero_unused)
 
     def dhidden(
         self, grad_rows: Any, experts: Experts, group_sizes: jax.Array, dtype: Any
@@ -257,15 +256,15 @@ class Float8Matmuls(Matmuls):
     def numbers(self, kept: Any, dtype: Any) -> jax.Array:
         return kept.dequantize(dtype) if isinstance(kept, QuantizedArray) else kept
 
-    def gated(self, rows, experts, group_sizes, unit, keep):
+    def gated(self, rows, experts, groups, unit, keep):
         gate, up = (wi.transposed for wi in experts.quantized.wi)
-        return float8.gated_product(rows, (gate, up), group_sizes, unit, keep, self.implementation)
+        return float8.gated_product(rows, (gate, up), groups, unit, keep, self.implementation)
 
-    def up(self, rows, experts, group_sizes):
+    def up(self, rows, experts, groups):
         return [
             float8.product(
                 [(rows, wi.transposed)],
-                group_sizes,
+                groups,
                 jnp.float32,
                 self.implementation,
                 zero_unused=False,
@@ -273,9 +272,9 @@ class Float8Matmuls(Matmuls):
             for wi in experts.quantized.wi
         ]
 
-    def down(self, hidden, experts, group_sizes, dtype, zero_unused):
+    def down(self, hidden, experts, groups, dtype, zero_unused):
         pairs = [(hidden, experts.quantized.wo.transposed)]
-        return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused)
+        return float8.product(pairs, groups, dtype, self.implementation, zero_unused)
 
     def dhidden(self, grad_rows, experts, group_sizes, dtype):
         pairs = [(grad_rows, experts.quantized.wo.matrices)]

@@ -17,7 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
-from jax_ep.matmul.backend import Gating
+from jax_ep.matmul.backend import Gating, Groups, group_of_row
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -175,7 +175,7 @@ def _backward(unit, matmuls, saved, grad):
 def forward(
     tokens: Any,
     experts: Experts,
-    group_sizes: jax.Array,
+    groups: Groups,
     unit: Traced,
     matmuls: Matmuls,
     keep: bool = True,
@@ -183,32 +183,33 @@ def forward(
 ) -> tuple[jax.Array, tuple]:
     """Returns the output of the experts, and the residuals for `backward`.
 
-    `unit` is the function between the matmuls. Without `keep`, the residuals are incomplete, and
-    only the output may be used. The output's rows past the last group are zero with `zero_unused`,
-    and undefined without. The hidden values are always undefined in rows past the last group, which
-    nothing reads. The operands must have been checked and must have the same varying manual axes
-    (vma). The tokens may be a `QuantizedArray` if `matmuls` multiply float8.
+    `groups` are the numbers of rows of the experts, [L] int32; or, without `keep`, chosen groups:
+    the output is then [S * height, H]. `unit` is the function between the matmuls. Without `keep`,
+    the residuals are incomplete, and only the output may be used. The output's rows past the last
+    group are zero with `zero_unused`, and undefined without. The hidden values are always undefined
+    in rows past the last group, which nothing reads. The operands must have been checked and must
+    have the same varying manual axes (vma). The tokens may be a `QuantizedArray` if `matmuls`
+    multiply float8.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     if experts.wi_1 is not None and no_biases:
-        hidden, *products = matmuls.gated(rows, experts, group_sizes, unit, keep)
+        hidden, *products = matmuls.gated(rows, experts, groups, unit, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
-        products = matmuls.up(rows, experts, group_sizes)
+        products = matmuls.up(rows, experts, groups)
         kept = (matmuls.kept(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
-        biases = _bias_rows(experts, group_sizes, rows)
+        biases = _bias_rows(experts, groups, rows)
         operands = products if matmuls.keeps_rounded else pre
         hidden = matmuls.rows(_hidden(unit, biases, tuple(operands)))
-    out = matmuls.down(hidden, experts, group_sizes, dtype, zero_unused)
+    out = matmuls.down(hidden, experts, groups, dtype, zero_unused)
     if experts.wo_bias is not None:
-        groups = _group_of_row(group_sizes, len(out))
         wide = wide_dtype(out.dtype)
-        bias_rows = _rows(experts.wo_bias, groups, wide)
+        bias_rows = _rows(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
         out = (out.astype(wide) + bias_rows).astype(out.dtype)
-    return out, (rows, pre, matmuls.saved(experts), group_sizes)
+    return out, (rows, pre, matmuls.saved(experts), groups)
 
 
 def backward(
@@ -259,7 +260,7 @@ def backward(
     dexperts = Experts(dwi[0], dwi_1, dwo)
     if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
-    groups = _group_of_row(group_sizes, len(dtokens))
+    groups = group_of_row(group_sizes, len(dtokens))
     for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
             dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})  # type: ignore
@@ -302,14 +303,7 @@ def _hidden(
     return hidden.astype(kept)
 
 
-def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the index of each row's group, int32; L for the rows after the last of L groups."""
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
-
-
-def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax.Array | None, ...]:
+def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
     """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [rows, F] each.
 
     A bias that is None stays None. `rows` are the tokens, of which only number and dtype matter.
@@ -317,8 +311,8 @@ def _bias_rows(experts: Experts, group_sizes: jax.Array, rows: Any) -> tuple[jax
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
         return biases
-    groups, wide = _group_of_row(group_sizes, rows.shape[0]), wide_dtype(rows.dtype)
-    return tuple(None if bias is None else _rows(bias, groups, wide) for bias in biases)
+    of_rows, wide = group_of_row(groups, rows.shape[0]), wide_dtype(rows.dtype)
+    return tuple(None if bias is None else _rows(bias, of_rows, wide) for bias in biases)
 
 
 def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:

@@ -43,6 +43,7 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     Kernel,
@@ -59,7 +60,7 @@ from pallas_kernels.matmul.row_tiles import (
     END,
     FIRST,
     GROUP,
-    row_tiles,
+    table_of,
 )
 
 # The number of rows of an output tile that each compute warpgroup computes.
@@ -96,7 +97,7 @@ class Float8Tiles:
 
 def product(
     pairs: Sequence[tuple[Scaled, Scaled]],
-    group_sizes: jax.Array,
+    groups: jax.Array | ChosenGroups,
     *,
     dtype: Any,
     num_blocks: int,
@@ -109,7 +110,8 @@ def product(
     Args:
       pairs: one or more pairs (rows [R, K], matrices [L, N, K]), float8 with scales. The matrix of
         group l is the transpose of matrices[l]. R is a multiple of 8.
-      group_sizes: [L] int32, the number of rows of each group, in order.
+      groups: [L] int32, the number of rows of each group, in order; or S chosen groups of at most
+        64 rows, where R is their height, or S times the height.
       dtype: the dtype of the result: bfloat16, float16 or float32.
       num_blocks: number of thread blocks to launch.
       zero_unused: whether rows past the last group become zero; else they are not written.
@@ -117,11 +119,12 @@ def product(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of `dtype`. The products of all pairs are summed in float32, and each sum is rounded
-      once. Without `zero_unused`, the contents of rows past the last group are undefined.
+      [R, N] of `dtype`, or [S * height, N] for chosen groups. The products of all pairs are summed
+      in float32, and each sum is rounded once. Without `zero_unused`, the contents of rows past the
+      last group are undefined.
     """
     lhs, rhs = pairs[0]
-    num_rows, width = lhs.values.shape[0], rhs.values.shape[1]
+    num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     kernel = _Product(
         tiles or Float8Tiles(),
         num_blocks,
@@ -130,13 +133,14 @@ def product(
         tuple(rows.values.shape[1] for rows, _ in pairs),
         jnp.dtype(lhs.values.dtype),
         jnp.dtype(dtype),
-        zero_unused,
+        shared_rows=lhs.values.shape[0] < num_rows,
+        zero_unused=zero_unused,
     )
     operands = [array for rows, matrices in pairs for array in _operands(rows, matrices)]
     return _run(
         kernel,
         operands,
-        group_sizes,
+        groups,
         jax.ShapeDtypeStruct((num_rows, width), dtype),
         "grouped_matmul_float8",
         interpret,
@@ -146,7 +150,7 @@ def product(
 def gated_product(
     lhs: Scaled,
     rhs: tuple[Scaled, Scaled],
-    group_sizes: jax.Array,
+    groups: jax.Array | ChosenGroups,
     gating: Elementwise,
     *,
     keep: bool,
@@ -161,7 +165,8 @@ def gated_product(
     Args:
       lhs: rows [R, K], float8 with scales; R is a multiple of 8.
       rhs: two arrays of transposed matrices [L, N, K], float8 with scales.
-      group_sizes: [L] int32, the number of rows of each group, in order.
+      groups: [L] int32, the number of rows of each group, in order; or S chosen groups of at most
+        64 rows, whose height is R.
       gating: an elementwise function of the two float32 products.
       keep: whether to return the two products, too.
       num_blocks: number of thread blocks to launch.
@@ -169,10 +174,11 @@ def gated_product(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      The gated product, rows [R, N], float8 of lhs's dtype with scales; with `keep` also the two
-      products, in the same format. The contents of rows past the last group are undefined.
+      The gated product, rows [R, N], or [S * height, N] for chosen groups, float8 of lhs's dtype
+      with scales; with `keep` also the two products, in the same format. The contents of rows past
+      the last group are undefined.
     """
-    num_rows, width = lhs.values.shape[0], rhs[0].values.shape[1]
+    num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
     kernel = _GatedProduct(
         dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
         num_blocks,
@@ -181,15 +187,16 @@ def gated_product(
         (lhs.values.shape[1],),
         jnp.dtype(lhs.values.dtype),
         jnp.dtype(lhs.values.dtype),
-        gating,
-        keep,
+        shared_rows=lhs.values.shape[0] < num_rows,
+        gating=gating,
+        keep=keep,
     )
     values = jax.ShapeDtypeStruct((num_rows, width), lhs.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
     results = _run(
         kernel,
         _operands(lhs, *rhs),
-        group_sizes,
+        groups,
         [values, scales] * kernel.outputs,
         "grouped_matmul_float8_gated",
         interpret,
@@ -206,9 +213,9 @@ def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
 
-def _run(kernel, operands, group_sizes, out_type, name, interpret):
+def _run(kernel, operands, groups, out_type, name, interpret):
     num_rows = operands[0].shape[0]
-    table = row_tiles(group_sizes, (BLOCK,), num_rows, interpreted=bool(interpret))
+    table = table_of(groups, (BLOCK,), num_rows, interpreted=bool(interpret))
     return launch(kernel, kernel.scratch_types(), out_type, name, interpret)(*operands, table)
 
 
@@ -220,11 +227,13 @@ class _Float8Kernel(Kernel):
       depths: for each pair of operands, K, the length of the contraction dimension.
       dtype: float8 dtype of the operands.
       out_dtype: dtype of the outputs' values.
+      shared_rows: whether all row tiles multiply the same rows, the first of each left operand.
     """
 
     depths: tuple[int, ...]
     dtype: Any
     out_dtype: Any
+    shared_rows: bool
 
     # Whether each row of the left operand has its own scales. If not, 128 rows share their scales.
     rows_have_scales: ClassVar[bool] = True
@@ -387,6 +396,9 @@ class _Float8Kernel(Kernel):
         loader has filled a stage before. Returns its new value.
         """
         group, first, _, _, left_edge = tile
+        # Shared rows begin at row 0. Pallas would refuse a constant 0, since there may be fewer than
+        # 128 rows; copies read zeros past the last row.
+        first = jnp.minimum(first, 0) if self.shared_rows else first
         rows = pl.ds(aligned(first), BLOCK)
         together = 2 * (1 + self.matrices)
         for k, depth in enumerate(self.depths):
@@ -839,9 +851,10 @@ def drhs_of_each(
         (padded,),
         jnp.dtype(lhs.values.dtype),
         jnp.dtype(dtype),
-        height,
-        num_groups,
-        len(grads),
+        shared_rows=False,
+        height=height,
+        num_groups=num_groups,
+        num_grads=len(grads),
     )
     results = launch(
         kernel,

@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.grouped_matmul import Product, Tiles
 from pallas_kernels.matmul.kernel import launch
-from pallas_kernels.matmul.row_tiles import row_tiles
+from pallas_kernels.matmul.row_tiles import table_of
 
 
 def gated_product(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array],
-    group_sizes: jax.Array,
+    groups: jax.Array | ChosenGroups,
     gating: Elementwise,
     *,
     keep: bool,
@@ -46,7 +47,8 @@ def gated_product(
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
       rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
-      group_sizes: [L] int32, the number of rows of each group, in order.
+      groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
+        is `tiles.heights` and R.
       gating: an elementwise function of the two products.
       keep: whether to return the two products, too.
       tiles: tile sizes of an output, and numbers of pipeline stages and of store buffers.
@@ -55,10 +57,10 @@ def gated_product(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      The gated product, [R, N] of lhs's dtype; with `keep` also the two products, [R, N] each.
+      The gated product, [R, N] of lhs's dtype, or [S * height, N] for S chosen groups; with `keep`
+      also the two products, of the same shape.
     """
-    num_rows, depth = lhs.shape
-    width = rhs[0].shape[2]
+    num_rows, depth, width = output_rows(groups, lhs.shape[0]), lhs.shape[1], rhs[0].shape[2]
     kernel = _GatedProduct(
         tiles,
         num_blocks,
@@ -67,10 +69,11 @@ def gated_product(
         (depth,),
         transpose_rhs=False,
         zero_unused=zero_unused,
+        shared_rows=lhs.shape[0] < num_rows,
         gating=gating,
         keep=keep,
     )
-    table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
+    table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(
         kernel,
         kernel.scratch_types(lhs.dtype),

@@ -37,6 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -51,7 +52,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
 
@@ -122,7 +123,7 @@ class Tiles:
 
 def product(
     pairs: Sequence[tuple[jax.Array, jax.Array]],
-    group_sizes: jax.Array,
+    groups: jax.Array | ChosenGroups,
     *,
     transpose_rhs: bool,
     tiles: Tiles,
@@ -138,7 +139,9 @@ def product(
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where lhs holds the rows and rhs[l] is
         the matrix of group l. All are bfloat16, or all float16. With `transpose_rhs`, rhs is
         [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs.
-      group_sizes: [L] int32, the number of rows of each group, in order.
+      groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
+        is `tiles.heights`. R is then the height or, if each of the S groups has its own rows, S
+        times the height.
       transpose_rhs: whether each rhs holds the transposes of the matrices.
       tiles: tile sizes, number of pipeline stages, and number of store buffers.
       num_blocks: number of thread blocks to launch.
@@ -146,11 +149,11 @@ def product(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of the operands' dtype. The products of all pairs are summed in float32, and each sum
-      is rounded once.
+      [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
+      are summed in float32, and each sum is rounded once.
     """
     lhs, rhs = pairs[0]
-    num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    num_rows, width = output_rows(groups, lhs.shape[0]), rhs.shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
     kernel = Product(
         tiles,
@@ -160,8 +163,9 @@ def product(
         depths,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
+        shared_rows=lhs.shape[0] < num_rows,
     )
-    table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
+    table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     return launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
@@ -183,11 +187,13 @@ class Product(Kernel):
       depths: for each pair of operands, K, the length of the contraction dimension.
       transpose_rhs: whether the matrices are [L, N, K] instead of [L, K, N].
       zero_unused: whether the kernel zeroes the rows past the last group.
+      shared_rows: whether all row tiles multiply the same rows, the first ones of each lhs.
     """
 
     depths: tuple[int, ...]
     transpose_rhs: bool
     zero_unused: bool
+    shared_rows: bool
 
     @property
     def matrices(self) -> int:
@@ -305,7 +311,8 @@ class _Loader:
         """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         table = self.rows.table
-        return table[tile, GROUP], table[tile, FIRST], left_edge, self.rows.kind_of(tile)
+        first = jnp.int32(0) if self.kernel.shared_rows else table[tile, FIRST]
+        return table[tile, GROUP], first, left_edge, self.rows.kind_of(tile)
 
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
@@ -352,7 +359,10 @@ class _Computer:
         total = self.rows.count * kernel.tile_columns
         nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
         held = (nothing,) * kernel.outputs if kernel.holds else ()
-        carry = zero, (Place(zero, zero, zero, zero), held)
+        # Before the first tile, there is no tile to store: rows [begin, begin) of some tile. Its
+        # numbers are those of a tile, so that they vary over the same mesh axes as later ones.
+        some, _ = self._look_up(zero)
+        carry = zero, (some._replace(end=some.begin), held)
         kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
         if kernel.zero_unused:
             worker = lax.axis_index("block") * COMPUTERS + self.number

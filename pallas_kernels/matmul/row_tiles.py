@@ -27,10 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.matmul.chosen_groups import ROW_ALIGNMENT, ChosenGroups
 from pallas_kernels.matmul.row_blocks import row_ranges
 
-# A tile's first row is a multiple of this number.
-ROW_ALIGNMENT = 8
 # The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
@@ -50,6 +49,22 @@ def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
+
+
+def table_of(
+    groups: jax.Array | ChosenGroups,
+    heights: tuple[int, ...],
+    num_rows: int,
+    *,
+    interpreted: bool,
+) -> jax.Array:
+    """Returns the table of row tiles for group sizes [L], or that of chosen groups.
+
+    The other arguments are those of `row_tiles`.
+    """
+    if isinstance(groups, ChosenGroups):
+        return groups.table
+    return row_tiles(groups, heights, num_rows, interpreted=interpreted)
 
 
 def row_tiles(

@@ -1,0 +1,133 @@
+"""Runs the routed experts of a few tokens on one rank without an exchange, as in decoding.
+
+With few tokens, a layer takes the time to read the chosen experts' matrices and to launch kernels.
+A dispatch on one rank only puts the tokens' rows in the order of their experts, in seven launches.
+Here, each chosen expert instead computes all tokens, and each token takes the outputs of its own
+choices (`pallas_kernels.matmul.chosen_groups`). The output has the same bits.
+
+Only the kernels for Hopper GPUs compute this. Programs for other platforms, and all gradients, use
+a dispatch and a combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.exchange.xla import sum_of_choices
+from jax_ep.matmul import pallas
+from jax_ep.matmul.api import Implementation
+from jax_ep.matmul.backend import Problem, pad_rows
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.expert_matmuls import Experts, matmuls_of
+from jax_ep.moe.expert_mlp import forward, traced_unit
+from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
+from pallas_kernels.matmul.chosen_groups import chosen_groups, output_rows
+
+# The most tokens for which each chosen expert computes all tokens. Up to 64 would fit in a tile of
+# the matmul kernels; how many are worth it has not been measured.
+MOST_TOKENS = 16
+
+Run = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
+    """Returns whether `run` may compute these tokens [T, H] on a GPU, instead of a dispatch.
+
+    It may if a rank exchanges rows with itself alone, and no option of the exchange changes the
+    output or names an implementation. `num_ranks` counts the ranks that exchange rows.
+    """
+    num_tokens = tokens.shape[0]
+    if num_ranks > 1 or checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
+        return False
+    of_exchange = config.implementation, config.capacity_factor, config.wire_dtype
+    if any(each is not None for each in of_exchange) or config.weights_on != "output":
+        return False
+    if config.matmul_implementation not in (None, "pallas") or looks_for_nans():
+        return False
+    quantized = config.matmul_dtype is not None
+    dtype = config.matmul_dtype if quantized else tokens.dtype
+    problems = (
+        Problem(matrices.shape[1:], dtype, "cuda", num_tokens, has_scales=quantized)
+        for matrices in (*experts.wi, experts.wo)
+    )
+    return all(pallas.unavailable_reason(problem) is None for problem in problems)
+
+
+def run(
+    by_dispatch: Run,
+    experts: Experts,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    config: MoEConfig,
+    expert_axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `by_dispatch(experts, tokens, topk_idx, topk_weights)`, on a GPU without a dispatch.
+
+    Args:
+      by_dispatch: computes the outputs [T, H] and the counts of dropped rows [L] int32 by a
+        dispatch and a combine. The gradients, and programs for other platforms, use it.
+      experts: the weights of the L experts of this rank.
+      tokens: [T, H], in the compute dtype.
+      topk_idx: [T, K] int32: the experts of each token; another number than 0 to L - 1 is none.
+      topk_weights: [T, K] float32.
+      config: the options of the layer; `supports` must be true for them.
+      expert_axes: the mesh axes of `config.expert_axis`.
+
+    Returns:
+      The result of `by_dispatch`; no row is dropped.
+    """
+
+    def by_chosen_experts(
+        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        out = output(experts, tokens, topk_idx, topk_weights, config, "pallas")
+        dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
+        out, dropped, _ = match_varying((out, dropped, topk_idx), expert_axes)
+        return out, dropped
+
+    @jax.custom_vjp
+    def compute(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        return lax.platform_dependent(*operands, cuda=by_chosen_experts, default=by_dispatch)
+
+    def compute_and_keep(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        out, pull, dropped = jax.vjp(by_dispatch, *operands, has_aux=True)
+        return (out, dropped), pull
+
+    compute.defvjp(compute_and_keep, lambda pull, cotangents: pull(cotangents[0]))
+    operands = (experts, tokens, topk_idx, topk_weights)
+    leaves, tree = jax.tree.flatten(operands)
+    return compute(*jax.tree.unflatten(tree, match_varying(leaves, expert_axes)))
+
+
+def output(
+    experts: Experts,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    config: MoEConfig,
+    implementation: Implementation,
+) -> jax.Array:
+    """Returns the weighted sums of the experts' outputs, [T, H], without a dispatch.
+
+    `implementation` is that of the matmuls; the other arguments are those of `run`.
+    """
+    options = config.expert_options()
+    with jax.named_scope("dispatch"):
+        groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
+    with jax.named_scope("experts"):
+        num_rows = output_rows(groups, len(tokens))
+        like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
+        unit = traced_unit(options, like_hidden, experts)
+        matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
+        y, _ = forward(
+            pad_rows(tokens), experts, groups, unit, matmuls, keep=False, zero_unused=False
+        )
+    with jax.named_scope("combine"):
+        return sum_of_choices(y, rows, topk_weights).astype(y.dtype)

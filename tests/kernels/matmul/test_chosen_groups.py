@@ -1,0 +1,150 @@
+"""Tests of matmuls in which each of the groups that a few rows chose multiplies all of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import float8 as operands
+from support import simulator
+from support.float8 import assert_gated_within_bound, assert_within_bound
+from support.kernels import needs_kernels
+from support.selection import quick
+from support.simulator import interpret, simulated
+
+from jax_ep import reference
+from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
+from jax_ep.matmul import float8_pallas
+from jax_ep.matmul import pallas as backend
+from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.matmul import float8
+from pallas_kernels.matmul.chosen_groups import chosen_groups
+from pallas_kernels.matmul.gated_matmul import gated_product
+from pallas_kernels.matmul.grouped_matmul import product
+from pallas_kernels.matmul.quantized_tiles import Scaled
+
+L, K, N = 4, 256, 256
+# Choices of 1 and of 3 rows. Group 1 is chosen by no row, and a choice of -1 is of no group.
+CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]]}
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def rows_and_matrices(num_rows):
+    """Returns rows [8, K] with NaN past the given ones, and matrices [2, L, K, N] and [L, N, K]."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, K))
+    x[num_rows:] = np.nan
+    wi = rng.standard_normal((2, L, K, N)) / np.sqrt(K)
+    wo = rng.standard_normal((L, N, K)) / np.sqrt(N)
+    # No row may be multiplied by the matrices of a group that no row chose.
+    wi[:, 1], wo[1] = np.nan, np.nan
+    return [jnp.asarray(array, jnp.bfloat16) for array in (x, wi, wo)]
+
+
+@simulated
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_two_products(num_rows):
+    """The first product must read shared rows, and the second one rows of each group."""
+    x, wi, wo = rows_and_matrices(num_rows)
+    given = np.asarray(CHOICES[num_rows], np.int32)
+    groups, rows = chosen_groups(jnp.asarray(given), L)
+    common = dict(num_blocks=2, zero_unused=False, interpret=simulator.INTERPRETER)
+
+    def run():
+        tiles = backend.chosen_tiles(groups, N, matrices=2)
+        (hidden,) = gated_product(
+            x, (wi[0], wi[1]), groups, Elementwise(swiglu, 2), keep=False, tiles=tiles, **common
+        )
+        tiles = backend.chosen_tiles(groups, K)
+        y = product([(hidden, wo)], groups, transpose_rhs=False, tiles=tiles, **common)
+        return hidden, y
+
+    hidden, y = (np.asarray(array).astype(np.float32) for array in interpret(run))
+    rows = np.asarray(rows)
+    for row, choice in np.argwhere(given >= 0):
+        group, at = given[row, choice], rows[row, choice]
+        token = np.asarray(x[row]).astype(np.float32)
+        gate, up = (
+            jnp.asarray(token @ np.asarray(each[group]).astype(np.float32), jnp.bfloat16)
+            for each in wi
+        )
+        want = swiglu(gate.astype(jnp.float32), up.astype(jnp.float32))
+        # Sums in another order round a few products differently, by 2^-8 of their value.
+        np.testing.assert_allclose(hidden[at], want, rtol=2**-6, atol=2**-6)
+        want = hidden[at] @ np.asarray(wo[group]).astype(np.float32)
+        np.testing.assert_allclose(y[at], want, rtol=2**-6, atol=2**-6)
+
+
+@simulated
+@pytest.mark.parametrize("num_rows", quick([1, 3], 3))
+def test_two_float8_products(num_rows):
+    given = np.asarray(CHOICES[num_rows], np.int32)
+    groups, rows = chosen_groups(jnp.asarray(given), L)
+    x = operands.numbers("random", (8, K))
+    wi = [operands.numbers("random", (L, K, N), seed) for seed in (1, 2)]
+    wo = operands.numbers("random", (L, N, K), 3)
+
+    def scaled(array):
+        return Scaled(array.values, array.scales)
+
+    common = dict(num_blocks=2, interpret=simulator.INTERPRETER)
+
+    def run():
+        (hidden,) = float8.gated_product(
+            scaled(operands.rows(x)),
+            tuple(scaled(operands.transposed_matrices(each)) for each in wi),
+            groups,
+            Elementwise(swiglu, 2),
+            keep=False,
+            **common,
+        )
+        matrices = scaled(operands.transposed_matrices(wo))
+        return *hidden, float8.product([(hidden, matrices)], groups, dtype=jnp.float32, **common)
+
+    def product_of_quantized(lhs, rhs, sizes):
+        return reference.grouped_matmul(lhs, reference.float8(rhs, (128, 128)), sizes)
+
+    values, scales, y = interpret(run)
+    rows = np.asarray(rows)
+    for row, choice in np.argwhere(given >= 0):
+        sizes = np.arange(L) == given[row, choice]
+        at = slice(rows[row, choice], rows[row, choice] + 1)
+        hidden = QuantizedArray(values[at], scales[at], FLOAT8_ROWS)
+        assert_gated_within_bound([hidden], x[row : row + 1], wi, sizes)
+        numbers = np.asarray(hidden.dequantize(jnp.float32)).astype(np.float64)
+        assert_within_bound(y[at], product_of_quantized, numbers, wo, sizes=sizes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("float8_rows", [False, True])
+def test_lowers_for_cuda(num_rows, float8_rows):
+    """A gated product must lower to one kernel, without a kernel for the table of row tiles."""
+    dtype = jnp.float8_e4m3fn if float8_rows else jnp.bfloat16
+
+    def gated(choices, x, gate, up):
+        groups, _ = chosen_groups(choices, L)
+        if not float8_rows:
+            return backend.gated_product(x, (gate, up), groups, swiglu, False)
+
+        def scales(array):
+            lead = array.shape[:-2] + (array.shape[-2] // 128,)
+            shape = (*lead, array.shape[-1] // 128) if array.ndim > 2 else (num_rows, K // 128)
+            return array, jnp.ones(shape, jnp.float32)
+
+        return float8_pallas.gated_product(
+            scales(x), map(scales, (gate, up)), groups, swiglu, False
+        )
+
+    shapes = ((num_rows, K), (L, N, K), (L, N, K))
+    args = [jax.ShapeDtypeStruct((num_rows, 2), jnp.int32)]
+    args += [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    traced = jax.jit(gated).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1
+    tiles = min(2 * num_rows, L) if num_rows > 1 else 2
+    assert traced.out_info[0].shape == (tiles * (16 if num_rows > 8 else 8), N)

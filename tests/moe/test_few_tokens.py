@@ -1,0 +1,230 @@
+"""Tests of the routed experts of a few tokens on one rank, which need no dispatch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
+from support.meshes import cuda_mesh, expert_mesh
+from support.selection import quick
+
+from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep.formats import FLOAT8_MATRICES, quantize
+from jax_ep.moe import few_tokens
+from jax_ep.moe.expert_matmuls import Experts
+from jax_ep.moe.expert_mlp import expert_mlp
+from pallas_kernels.matmul.chosen_groups import chosen_groups
+
+E, H, F, K = 8, 128, 256, 3
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def make_params(seed=0, biases=False, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype)
+
+    params = MoEParams.of(
+        gate=normal(H, E, dtype=jnp.float32),
+        wi_0=normal(E, H, F),
+        wi_1=normal(E, H, F),
+        wo=normal(E, F, H),
+    )
+    if biases:
+        sizes = {"wi_0_bias": F, "wi_1_bias": F, "wo_bias": H}
+        params = params._replace(**{name: normal(E, size) for name, size in sizes.items()})
+    return params
+
+
+def make_x(num_tokens, seed=1):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(num_tokens, H)), jnp.bfloat16)
+
+
+def choices(num_tokens, seed=2):
+    """Returns [T, K] int32: choices of experts, among them repeated ones and choices of none."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(-2, E + 1, size=(num_tokens, K)).astype(np.int32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_groups", [2, E])
+def test_each_choice_has_a_row_of_its_group(num_tokens, num_groups):
+    given = choices(num_tokens)
+    groups, rows = jax.jit(functools.partial(chosen_groups, num_groups=num_groups))(given)
+    table, rows = np.asarray(groups.table), np.asarray(rows)
+    height = groups.height
+    assert height % 8 == 0 and num_tokens <= height < num_tokens + 8
+    count, end = table[-1, :2]
+    assert end == count * height and count <= len(table) - 1
+    exists = (given >= 0) & (given < num_groups)
+    assert (rows[~exists] == -1).all()
+    token = np.broadcast_to(np.arange(num_tokens)[:, None], given.shape)
+    tile = rows // height
+    np.testing.assert_array_equal(rows[exists] % height, token[exists])
+    np.testing.assert_array_equal(table[tile[exists], 0], given[exists])
+    assert (tile[exists] < count).all()
+    used = table[:count]
+    assert ((used[:, 0] >= 0) & (used[:, 0] < num_groups)).all()
+    np.testing.assert_array_equal(used[:, 1], np.arange(count) * height)
+    np.testing.assert_array_equal(used[:, 2], used[:, 1])
+    if num_tokens > 1:
+        # Each group has one tile, so that its matrix is read once.
+        np.testing.assert_array_equal(used[:, 0], np.unique(given[exists]))
+        np.testing.assert_array_equal(used[:, 3], used[:, 1] + num_tokens)
+    else:
+        np.testing.assert_array_equal(used[:, 3] - used[:, 1], exists[0])
+
+
+def stored_float8(params):
+    return params._replace(
+        **{n: quantize(getattr(params, n), FLOAT8_MATRICES) for n in ("wi_0", "wi_1", "wo")}
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def without_dispatch(params, x, topk_idx, weights, config, implementation=None):
+    """Computes the routed experts of `few_tokens`, on any platform."""
+    experts = Experts(**{n: getattr(params, n) for n in Experts._fields if n != "quantized"})
+    return few_tokens.output(experts, x, topk_idx, weights, config, implementation)
+
+
+def expected(params, x, topk_idx, weights, config):
+    """Computes each token's choices one by one, each as an `expert_mlp` of one row."""
+    options = {} if config.matmul_dtype is None else {"matmul_dtype": config.matmul_dtype}
+    out = np.zeros(x.shape, np.float32)
+    for token, choice in np.argwhere((topk_idx >= 0) & (topk_idx < E)):
+        sizes = np.zeros(E, np.int32)
+        sizes[topk_idx[token, choice]] = 1
+        y = expert_mlp(
+            x[token : token + 1],
+            params.wi_0,
+            params.wi_1,
+            params.wo,
+            sizes,
+            wi_0_bias=params.wi_0_bias,
+            wi_1_bias=params.wi_1_bias,
+            wo_bias=params.wo_bias,
+            **options,
+        )
+        out[token] += np.asarray(y[0], np.float32) * weights[token, choice]
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", quick([1, 3, 16], 1, 3))
+@pytest.mark.parametrize(
+    "kind",
+    quick(["plain", "biases", "float8", "stored", "stored_float8", "without_wi_1"], "plain"),
+)
+def test_outputs_are_those_of_each_choice(num_tokens, kind):
+    params, config = make_params(biases=kind == "biases"), CONFIG
+    if kind.endswith("float8"):
+        config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
+    if kind.startswith("stored"):
+        params = stored_float8(params)
+    if kind == "without_wi_1":
+        params = params._replace(wi_1=None)
+    x, topk_idx = make_x(num_tokens), choices(num_tokens)
+    weights = np.random.default_rng(3).random(topk_idx.shape).astype(np.float32)
+    got = without_dispatch(params, x, topk_idx, weights, config)
+    want = expected(params, x, topk_idx, weights, config)
+    # The output and each expert's output are rounded to bfloat16, to 2^-9 of themselves.
+    largest = np.abs(want).max()
+    assert largest > 0
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=2**-7 * largest)
+
+
+def on_mesh(config, mesh, check_vma=True):
+    """Returns a compiled layer in the caller's own `shard_map` over `mesh`."""
+
+    def layer(params, x):
+        return moe_layer(params, x, config)[0]
+
+    axes = P(mesh.axis_names[0])
+    return jax.jit(
+        jax.shard_map(layer, mesh=mesh, in_specs=(P(), axes), out_specs=axes, check_vma=check_vma)
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
+    """An implementation of the exchange that is named makes the layer dispatch its tokens."""
+    params, x, mesh = make_params(), make_x(num_tokens), expert_mesh(1)
+    named = dataclasses.replace(CONFIG, implementation="xla")
+
+    def results(config):
+        layer = on_mesh(config, mesh, check_vma)
+
+        def loss(params, x):
+            out = layer(params, x)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+    assert few_tokens.supports(x, Experts(params.wi_0, params.wi_1, params.wo), CONFIG, 1) or (
+        not jax.__version_info__ >= (0, 11)
+    )
+    jax.tree.map(np.testing.assert_array_equal, results(CONFIG), results(named))
+
+
+def kernels(config, num_tokens, num_ranks=1, dtype=jnp.bfloat16):
+    """Returns which kinds of kernels a layer lowers to for GPUs: names without their counts."""
+    mesh = cuda_mesh((num_ranks,), ("expert",))
+    params = jax.eval_shape(functools.partial(make_params, dtype=dtype))
+    x = jax.ShapeDtypeStruct((num_tokens * num_ranks, H), dtype)
+    text = on_mesh(config, mesh).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    names = ("ep_dispatch", "row_tiles", "grouped_matmul_gated")
+    return {name for name in names if any(name in call for call in calls)}
+
+
+SMALL = {"grouped_matmul_gated"}
+LARGE = {"row_tiles", "grouped_matmul_gated"}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "expected"),
+    quick(
+        {
+            "few": (16, {}, SMALL),
+            "many": (17, {}, LARGE | {"ep_dispatch"}),
+            "dropping": (16, {"capacity_factor": 1.0}, LARGE),
+            "sent as float8": (16, {"wire_dtype": FLOAT8}, LARGE | {"ep_dispatch"}),
+            "weighted inputs": (16, {"weights_on": "input"}, LARGE),
+            "named exchange": (16, {"implementation": "pallas"}, LARGE | {"ep_dispatch"}),
+            "named matmul": (16, {"matmul_implementation": "pallas"}, SMALL),
+            "another matmul": (16, {"matmul_implementation": "xla"}, set()),
+        },
+        "few",
+        "many",
+    ),
+)
+def test_which_layers_need_no_dispatch(num_tokens, options, expected):
+    assert kernels(dataclasses.replace(CONFIG, **options), num_tokens) == expected
+
+
+@needs_kernels
+def test_several_ranks_dispatch():
+    assert kernels(CONFIG, 8, num_ranks=2) == LARGE | {"ep_dispatch"}
+
+
+@needs_kernels
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="compares what GPUs compute")
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+def test_a_gpu_computes_the_bits_of_a_dispatch(num_tokens, float8):
+    config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8 if float8 else None)
+    named = dataclasses.replace(config, implementation="xla")
+    params, x, mesh = make_params(), make_x(num_tokens), expert_mesh(1)
+    got, want = (np.asarray(on_mesh(each, mesh)(params, x)) for each in (config, named))
+    np.testing.assert_array_equal(got, want)
