@@ -157,6 +157,18 @@ def experts(matmul_dtype: Any, x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any
     return mlp(x, wi_0, wi_1, wo), *pull(out)
 
 
+def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:
+    """Computes a layer of a few tokens on a rank alone, as in decoding."""
+    params = jax_ep.MoEParams.of(gate=gate, wi_0=wi_0, wi_1=wi_1, wo=wo)
+    config = jax_ep.MoEConfig(
+        num_experts=wi_0.shape[0],
+        num_experts_per_token=8,
+        expert_axis=AXIS,
+        matmul_dtype=matmul_dtype,
+    )
+    return jax_ep.moe_layer(params, x, config)[0]
+
+
 def collective(name: str, algorithm: str | None, x: Any) -> Any:
     return getattr(jax_ep.collectives, name)(x, AXIS, algorithm=algorithm)
 
@@ -190,6 +202,12 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
             for algorithm in algorithms:
                 of_op = functools.partial(collective, op, algorithm)
                 yield f"{op}, {algorithm}", num_ranks, of_op, [((64, 4096), jnp.bfloat16)]
+    for tokens, dtype in ((1, None), (1, jnp.float8_e4m3fn), (16, None)):
+        sides = (2048, 768), (2048, 768), (768, 2048)
+        matrices = [((128, *side), jnp.bfloat16) for side in sides]
+        operands = [((tokens, 2048), jnp.bfloat16), ((2048, 128), jnp.float32), *matrices]
+        name = f"{'' if dtype is None else 'float8 '}layer, T={tokens}, qwen3-moe"
+        yield name, 1, functools.partial(few_tokens, dtype), operands
     for name, rows, hidden, ffn, held in (
         ("qwen3-moe, T=4096", 32768, 2048, 768, 64),
         ("qwen3-moe, T=128", 1024, 2048, 768, 64),
