@@ -225,9 +225,10 @@ class LayerCase(runner.Case):
         return row["implementation"] == RAGGED_DOT
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns fields for a row: bytes of memory, iterations, and the rows that ranks receive.
+        """Returns fields to add to a row of results: memory, loop length and numbers of token rows.
 
-        See `measuring.held_bytes` for the bytes, and `make_config` for the rows.
+        `measuring.held_bytes` documents the bytes of memory. "iterations" is how often the timed
+        loop calls the layer. `make_config` documents the numbers of rows that ranks receive.
         """
         held = measuring.held_bytes(loop.compiled)
         return self.load | held | {"iterations": loop.iterations}
@@ -578,12 +579,13 @@ def _differing_rows(
 
 
 def compare(rows: list[Row]) -> None:
-    """Adds to each row the speed-ups of its layer in wall time over other layers of the same work.
+    """Adds to each row of results how much faster its layer is than other layers, in wall time.
 
-    "speedup_over_ragged" is the speed-up over the baseline of ragged_all_to_all and ragged_dot.
-    "speedup_over_xla" is the speed-up over the fastest baseline that combines plain XLA collectives
-    with this library's grouped matmul. "speedup_of_float8" is the speed-up of a layer whose experts
-    multiply float8 over the same layer in bfloat16.
+    The other layers have the same shape, tokens, ranks and direction. "speedup_over_ragged" is the
+    speed-up over the baseline of ragged_all_to_all and ragged_dot. "speedup_over_xla" is the
+    speed-up over the fastest baseline that combines plain XLA collectives with this library's
+    grouped matmul. "speedup_of_float8" is the speed-up of a layer whose experts multiply float8
+    over the same layer in bfloat16.
     """
     runner.compare_float8(rows, ("shape", "tokens", "ranks", "direction", "implementation"))
 

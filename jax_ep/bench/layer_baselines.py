@@ -224,10 +224,10 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """Repeats each row of x `copies` times, and puts the repeated rows in the order of `index`.
+    """Repeats each row of x `copies` times, and permutes the repeated rows.
 
-    `index` is a permutation of the repeated rows, and `inverse` is its inverse permutation. With
-    `inverse`, the backward pass gathers cotangents instead of scattering them.
+    Row i of the result is the repeated row number index[i]. `inverse` is the inverse permutation of
+    `index`. With it, the backward pass gathers rows of the cotangent instead of scattering them.
     """
     return x[index // copies]
 

@@ -143,7 +143,7 @@ class MatmulCase(runner.Case):
         super().__init__(f"{case.name}, {op}", rows)
 
     def operands(self) -> Operands:
-        """Makes the operands of the operation; their arrays have a leading axis of one rank."""
+        """Makes the operands of the operation. Each array has a leading axis of size 1."""
         return random_operands(self.case, self.dtype, _SEED.value)
 
     def prepare(self) -> tuple[Operands, Float8Operands | None]:

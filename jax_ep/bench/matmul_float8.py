@@ -86,7 +86,7 @@ def quantized(operands: Operands) -> Float8Operands:
 
 
 def unavailable_reason(hidden: int, mlp: int) -> str | None:
-    """Returns why matrices [H, F] cannot be quantized, or None if they can."""
+    """Returns why matrices of shape [hidden, mlp] cannot be quantized, or None if they can."""
     if hidden % BLOCK == mlp % BLOCK == 0:
         return None
     return f"float8 needs H and F that are multiples of {BLOCK}, but they are {hidden} and {mlp}"

@@ -85,7 +85,7 @@ class Case:
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns fields to add to `row`: what is known once `loop` is compiled, such as memory."""
+        """Returns fields to add to `row` that are known after compiling, such as memory."""
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
@@ -105,11 +105,15 @@ class Case:
         return self.rows[0]
 
     def results(self, row: Row) -> Row:
-        """Returns further fields for a row that follow from its times, such as throughputs."""
+        """Returns fields to add to `row` that follow from its times, such as throughputs."""
         return {}
 
     def measure(self, run: Run) -> list[Row]:
-        """Compiles, checks and times all programs; returns a row of results or error for each."""
+        """Compiles, checks and times all programs.
+
+        Returns a copy of each program's row, with its results added or, after a failure, a field
+        "error".
+        """
         rows = [dict(row) for row in self.rows]
         measuring.progress(f"{self.name}: compiling")
         try:

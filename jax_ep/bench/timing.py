@@ -354,6 +354,9 @@ def launches_by_device(
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
     """Computes the device time of one call from the launches of each rank during several calls.
 
+    The time of a call on a rank is the sum of the call's launches on this rank. `DeviceTime` says
+    how the times of all calls and ranks are combined.
+
     If a rank launched a kernel m * calls times, each call is taken to have made m consecutive
     launches of it. If the number of a kernel's launches is not a multiple of `calls`, as for
     kernels of the loop's setup, each call gets an equal share of their total time.

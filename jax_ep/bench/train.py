@@ -205,11 +205,13 @@ class StepLoop:
         jax.block_until_ready((self._state, metrics))
 
     def device_time(self, repeats: int, timers: Sequence[str], spaced: bool) -> DeviceTime:
-        """Measures the device time of a training step, over `repeats * iterations` steps.
+        """Measures the device time of a training step.
 
-        The keys of the result's `by_kernel` are labels "part: kernel name", where the part of the
-        step is one of `jax_ep.bench.step_parts.PARTS`. Only the timer "trace" knows the parts, so
-        RuntimeError is raised unless `timers` contains "trace". `spaced` is ignored.
+        Runs `repeats` times the `iterations` steps of `run`. The keys of the result's `by_kernel`
+        are labels "part: kernel name", where the part of the step is one of
+        `jax_ep.bench.step_parts.PARTS`. Only the timer "trace" knows the parts, so RuntimeError is
+        raised unless `timers` contains "trace". `spaced`, an argument of other loops, has no
+        effect.
         """
         if "trace" not in timers:
             raise RuntimeError("only --device_timer=trace knows the parts of a step")

@@ -375,10 +375,14 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
     """Makes the `Block` of a layer that a directory lacks, in order to add it to the directory.
 
-    The prefix of the new block's tensor names, such as "model.layers.3.", is made from the first of
-    these that the directory has, with the number of the new layer: the MoE block of the nearest
-    layer; the nearest layer; an embedding or last norm. Else it is the prefix that the model is
-    published with.
+    The names of the new block's tensors begin with a prefix, such as "model.layers.3." for layer 3.
+    The prefix is the first of these:
+
+    1. If the directory has MoE blocks: the prefix of the nearest one, with the new layer's number.
+    2. If it has tensors of layers: the prefix of the nearest layer, with the new layer's number.
+    3. If it has an embedding or a last norm: the words before this tensor's own name, such as
+       "model.", followed by "layers.3.".
+    4. Otherwise: the prefix in the published model.
 
     Returns:
         The block, or None if the directory `path` already has the block of this layer.
@@ -589,7 +593,8 @@ class _Keys:
     Attributes:
         config: the contents of config.json.
         row: the architecture, which has default values.
-        layer: the number of the layer. Of a value that is a list, it selects the layer's entry.
+        layer: the number of the layer. If a value is a list with an entry for each layer, its entry
+            for this layer is the result.
         file: the path of config.json, for error messages.
         root: the beginning of the model's published tensor names, before "layers.".
     """
@@ -601,7 +606,7 @@ class _Keys:
     root: str
 
     def value(self, key: str) -> Any:
-        """Returns the value of a key in config.json; "a|b" is the first of the two keys there.
+        """Returns the value of a key in config.json; for "a|b", of the first key that is there.
 
         If the key is absent or null, returns the architecture's default value. If the value is a
         list, with an entry for each layer, returns the entry of `layer`. Raises ValueError if there

@@ -41,9 +41,10 @@ _MAX_WARPGROUPS = 4
 # The kernel of all_reduce_rms_norm instead has up to 8 thread blocks for each multiprocessor, so
 # that one block sums over the ranks while another block normalizes its rows.
 _MAX_ROW_BLOCKS = 1056
-# A tile is the part of an array that a warpgroup holds in registers at a time. A thread block has
-# one warpgroup for each _FEW_TILES tiles of the array, up to _MAX_WARPGROUPS, so that small arrays
-# are spread over many blocks.
+# A tile is the part of an array that a warpgroup holds in registers at a time. The number of
+# warpgroups of every thread block grows with the array. It is the array's number of tiles divided
+# by _FEW_TILES, but at least 1 and at most _MAX_WARPGROUPS. So the tiles of a small array are
+# spread over many blocks.
 _FEW_TILES = 64
 # If each warpgroup had more than _MANY_ROUNDS tiles to process, tiles of twice the size are used.
 _MANY_ROUNDS = 2

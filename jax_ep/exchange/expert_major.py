@@ -76,8 +76,9 @@ class Dispatched:
       tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero.
         Unused rows at the end are zero, too, unless the dispatch had `zero_unused=False`. With
         `output="quantized"`, tokens is a `jax_ep.QuantizedArray`; its zero rows have zero scales.
-      group_sizes: [L] int32: the rows of each expert's block, padding included; their sum is <= R.
-      expert_counts: [L] int32: the received rows of each expert, which come first in its block.
+      group_sizes: [L] int32: the number of rows of each expert's block, padding included; their
+        sum is <= R.
+      expert_counts: [L] int32: how many rows each expert received. They come first in its block.
       num_dropped: [] int32: the (token, choice) pairs of this rank's experts that were dropped.
       rows_needed: [] int32: the least R at which all rows sent to this rank fit.
       dropped_counts: [L] int32: the dropped (token, choice) pairs of each local expert.

@@ -62,11 +62,11 @@ class RowGroups(NamedTuple):
     """The groups of rows in a receive buffer, one per local expert, and counts of dropped rows.
 
     Attributes:
-      group_sizes: [L] int32: the rows of each group inside the buffer, padding included.
-      expert_counts: [L] int32: the received rows of each group inside the buffer.
+      group_sizes: [L] int32: how many rows of each group are in the buffer, padding included.
+      expert_counts: [L] int32: how many received rows of each group are in the buffer.
       num_dropped: [] int32: the number of rows that did not fit in the buffer.
       rows_needed: [] int32: the least capacity at which all rows fit.
-      dropped_counts: [L] int32: the rows of each expert that did not fit.
+      dropped_counts: [L] int32: how many rows of each expert did not fit.
     """
 
     group_sizes: jax.Array
@@ -205,7 +205,7 @@ def receive_rows(
       topk_idx: [N, T, K] int32: the choices of all ranks.
       places: [N, T, K] int32: for each choice, the number of earlier choices of the same expert on
         the same source rank, from `count_choices`.
-      recv_counts: [N, L] int32: the rows that each source rank sends to each local expert.
+      recv_counts: [N, L] int32: how many rows each source rank sends to each local expert.
       rank: [] int32: the number of this rank.
       expert_alignment: each expert's block starts at a multiple of this many rows.
       fair_capacity: R, the rows of the receive buffer, if overflow is "fair"; None if it is "tail".

@@ -262,8 +262,8 @@ def _union(some: jax.Array, others: jax.Array) -> jax.Array:
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the index s·T·K + t·K + k of each row's choice, [R] int32; -1 for an empty row.
 
-    The index stands for choice k of token t of rank s. `rows` [N, T, K] are the rows of all
-    choices.
+    The index stands for choice k of token t of rank s. `rows` is [N, T, K] int32, the row number of
+    each choice.
     """
     places = _places(rows, capacity)
     nothing = jnp.full_like(places, -1, shape=(capacity,))
@@ -271,10 +271,11 @@ def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
 
 
 def _places(rows: jax.Array, capacity: int) -> jax.Array:
-    """Flattens the rows of choices, [N, T, K], to the indices [N·T·K] of a scatter.
+    """Returns the index for each choice in a scatter from choices to receive-buffer rows, [N·T·K].
 
-    Choices without a row, whose number is outside [0, capacity), get the index `capacity`. A
-    scatter to `capacity` rows with mode="drop" then skips them.
+    `rows` is [N, T, K] int32, the row number of each choice. A choice has no row if this number is
+    outside [0, capacity). Its index is then `capacity`, so that a scatter to `capacity` rows with
+    mode="drop" skips it.
     """
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)

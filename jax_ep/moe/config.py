@@ -2,7 +2,8 @@
 
 To add an option of the whole layer, declare a field of `MoEConfig`. To add an option of the router
 or of the experts, declare a field of `RoutingOptions` or `ExpertOptions`, and repeat it in
-`MoEConfig` with `same_option`. Options that add a parameter are declared in `jax_ep.moe.params`.
+`MoEConfig` with `same_option`. An option that only decides whether a layer has some parameter is no
+field of `MoEConfig`: declare it in `jax_ep.moe.params.ParameterOptions`.
 """
 
 from __future__ import annotations
@@ -276,7 +277,10 @@ class MoEConfig:
 
     @property
     def num_held(self) -> int:
-        """The experts that all ranks hold, copies included: `num_slots`, or E if that is None."""
+        """The number of experts that all ranks hold together, where each copy of an expert counts.
+
+        It is `num_slots`, or E if `num_slots` is None.
+        """
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def split_axes(self) -> dict[str, tuple[str, ...]]:

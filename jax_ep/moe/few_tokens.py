@@ -1,12 +1,13 @@
-"""Runs the routed experts of a few tokens on one rank without an exchange, as in decoding.
+"""Runs the routed experts of a few tokens on one rank without a dispatch, as in decoding.
 
-With few tokens, a layer takes the time to read the chosen experts' matrices and to launch kernels.
-A dispatch on one rank only puts the tokens' rows in the order of their experts, in seven launches.
-Here, each chosen expert instead computes all tokens, and each token takes the outputs of its own
-choices (`pallas_kernels.matmul.chosen_groups`). The output has the same bits.
+With few tokens, a layer spends most of its time on reading the chosen experts' matrices and on
+launching kernels. On one rank, a dispatch only sorts the tokens' rows by expert, but that takes
+seven launches. Here, each chosen expert computes all tokens instead, and each token then uses only
+the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The layer's output
+has the same bits as with a dispatch.
 
-Only the kernels for Hopper GPUs compute this. Programs for other platforms, and all gradients, use
-a dispatch and a combine.
+Only the kernels for Hopper GPUs can do this. Programs for other platforms, and the backward pass,
+use a dispatch and a combine.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
 from pallas_kernels.matmul.chosen_groups import chosen_groups, output_rows
 
-# The most tokens for which each chosen expert computes all tokens. Up to 64 would fit in a tile of
-# the matmul kernels; how many are worth it has not been measured.
+# The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
+# room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
 MOST_TOKENS = 16
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
-    """Returns whether `run` may compute these tokens [T, H] on a GPU, instead of a dispatch.
+    """Returns whether `run` may compute these tokens [T, H] on a GPU without a dispatch.
 
-    It may if a rank exchanges rows with itself alone, and no option of the exchange changes the
-    output or names an implementation. `num_ranks` counts the ranks that exchange rows.
+    It may if there are at most MOST_TOKENS tokens; `num_ranks`, the number of ranks that exchange
+    rows with each other, is 1; no option of the exchange changes the output or names an
+    implementation; JAX does not check results for NaN; and the Pallas matmul kernels can multiply
+    the experts' matrices.
     """
     num_tokens = tokens.shape[0]
     if num_ranks > 1 or checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
@@ -68,20 +71,22 @@ def run(
     config: MoEConfig,
     expert_axes: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `by_dispatch(experts, tokens, topk_idx, topk_weights)`, on a GPU without a dispatch.
+    """Returns what `by_dispatch` returns, but computes it without a dispatch in programs for GPUs.
 
     Args:
-      by_dispatch: computes the outputs [T, H] and the counts of dropped rows [L] int32 by a
-        dispatch and a combine. The gradients, and programs for other platforms, use it.
+      by_dispatch: a function of the next four arguments that computes the output [T, H] and each
+        expert's number of dropped rows [L] int32 by a dispatch and a combine. Gradients, and
+        programs for other platforms, are computed by it.
       experts: the weights of the L experts of this rank.
       tokens: [T, H], in the compute dtype.
-      topk_idx: [T, K] int32: the experts of each token; another number than 0 to L - 1 is none.
-      topk_weights: [T, K] float32.
-      config: the options of the layer; `supports` must be true for them.
+      topk_idx: [T, K] int32, the experts that each token chooses. A number outside of [0, L)
+        chooses no expert.
+      topk_weights: [T, K] float32, the weights of the choices.
+      config: the options of the layer, for which `supports` has returned True.
       expert_axes: the mesh axes of `config.expert_axis`.
 
     Returns:
-      The result of `by_dispatch`; no row is dropped.
+      The output [T, H], and each expert's number of dropped rows, which is 0.
     """
 
     def by_chosen_experts(
@@ -114,9 +119,10 @@ def output(
     config: MoEConfig,
     implementation: Implementation,
 ) -> jax.Array:
-    """Returns the weighted sums of the experts' outputs, [T, H], without a dispatch.
+    """Computes each token's weighted sum of its experts' outputs, [T, H], without a dispatch.
 
-    `implementation` is that of the matmuls; the other arguments are those of `run`.
+    `implementation` is the backend of the matmuls, such as "pallas". The other arguments are those
+    of `run`.
     """
     options = config.expert_options()
     with jax.named_scope("dispatch"):

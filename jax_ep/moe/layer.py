@@ -657,9 +657,11 @@ def receive_capacity(
 ) -> int | None:
     """Returns the capacity R, the number of rows in a rank's receive buffer, for `dispatch`.
 
-    R fits any routing if `config.capacity_factor` is None. If the K choices of a token are
-    `distinct`, a rank receives at most one row per token for each of its experts, so R is smaller.
-    If `num_tokens` is symbolic, returns None, which lets `dispatch` choose.
+    Without a `config.capacity_factor`, R is large enough for any routing. It is smaller if the K
+    choices of a token are `distinct`, since a rank then receives at most one row per token for each
+    of its experts. With a capacity factor f, R is at most f times the T·K rows that a rank receives
+    on average, plus the padding of the experts' blocks. If `num_tokens` is symbolic, returns None,
+    which lets `dispatch` choose.
 
     Raises ValueError if a capacity factor is given and `num_tokens` is symbolic.
     """

@@ -137,10 +137,10 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns the mesh axes `axes` of the option `name`, if the caller's shard_map binds them.
+    """Returns the mesh axes `axes` of the option `name`, if the caller's shard_map binds them all.
 
-    Returns () if the mesh `ambient` has none of them. Raises ValueError if it has some of them, but
-    the shard_map does not bind all.
+    Returns () if the mesh `ambient` has none of these axes. Raises ValueError if the mesh has one
+    of them, but the shard_map does not bind all of them.
     """
     if not set(axes) & set(ambient.axis_names):
         return ()

@@ -421,8 +421,10 @@ def _check_shared(params: MoEParams) -> None:
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
     """Raises ValueError for a parameter whose shape differs from its entry in `PARAMETERS`.
 
-    Skips the gate, whose number of rows depends on the call's `router_x`, and the routed experts'
-    weights, whose number of experts depends on the mesh.
+    `num_experts` is the number of experts that the router chooses among, free experts included.
+    `num_constant` is the number of constant experts. Skips the gate, whose number of rows depends
+    on the call's `router_x`, and the routed experts' weights, whose number of experts depends on
+    the mesh.
     """
     arrays = {
         name: array

@@ -34,8 +34,8 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# The logits of up to this number of tokens are computed by one float32 product: XLA for GPUs needs
-# two launches for it, and three for the product with the parts of a gate that is split.
+# The logits of up to this number of tokens are computed by one float32 product, without splitting
+# the gate into bfloat16 parts: XLA for GPUs needs two launches for it, and three with a split gate.
 _FEW_TOKENS = 16
 # If a token's largest logit is lower than this, a constant is added to the token's logits before
 # `Routing.probs` are computed, so that the largest becomes this number. Otherwise all sigmoids of
@@ -74,8 +74,7 @@ def router_logits(
     would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass splits its
     float32 operands into only two bfloat16 parts, which keep 16 bits (Henry, Tang and Heinecke,
     arXiv:1904.06376). If x has another dtype, x and gate are multiplied as float32, in the
-    precision of
-    `jax.default_matmul_precision`.
+    precision of `jax.default_matmul_precision`.
 
     Args:
         x: [T, H] floating: the tokens.

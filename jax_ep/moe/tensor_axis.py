@@ -31,8 +31,9 @@ def for_all_ranks(
     dispatch, where there is one row per choice.
 
     Args:
-      arrays: arrays [T, ...] of this rank's tokens, floating or of integers below 2**24, such as
-        expert ids. An array that is given twice is gathered once.
+      arrays: arrays [T, ...] of this rank's tokens, floating or integer. Integers, such as expert
+        ids, must be below 2**24, because they are gathered as float32. An array that is given twice
+        is gathered once.
       where: the mesh and the mesh axes of the call.
       implementation: the implementation of dispatch and combine, which selects that of the
         collectives.

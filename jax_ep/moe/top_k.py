@@ -226,8 +226,9 @@ def _topk_idx(
     """Returns the ids of each token's k best experts, [T, k] int32, best first.
 
     Experts are compared by several sort keys (see `_all_keys`). For most tokens the first key alone
-    decides, which is fast to compare; only for the others are all keys compared. `operands` holds,
-    by name, those of the arguments `rounded`, `bias` and `gathered` of `choose` that are not None.
+    decides, and to compare by one key is fast. So all tokens' experts are first compared by the
+    first key. Only the tokens for which this may be wrong are then compared by all keys. `operands`
+    holds, by name, the arguments `rounded`, `bias` and `gathered` of `choose` that are not None.
     `scores` and `groups` are arguments of `choose`.
     """
     guess = _by_first_key(logits, operands, k, scores, groups)

@@ -100,7 +100,8 @@ def _split(
 ) -> list[Array]:
     """Splits the experts of all layers into parts (hosts or ranks) that tokens seldom leave.
 
-    Expert ids from E to P - 1 stand for empty slots: no token chooses them.
+    P is the number of slots: E, the number of experts, rounded up to a multiple of the number of
+    ranks. Expert ids from E to P - 1 stand for empty slots: no token chooses them.
 
     Args:
         experts: [layers, n], the ids of the experts to split.

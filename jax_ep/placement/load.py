@@ -25,10 +25,10 @@ class LoadTracker:
         new = balance(tracker.load, num_slots=64, num_ranks=8)
 
     Attributes:
-        total: [layers, E] or [E] float32, the exponentially decayed sum of all updates' counts.
-        weight: [] float32, the exponentially decayed number of updates.
-        decay: the factor by which an update multiplies `total` and `weight` before it adds its
-            counts; 1 - 1 / n averages over about n steps.
+        total: [layers, E] or [E] float32, the decayed sum of the counts of all updates.
+        weight: [] float32, the decayed number of updates: the same sum for counts of 1.
+        decay: each update multiplies `total` and `weight` by this factor before it adds its counts
+            to `total` and 1 to `weight`. A decay of 1 - 1 / n averages over about n steps.
     """
 
     total: Any

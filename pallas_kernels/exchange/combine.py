@@ -169,7 +169,8 @@ class _Scratch(NamedTuple):
     # [2, sums] int32, for even and odd steps: how many rows of y each sum of the step adds. It is
     # NOWHERE if the token chose no expert of this rank, so that no sum is sent.
     list_counts: Any
-    # [2, sums, listed_rows] int32, for even and odd steps: the rows of y that each sum adds.
+    # [2, sums, listed_rows] int32, for even and odd steps: the numbers of the rows of y to add in
+    # each sum.
     list_rows: Any
     # [2, sums, listed_rows] float32: the routing weights of the rows in `list_rows`.
     list_weights: Any

@@ -189,7 +189,8 @@ class _Scratch(NamedTuple):
     # [S, 2] int32: notes[s, 0] is how many rows of y the token in stage s has on this rank, or _END
     # to tell the worker to stop. notes[s, 1] is the token's owner.
     notes: Any
-    # [S, listed_rows] int32: for the token in each stage of the ring, its rows of y on this rank.
+    # [S, listed_rows] int32: for the token in each stage of the ring, the numbers of its rows of y
+    # on this rank.
     list_rows: Any
     # [S, listed_rows] int32: for each row in `list_rows`, the index of its choice in the owner's
     # dweights, token · K + choice.

@@ -227,7 +227,7 @@ class _Scratch(NamedTuple):
     # in one step (the tokens that are sent between two signals).
     step_rows: Any
     # [tokens of a step · N, K] int32: for each of the step's tokens that has several rows on this
-    # rank, the rows of its K choices; NOWHERE where a choice has no row here.
+    # rank, the row number of each of its K choices; NOWHERE for a choice without a row here.
     step_copies: Any
     # The C stages of the receiver's ring: an array [C, columns] of values and, if rows are
     # quantized, an array of scales.
@@ -248,8 +248,9 @@ class _Scratch(NamedTuple):
 class _Kernel:
     """The base class of the kernels of `dispatch` and `dispatch_like`.
 
-    It has what both share: the types of the shared memory, and the receiver warpgroup, which copies
-    a received row to the other rows that the token has on this rank.
+    It defines what both share: the types of the shared memory, and the code of the receiver
+    warpgroup (`receive`). A token arrives in one receive-buffer row of this rank, and the receiver
+    copies it to its other rows here.
 
     Attributes:
       sender: sends this rank's tokens to all ranks.
@@ -337,8 +338,8 @@ class _Kernel:
         """Lists the tokens of a step that have several rows on this rank.
 
         Writes the list to scratch.step_copies[:count, :K]: for each listed token, the
-        receive-buffer rows of its K choices, with NOWHERE for choices without a row here. This
-        rank's own tokens are left out, since the sender writes them to all their rows.
+        receive-buffer row number of each of its K choices, or NOWHERE for a choice without a row
+        here. This rank's own tokens are left out, since the sender writes them to all their rows.
 
         Args:
           step: the number of the step, from 0. A step is the tokens sent between two signals:

@@ -234,20 +234,20 @@ class Rows:
 
 
 class GatherScratch(NamedTuple):
-    """The shared memory of a `Gather`: a ring of S stages for rows of y, and lists of rows.
+    """The shared memory of a `Gather`: a ring of S stages for rows of y, and lists of row numbers.
 
     y has the expert outputs. A pair is a token and its owner, the rank that dispatched it.
     """
 
     # [S, H], the rows of y (the expert outputs) in the S stages of the ring.
     stages: Any
-    # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the token's rows of y
-    # on this rank. The owner is the rank that dispatched the token.
+    # [pairs, rows_of_pair] int32: for each (token, owner) pair of the block, the numbers of the
+    # token's rows of y on this rank. The owner is the rank that dispatched the token.
     places: Any
-    # [pairs, rows_of_pair] int32: for each row in `places`, which of the token's K choices it
-    # belongs to.
+    # [pairs, rows_of_pair] int32: for each row number in `places`, which of the token's K choices
+    # has this row.
     choices: Any
-    # [pairs] int32: for each (token, owner) pair, the number of rows in `places`. NOWHERE if the
+    # [pairs] int32: how many row numbers `places` has for each (token, owner) pair. NOWHERE if the
     # token chose no expert of this rank.
     num_rows: Any
     # [S] barriers, one for each stage: it completes when a row has arrived in the stage.
@@ -256,7 +256,8 @@ class GatherScratch(NamedTuple):
     empty: Any
     # A barrier that completes when the scout has filled `places`, `choices` and `num_rows`.
     listed: Any
-    # A barrier at which all warpgroups but the scout, which fills the ring, wait for each other.
+    # A barrier at which the warpgroups that read the ring wait for each other. The scout, which
+    # fills the ring, does not take part.
     together: Any
 
     @property
@@ -415,12 +416,14 @@ class Gather:
             used = lax.fori_loop(0, scratch.num_rows[pair], of_pair, used)
 
     def num_turns(self, scratch: GatherScratch) -> jax.Array:
-        """Returns the total number of rows that pass through the ring, a scalar int32."""
+        """Returns the number of rows that pass through the block's ring, a scalar int32."""
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
         return functools.reduce(jnp.add, counts)
 
     def free(self, turn: jax.Array, num_turns: jax.Array, scratch: GatherScratch) -> None:
-        """Signals that this warpgroup has read row number `turn` from the ring.
+        """Signals that this warpgroup has read a row from the ring.
+
+        `turn` is the row's number in the order in which rows pass through the ring, from 0.
 
         The scout, which fills the ring, waits for this signal before it refills the row's stage.
         There is no signal if no later row uses the stage. `num_turns` is the total number of rows

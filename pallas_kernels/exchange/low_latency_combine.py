@@ -201,7 +201,7 @@ class _Combine:
           pair: the index of the pair in the block.
           begun: the number of rows of y of all earlier pairs. The rows of all pairs pass through
             the ring one after the other, so this row is number `begun` + r.
-          num_turns: the number of rows of y of all pairs of the block.
+          num_turns: the number of rows of y that pass through the block's ring.
           scratch: the kernel's shared memory.
 
         Returns:

@@ -43,9 +43,9 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-# `send_values` gives a number to each value that a rank sends. The first half of the numbers is for
-# routing weights. The numbers from this one on are for the inner products, which go back to the
-# tokens' ranks.
+# The values that a rank sends by `send_values` have indices below MAX_VALUES. Routing weights have
+# indices in the first half. The inner products, which go back to the tokens' ranks, have indices
+# from _RETURNED on.
 _RETURNED = MAX_VALUES // 2
 
 
@@ -254,7 +254,7 @@ class _CombineGrad:
           pair: the index of the pair in the block.
           begun: the number of rows of y of all earlier pairs. The rows of all pairs pass through
             the ring one after the other, so this row is number `begun` + r.
-          num_turns: the number of rows of y of all pairs of the block.
+          num_turns: the number of rows of y that pass through the block's ring.
           dy: [R, H] in global memory, the gradient of y.
           scratch: the kernel's shared memory.
         """

@@ -334,11 +334,11 @@ class LowLatencyPlan(Sizes):
 
         All low-latency kernels use the same number: that of the kernel with the least room left.
         """
-        # A dispatch holds the top-k choices of all ranks' tokens, one word each.
+        # A dispatch keeps the top-k choices of all ranks' tokens in shared memory, one word each.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
         # Combine's gradient needs up to 24 words for each choice of each token of a block, for
         # every rank: 16 partial sums of the choice's inner product, the whole inner product, the
-        # choice's weight, and its entries in lists of rows.
+        # choice's weight, and its entries in lists of row numbers.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # A dispatch counts each expert's choices and finds where the expert's rows start and end,
         # in arrays of one word per expert. The number of arrays is rounded up.

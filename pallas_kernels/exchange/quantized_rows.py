@@ -194,7 +194,8 @@ def add_rows(
     `parts` is (values, scales): a reference to the values [H] of each row, and one to the scales
     [H / 128] of each row, in the format `wire`. H is a multiple of `ROW_MULTIPLE`. Row i is added
     if the scalar bool sent[i] is true, and ignored otherwise. Returns the sum, [H] of `dtype` in
-    registers. It is computed in float32, rounded once, and never -0.0.
+    registers. It is computed in float32, and rounded once. It starts from 0.0, so that rows of -0.0
+    add up to 0.0.
     """
     values, scales = parts
     (hidden,) = values[0].shape

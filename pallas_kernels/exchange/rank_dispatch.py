@@ -113,8 +113,10 @@ class _RankDispatch:
     Attributes:
       num_experts: E, the number of experts on all ranks together.
       top_k: K, the number of experts chosen for each token.
-      sender: sends the tokens' rows and, with each token, a list to every rank. A list holds K
-        local expert ids and then, if weights are sent, the bits of K float32 weights.
+      sender: writes a token's row to the ranks that have an expert of the token, and a list about
+        the token to every rank. The list for a rank has a word for each of the K choices: the index
+        of the expert among that rank's experts, or -1 if another rank has the expert. If weights
+        are sent, the bits of K float32 weights follow.
     """
 
     num_experts: int

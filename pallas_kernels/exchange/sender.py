@@ -10,10 +10,10 @@ that gets the token:
                                          signal: a step has arrived ---> block b of each peer
 
 The kernel may send each peer a list of int32 words along with a token (`list of t` above): either
-the rows that the token has in the peer's receive buffer, or the ids of the peer's experts that get
-the token. A step is a few tokens that are signalled together. The signal of a step is sent while
-the next step's tokens are being sent. The kernel that uses the sender implements `Routes`, which
-gives the list and the receive-buffer row of each token.
+the numbers of the token's rows in the peer's receive buffer, or the ids of the peer's experts that
+get the token. A step is a few tokens that are signalled together. The signal of a step is sent
+while the next step's tokens are being sent. The kernel that uses the sender implements `Routes`,
+which gives the list and the receive-buffer row of each token.
 """
 
 from __future__ import annotations

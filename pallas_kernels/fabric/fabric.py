@@ -109,10 +109,9 @@ class Fabric(Ranks, Protocol):
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
         """Sends a signal with the number `count` to every rank, for the block of the same index.
 
-        `kind`, 0 or 1, selects one of two independent signals from a rank to a block. If a rank
-        sends several signals of a kind in a call, each must have a larger `count` than the one
-        before. With `release`, a peer that sees the signal also sees what this warpgroup wrote
-        before.
+        There are two kinds of signals, 0 and 1, which do not affect each other. If a block sends
+        several signals of a `kind` in a call, each must have a larger `count` than the one before.
+        With `release`, a peer that sees the signal also sees what this warpgroup wrote before.
         """
 
     def wait(self, kind: int, count: Any, what: str) -> None:
@@ -200,7 +199,7 @@ class RanksOfMesh:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """Returns this rank's part of the buffer that `ref` refers to: `ref` itself on a GPU."""
+        """Returns a reference to this rank's own buffer: `ref`, since no two ranks share one."""
         return ref
 
     def barrier(self) -> None:
@@ -220,7 +219,7 @@ class RanksOfMesh:
         return rank, corner
 
     def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns the number, on its host, of the GPU with the row-major mesh index `place`."""
+        """Returns the number of a GPU on its host; `place` is its row-major index in the mesh."""
         if self.gpus == tuple(range(len(self.gpus))):
             return place
         number = jnp.int32(self.gpus[0])

@@ -1,11 +1,11 @@
 """The low-latency protocol: receivers poll the data itself, so a call needs no signals.
 
-Every GPU has tile buffers in symmetric memory, which outlive the calls of kernels, and to which its
-peers write tiles. `memory_map` defines their addresses, and `sentinel_words` reads and writes them.
-Every 32-bit word of an empty buffer holds a sentinel, all ones. A receiver polls a buffer until
-none of its words is the sentinel, takes the tile, and writes the sentinel back. TensorRT-LLM's
-Lamport all-reduces use this protocol, with a negative zero as the sentinel. NCCL's protocol LL
-stores a flag next to each word instead.
+Data is sent in tiles of 2 KiB. Every GPU has tile buffers in symmetric memory, to which its peers
+write tiles. The buffers outlive the calls of kernels. `memory_map` defines their addresses, and
+`sentinel_words` reads and writes them. Every 32-bit word of an empty buffer holds a sentinel, all
+ones. A receiver polls a buffer until none of its words is the sentinel, takes the tile, and writes
+the sentinel back. TensorRT-LLM's Lamport all-reduces use this protocol, with a negative zero as the
+sentinel. NCCL's protocol LL stores a flag next to each word instead.
 
   a worker   is a warpgroup of a kernel. It communicates with the worker of its number on each peer.
   a channel  leads from a worker on one GPU to the worker of the same number on another GPU. It has

@@ -85,9 +85,10 @@ TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 
 def num_senders(num_gpus: int) -> int:
-    """Returns the number of GPUs that can send tiles to a GPU: a heap has tile buffers for each.
+    """Returns for how many sending GPUs a heap has tile buffers, in a domain of `num_gpus` GPUs.
 
-    In a domain of `num_gpus` GPUs it is the number of other GPUs, but at least 1 and at most 7.
+    It is the number of other GPUs, but at least 1. It is at most 7, because a kernel that sends
+    tiles runs on at most MAX_LOW_LATENCY_GPUS = 8 GPUs.
     """
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 

@@ -1,20 +1,25 @@
 """Communication within kernels over symmetric memory, between ranks that have a GPU each.
 
-`Gpus` implements `fabric.Fabric`; `memory_map` defines the memory. A kernel first calls `enter`: it
-reads the number of its call with each peer, and its block 0 sends each peer the addresses of this
-rank's buffers. `connect` waits for the addresses that the peers send. After it, `peer` only
-computes an address, and Pallas' copies, loads and stores access a peer's buffer.
+`Gpus` implements `fabric.Fabric`; `memory_map` defines the memory. A kernel first calls `enter`. It
+computes, for each peer, the number of this call: how many calls the two ranks have made with each
+other, this one included. Block 0 also sends each peer the addresses of this rank's buffers.
+`connect` waits for the addresses that the peers send. After it, `peer` only computes an address,
+and Pallas' copies, loads and stores access a peer's buffer.
 
 A signal is a 64-bit word that only grows: its high bits are the number of the call, and its low
 bits are a count. So no memory is zeroed between calls, and ranks synchronize in the time that one
 signal takes over the link.
 
-A call may reuse the memory of the previous call, because the peers no longer read it. A call ends
-at a rank when every peer's last signal has arrived. A peer's block sends this signal after it has
-read the words that this rank sent to the peer's heap. Two ranks make their calls with each other in
-the same order, one at a time. So when a rank begins a call, the blocks of each peer no longer read
-words of the earlier calls of the two ranks. As an exception, a peer's block without work may still
-have to read the addresses of an earlier call, but it does not use them.
+A call may reuse the memory of the previous call, because the peers no longer read it. A block ends
+a call only after the last signal of the call from the block of the same index on every peer. The
+peer's block sends this signal after it has read the words that this rank sent to the peer's heap.
+Two ranks make their calls with each other in the same order, one at a time. So when a rank begins a
+call, its peers' blocks have read the words of earlier calls.
+
+Blocks without work are an exception, such as the blocks of a combine that have no tokens: they send
+no signals, and no peer waits for them. Such a block may call `connect` when a peer has already
+replaced the addresses of the block's call by those of a later call. This is harmless, because the
+block accesses no peer's buffer.
 """
 
 from __future__ import annotations
@@ -527,8 +532,8 @@ class Gpus(RanksOfMesh):
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
         """Returns the address of a signal in GPU `owner`'s heap.
 
-        GPU `sender` sends the signal to the block of this block's index on GPU `owner`. `kind`, 0
-        or 1, selects one of two signals.
+        GPU `sender` sends the signal to the block of this block's index on GPU `owner`. `kind` is
+        the signal's kind, 0 or 1.
         """
         start = memory_map.SIGNALS + 8 * memory_map.MAX_GPUS * memory_map.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (mosaic.block(), 8 * memory_map.MAX_GPUS), (sender, 8))

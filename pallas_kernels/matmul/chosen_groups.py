@@ -1,17 +1,18 @@
-"""Lets a grouped matmul multiply all of a few rows by the matrix of each group that a row chose.
+"""Lets a grouped matmul of few rows multiply all of them by the matrix of each chosen group.
 
-A grouped matmul usually needs its rows in the order of their groups. With few rows, to put them in
-this order takes several small kernels, but multiplying a row by another row's matrix takes no time:
-the time to read the matrices decides. So each chosen group multiplies all rows, and a row later
-uses only the products of its own choices. For 3 tokens that chose the groups (a, c), (c, d) and
-(a, d), a letter stands for the 8 rows of a tile, of which the first 3 are the tokens':
+A grouped matmul usually needs its rows sorted by group, and sorting takes several small kernels.
+With few rows, a matmul takes the time to read the matrices, and it costs no time to multiply more
+rows by a matrix. So each chosen group multiplies all rows, and a row later uses only the products
+with the matrices that it chose. In this example, 3 tokens choose the groups (a, c), (c, d) and
+(a, d). The rows, and each letter of the output, are a tile of 8 rows, of which the first 3 belong
+to the tokens:
 
   choices [T, K]        chosen groups      rows [8, K]   matrices      output [S * 8, N]
   token 0    a  c       0   a                 x       *  of a     -->  a  token 0 uses row 0, ...
   token 1    c  d       1   c                 x       *  of c     -->  c  token 0 uses row 8, ...
   token 2    a  d       2   d                 x       *  of d     -->  d  token 1 uses row 17, ...
 
-XLA computes the tiles, in one launch for one token and in three for several.
+XLA computes the table of these tiles, in one launch for one token, and in three for several.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The first row of a tile is a multiple of this number, the height of the tensor cores' tiles in
-# shared memory.
+# The first row of a tile is a multiple of this number, because the tensor cores read operands from
+# shared memory in blocks of 8 rows.
 ROW_ALIGNMENT = 8
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["height"])
 @dataclasses.dataclass(frozen=True)
 class ChosenGroups:
-    """The groups that a few rows chose; each of them has one row tile, of all rows.
+    """The groups that a few rows chose. Each of them has one row tile, which holds all T rows.
+
+    If T is 1, each choice of the row has a tile instead, even if two choices are of one group.
 
     Attributes:
-      table: [S + 1, 4] int32, in the form that `row_tiles` returns, for at most S chosen groups.
-        Chosen group i has the rows from i * height on of a matmul's output.
-      height: the number of rows of a tile: T rows, rounded up to a multiple of 8.
+      table: [S + 1, 4] int32, the table of row tiles as `row_tiles.row_tiles` returns it, with room
+        for S tiles. Tile i is rows i * height to (i + 1) * height - 1 of a matmul's output.
+      height: the number of rows of a tile: T, rounded up to a multiple of 8.
     """
 
     table: Any
@@ -44,27 +47,29 @@ class ChosenGroups:
 
 
 def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, jax.Array]:
-    """Returns the groups that rows chose, and the output row of each (row, choice) pair.
+    """Returns the groups that rows chose, and which output row has the product for each choice.
 
     Args:
-      choices: [T, K] int32, the groups that each of T rows chose. A choice outside of [0, L) is of
-        no group.
+      choices: [T, K] int32, the groups that each of T rows chose. A number outside of [0, L)
+        chooses no group.
       num_groups: L, the number of groups.
 
     Returns:
-      (groups, rows). `rows` is [T, K] int32: the row of a matmul's output that holds the product of
-      a row and the matrix that it chose; -1 for a choice of no group.
+      groups: the chosen groups, for a grouped matmul.
+      rows: [T, K] int32: for each choice of a row, the number of the output row that has the row's
+        product with the chosen group's matrix; -1 for a choice of no group.
     """
     num_rows, num_choices = choices.shape
     height = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     exists = (choices >= 0) & (choices < num_groups)
     if num_rows == 1:
-        # Each choice of the only row gets a tile, so that no launch is needed to look for choices
-        # of one group. The tile of a choice of no group has no rows to store.
+        # Each choice of the only row gets a tile of its own, which saves the launches that would
+        # find equal choices. The tile of a choice of no group has no rows to store.
         groups = jnp.where(exists, choices, 0)[0]
         index = jnp.arange(num_choices, dtype=jnp.int32)[None]
         used, count = exists[0].astype(jnp.int32), jnp.int32(num_choices)
     else:
+        # Tile i belongs to the i-th of the chosen groups, in the order of their indices.
         most = min(choices.size, num_groups)
         every_group = jnp.arange(num_groups, dtype=jnp.int32)
         is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
@@ -84,9 +89,10 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
 
 
 def output_rows(groups: jax.Array | ChosenGroups, num_rows: int) -> int:
-    """Returns the number of rows of a matmul's output, for R = `num_rows` rows of its left operand.
+    """Returns the number of rows of a grouped matmul's output.
 
-    It is R for group sizes [L], and S * height for chosen groups.
+    It is `num_rows`, the number of rows of the left operand, if `groups` are group sizes [L]. It is
+    S * height for chosen groups.
     """
     if isinstance(groups, ChosenGroups):
         return (groups.table.shape[0] - 1) * groups.height

@@ -27,10 +27,10 @@ A stage of the ring passes between the warpgroups by three barriers:
            the loader arrives, and the compute warpgroups wait.
   empty    the compute warpgroups have multiplied the stage's operands. The loader waits for it.
 
-The loader clears a step after it has started the copies of the next `num_stages` - 2 steps, so that
-these copies run meanwhile. It must not start one more copy before the clearing, which would cause a
-deadlock: this copy needs a stage that the compute warpgroups release only after they have started
-the step that is to be cleared.
+The loader does not clear a step right after it has started the step's copies. It first starts the
+copies of the next `num_stages` - 2 steps, so that these run while it clears. To start one copy more
+before it clears would be a deadlock: this copy needs a stage that the compute warpgroups release
+only after they have started to multiply the step that is not cleared yet.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class _Loader:
 
     @property
     def _lag(self) -> int:
-        """Returns how many further steps the loader fills before it clears a filled step."""
+        """Returns how many later steps the loader fills before it clears a filled step."""
         return self.ring.num_stages - 2
 
     def run(self) -> None:
@@ -423,7 +423,10 @@ class _Computer:
         plgpu.wgmma(accumulator, transposed(mine), right)
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
-        """Stores the columns of `held` from chunk number `chunk` on; a chunk is 64 columns."""
+        """Stores the half tile `held` to its output, except the chunks before number `chunk`.
+
+        A chunk is 64 columns.
+        """
         left = jnp.maximum(len(self._columns) - chunk, 0)
         lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
 
@@ -433,7 +436,10 @@ class _Computer:
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
-        """Stores chunk number `chunk` of `held`, 64 columns, if there is such a chunk."""
+        """Stores chunk number `chunk` of the half tile `held` to its output; a chunk is 64 columns.
+
+        Does nothing if the half tile has no such chunk.
+        """
 
         def write(first: int) -> None:
             self.chunk[...] = held.values[:, first : first + CHUNK]

@@ -224,7 +224,7 @@ class _Float8Kernel(Kernel):
     """Base class of the float8 kernels: the operand ring, the sums, and the stores.
 
     Attributes:
-      depths: for each pair of operands, K, the length of the contraction dimension.
+      depths: for each pair (lhs, rhs) of operands, K, the length of the contraction dimension.
       dtype: float8 dtype of the operands.
       out_dtype: dtype of the outputs' values.
       shared_rows: whether all row tiles multiply the same rows, the first of each left operand.
@@ -245,9 +245,10 @@ class _Float8Kernel(Kernel):
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps of a sum over the contraction dimensions of all pairs.
+        """Returns the number of steps in which an output element is summed.
 
-        A step sums 128 products.
+        The sum runs over the contraction dimensions of all pairs (lhs, rhs) of operands. A step
+        adds 128 products.
         """
         return sum(self.depths) // BLOCK
 
@@ -396,8 +397,8 @@ class _Float8Kernel(Kernel):
         loader has filled a stage before. Returns its new value.
         """
         group, first, _, _, left_edge = tile
-        # Shared rows begin at row 0. Pallas would refuse a constant 0, since there may be fewer than
-        # 128 rows; copies read zeros past the last row.
+        # Shared rows begin at row 0. Pallas would refuse a constant 0, because there may be fewer
+        # than 128 rows. Copies read zeros past the last row.
         first = jnp.minimum(first, 0) if self.shared_rows else first
         rows = pl.ds(aligned(first), BLOCK)
         together = 2 * (1 + self.matrices)

@@ -119,13 +119,16 @@ def gate_gradient(
     *,
     interpret: Any = None,
 ) -> GateGradient:
-    """Computes the gradient of gating(gate, up), and quantizes the results.
+    """Computes the gradients of gate and up from the gradient of w * h, where h = act(gate, up).
+
+    `act` is the function between an expert's matmuls, and w is the weight of a row. Also computes
+    w * h. Quantizes the gradients and w * h to float8.
 
     Args:
-      gating: the result of `gradient_of`.
+      gating: gradient_of(act), a function (gate, up, dh) -> (h, dgate, dup).
       dhidden: [R, F] bfloat16, the gradient of the weighted hidden values, w * h. F is the number
         of hidden values of a row, a multiple of 128.
-      gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of the gating.
+      gate, up: rows [R, F], float8_e4m3fn with scales: the arguments of `act`.
       weights: [R] float32, the weight w of each row.
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`. P is the number of rows with padding, in which each group starts at a
@@ -133,8 +136,9 @@ def gate_gradient(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      The results, computed in float32 and rounded to bfloat16 before they are quantized. The
-      contents of rows past the last group, and of blocks without rows, are undefined.
+      The gradients of gate and up, the hidden values w * h, and sums for the gradient of w. All
+      are computed in float32; those to be quantized are first rounded to bfloat16. The contents of
+      rows past the last group, and of blocks without rows, are undefined.
     """
     num_rows, width = dhidden.shape
     num_blocks, tiles = blocks.shape[0], width // BLOCK
@@ -336,8 +340,8 @@ class _Tile(Tile):
     def finish(self, shared: Any, outs: Any, warp: Value, lane: Value) -> None:
         """Computes and stores the scales of rows and blocks, and each row's sum of dhidden * h.
 
-        In `shared`, overwrites the largest magnitudes of a row, and of a block, with the reciprocal
-        of the scale that it computes from them.
+        A scale follows from the largest magnitudes that the warps have stored in `shared` for a
+        row or a block. The first of these magnitudes is overwritten with 1 / scale.
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         thread = mosaic.thread()
@@ -373,10 +377,10 @@ class _Tile(Tile):
 def _without_infinities(
     words: list[list[list[Value]]],
 ) -> tuple[list[list[list[Value]]], list[list[Value]]]:
-    """Replaces infinities by NaN in words[result][row], and finds the largest magnitudes.
+    """Replaces infinities by NaN in a thread's numbers, and finds the largest magnitudes.
 
-    Each of the words holds two bfloat16 numbers. Returns the new words, and largest[result][row]:
-    the float32 bits of the largest finite magnitude of the row's numbers.
+    words[result][row] are the numbers of a row, two bfloat16 in each word. Returns the new words,
+    and largest[result][row]: the float32 bits of the row's largest finite magnitude.
     """
     i32 = mosaic.i32
     all_words = [word for of_result in words for two in of_result for word in two]

@@ -359,8 +359,9 @@ class _Computer:
         total = self.rows.count * kernel.tile_columns
         nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
         held = (nothing,) * kernel.outputs if kernel.holds else ()
-        # Before the first tile, there is no tile to store: rows [begin, begin) of some tile. Its
-        # numbers are those of a tile, so that they vary over the same mesh axes as later ones.
+        # Before the first tile, there is no tile to store. The carry then has the position of tile
+        # 0 with an empty range of rows, [begin, begin). A constant would not do: the position must
+        # vary over the same mesh axes (vma) as those of later tiles.
         some, _ = self._look_up(zero)
         carry = zero, (some._replace(end=some.begin), held)
         kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
@@ -378,10 +379,11 @@ class _Computer:
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        """Returns what a compute warpgroup must know of output tile number `index`.
+        """Looks up what this warpgroup must know of output tile number `index`.
 
-        The result is (position in the outputs of this warpgroup's half of the tile, index in
-        `heights` of the tile's height).
+        Returns:
+          place: the position in the outputs of the half tile that this warpgroup computes.
+          kind: the index of the tile's height in `self.rows.heights`.
         """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         left_edge += self.number * self.kernel.tiles.part

@@ -227,8 +227,8 @@ class _Job:
         )
         left = arith.muli(column, i32(BLOCK))
         tile = _Tile(block, column, first, count, self, row, place, left)
-        # numbers[walk][row][column] are the thread's elements: in each step, which the code calls a
-        # walk, a patch of 4 rows by 4 columns.
+        # numbers[step][row][column] are the thread's elements: for each step, a patch of 4 rows by
+        # 4 columns.
         numbers = tile.load(source)
 
         # Each warp finds the largest magnitude of all its elements, and with `by_row` also of each
@@ -237,9 +237,9 @@ class _Job:
         rows = []
         for i in range(_PATCH):
             sizes: list[Value] = []
-            for walk in numbers:
-                checked = [_checked(number) for number in walk[i]]
-                walk[i] = [number for number, _ in checked]
+            for patch in numbers:
+                checked = [_checked(number) for number in patch[i]]
+                patch[i] = [number for number, _ in checked]
                 sizes += (size for _, size in checked)
             rows.append(max_of(sizes))
         total = mosaic.warp_max(max_of(rows))

@@ -458,8 +458,9 @@ class _TopK:
 
         A key is a word that grows with its number. high + low is the sum of the scores of the
         group's two best columns. `tie` is the function `order.OF_TWO` of their logits, which
-        decides if sums are equal. `keys` has a tuple for each of the two columns: the keys of its
-        own `high` and `low`, if it has them, and of its logit.
+        decides if sums are equal. `keys` has a tuple for each of the two columns. Its last word is
+        the key of the column's logit. Before it are the keys of two numbers whose sum is the
+        column's score. They are left out if the score is the logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
@@ -485,7 +486,7 @@ def _is_larger(lanes: Any, a: _Words, b: _Words) -> Any:
 
 
 def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
-    """Returns, in each lane, the largest of the word tuples of the columns that the lane holds."""
+    """Returns, in each lane, the largest of `columns`; a column's words are compared in order."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]

@@ -1,4 +1,4 @@
-"""Tests of the routed experts of a few tokens on one rank, which need no dispatch."""
+"""Tests that the routed experts of a few tokens on one rank need no dispatch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_x(num_tokens, seed=1):
 
 
 def choices(num_tokens, seed=2):
-    """Returns [T, K] int32: choices of experts, among them repeated ones and choices of none."""
+    """Returns [T, K] int32 expert ids; some repeat, and some are no expert's."""
     rng = np.random.default_rng(seed)
     return rng.integers(-2, E + 1, size=(num_tokens, K)).astype(np.int32)
 
@@ -77,7 +77,7 @@ def test_each_choice_has_a_row_of_its_group(num_tokens, num_groups):
     np.testing.assert_array_equal(used[:, 1], np.arange(count) * height)
     np.testing.assert_array_equal(used[:, 2], used[:, 1])
     if num_tokens > 1:
-        # Each group has one tile, so that its matrix is read once.
+        # Each chosen group has exactly one tile, so that its matrix is read once.
         np.testing.assert_array_equal(used[:, 0], np.unique(given[exists]))
         np.testing.assert_array_equal(used[:, 3], used[:, 1] + num_tokens)
     else:
@@ -92,13 +92,13 @@ def stored_float8(params):
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def without_dispatch(params, x, topk_idx, weights, config, implementation=None):
-    """Computes the routed experts of `few_tokens`, on any platform."""
+    """Computes the output of the routed experts by `few_tokens.output`, on any platform."""
     experts = Experts(**{n: getattr(params, n) for n in Experts._fields if n != "quantized"})
     return few_tokens.output(experts, x, topk_idx, weights, config, implementation)
 
 
 def expected(params, x, topk_idx, weights, config):
-    """Computes each token's choices one by one, each as an `expert_mlp` of one row."""
+    """Computes the output by one call of `expert_mlp`, with one row, for each (token, choice)."""
     options = {} if config.matmul_dtype is None else {"matmul_dtype": config.matmul_dtype}
     out = np.zeros(x.shape, np.float32)
     for token, choice in np.argwhere((topk_idx >= 0) & (topk_idx < E)):
@@ -136,14 +136,14 @@ def test_outputs_are_those_of_each_choice(num_tokens, kind):
     weights = np.random.default_rng(3).random(topk_idx.shape).astype(np.float32)
     got = without_dispatch(params, x, topk_idx, weights, config)
     want = expected(params, x, topk_idx, weights, config)
-    # The output and each expert's output are rounded to bfloat16, to 2^-9 of themselves.
+    # The output and each expert's output are rounded to bfloat16, by up to 2^-8 of themselves.
     largest = np.abs(want).max()
     assert largest > 0
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=2**-7 * largest)
 
 
 def on_mesh(config, mesh, check_vma=True):
-    """Returns a compiled layer in the caller's own `shard_map` over `mesh`."""
+    """Returns a jitted function (params, x) that calls the layer inside a `shard_map`."""
 
     def layer(params, x):
         return moe_layer(params, x, config)[0]
@@ -157,7 +157,7 @@ def on_mesh(config, mesh, check_vma=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
-    """An implementation of the exchange that is named makes the layer dispatch its tokens."""
+    """A layer that names an implementation of the exchange dispatches, with the same results."""
     params, x, mesh = make_params(), make_x(num_tokens), expert_mesh(1)
     named = dataclasses.replace(CONFIG, implementation="xla")
 
@@ -177,7 +177,7 @@ def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
 
 
 def kernels(config, num_tokens, num_ranks=1, dtype=jnp.bfloat16):
-    """Returns which kinds of kernels a layer lowers to for GPUs: names without their counts."""
+    """Returns which of three kernels a layer lowers to for GPUs: a set of their names."""
     mesh = cuda_mesh((num_ranks,), ("expert",))
     params = jax.eval_shape(functools.partial(make_params, dtype=dtype))
     x = jax.ShapeDtypeStruct((num_tokens * num_ranks, H), dtype)

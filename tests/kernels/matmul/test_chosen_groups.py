@@ -1,4 +1,4 @@
-"""Tests of matmuls in which each of the groups that a few rows chose multiplies all of them."""
+"""Tests of grouped matmuls of few rows, in which each chosen group multiplies all rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pallas_kernels.matmul.grouped_matmul import product
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 L, K, N = 4, 256, 256
-# Choices of 1 and of 3 rows. Group 1 is chosen by no row, and a choice of -1 is of no group.
+# The groups that 1 row and that 3 rows choose. No row chooses group 1, and -1 chooses no group.
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]]}
 
 
@@ -34,13 +34,13 @@ def swiglu(gate, up):
 
 
 def rows_and_matrices(num_rows):
-    """Returns rows [8, K] with NaN past the given ones, and matrices [2, L, K, N] and [L, N, K]."""
+    """Returns rows [8, K], NaN from row `num_rows` on, and matrices [2, L, K, N] and [L, N, K]."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, K))
     x[num_rows:] = np.nan
     wi = rng.standard_normal((2, L, K, N)) / np.sqrt(K)
     wo = rng.standard_normal((L, N, K)) / np.sqrt(N)
-    # No row may be multiplied by the matrices of a group that no row chose.
+    # No row chose group 1. Its matrices are NaN, which must not reach a result.
     wi[:, 1], wo[1] = np.nan, np.nan
     return [jnp.asarray(array, jnp.bfloat16) for array in (x, wi, wo)]
 
@@ -48,7 +48,7 @@ def rows_and_matrices(num_rows):
 @simulated
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_two_products(num_rows):
-    """The first product must read shared rows, and the second one rows of each group."""
+    """The first product must read the same rows for each group, the second the group's own."""
     x, wi, wo = rows_and_matrices(num_rows)
     given = np.asarray(CHOICES[num_rows], np.int32)
     groups, rows = chosen_groups(jnp.asarray(given), L)
@@ -73,7 +73,7 @@ def test_two_products(num_rows):
             for each in wi
         )
         want = swiglu(gate.astype(jnp.float32), up.astype(jnp.float32))
-        # Sums in another order round a few products differently, by 2^-8 of their value.
+        # The kernel sums in another order, so it rounds a few numbers to a neighbor in bfloat16.
         np.testing.assert_allclose(hidden[at], want, rtol=2**-6, atol=2**-6)
         want = hidden[at] @ np.asarray(wo[group]).astype(np.float32)
         np.testing.assert_allclose(y[at], want, rtol=2**-6, atol=2**-6)
