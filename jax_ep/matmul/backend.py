@@ -35,7 +35,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.matmul.chosen_groups import ChosenGroups
 
 # The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. An operand with
 # another number of rows is copied, with rows of zeros appended.
@@ -228,8 +228,8 @@ def group_of_row(groups: Groups, num_rows: int) -> jax.Array:
     [S * height], and the tiles past the last chosen group have the index of any group.
     """
     if isinstance(groups, ChosenGroups):
-        total = output_rows(groups, num_rows)
-        return jnp.repeat(groups.table[:-1, 0], groups.height, total_repeat_length=total)
+        of_tiles = groups.table[:-1, :1]
+        return jnp.broadcast_to(of_tiles, (len(of_tiles), groups.height)).reshape(-1)
     ends = jnp.cumsum(groups, dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)

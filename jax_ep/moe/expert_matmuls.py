@@ -326,14 +326,43 @@ class DequantizedMatmuls(Matmuls):
     def gated(self, rows, experts, *others):
         return super().gated(rows, _dequantized(experts), *others)
 
-    def up(self, rows, experts, *others):
-        return super().up(rows, _dequantized(experts), *others)
+    def up(self, rows, experts, groups):
+        return [self._product(rows, wi, groups, zero_unused=False) for wi in experts.wi]
 
-    def down(self, hidden, experts, *others):
-        return super().down(hidden, _dequantized(experts), *others)
+    def down(self, hidden, experts, groups, dtype, zero_unused):
+        return self._product(hidden, experts.wo, groups, zero_unused=zero_unused)
 
-    def dhidden(self, grad_rows, experts, *others):
-        return super().dhidden(grad_rows, _dequantized(experts), *others)
+    def dhidden(self, grad_rows, experts, group_sizes, dtype):
+        return self._product(
+            grad_rows, experts.wo, group_sizes, transpose_rhs=True, zero_unused=False
+        )
+
+    def _product(
+        self,
+        rows: jax.Array,
+        matrices: QuantizedArray,
+        groups: Groups,
+        *,
+        transpose_rhs: bool = False,
+        zero_unused: bool,
+    ) -> jax.Array:
+        """Multiplies rows by dequantized matrices, in the axis order in which they are stored.
+
+        To dequantize a matrix and to transpose it would take another pass over it.
+        """
+        if isinstance(matrices.format, Transposed):
+            transpose_rhs = not transpose_rhs
+            matrices = QuantizedArray(
+                matrices.values, matrices.scales, matrices.format.transposes, matrices.dtype
+            )
+        return api.product(
+            rows,
+            dequantized(matrices, matrices.dtype),
+            groups,
+            self.implementation,
+            transpose_rhs=transpose_rhs,
+            zero_unused=zero_unused,
+        )
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
         experts = _dequantized(experts)

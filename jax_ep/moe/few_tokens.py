@@ -21,6 +21,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.xla import sum_of_choices
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul import pallas
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Problem, pad_rows
@@ -28,7 +29,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, matmuls_of
 from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
-from pallas_kernels.matmul.chosen_groups import chosen_groups, output_rows
+from pallas_kernels.matmul.chosen_groups import chosen_groups, of_gathered, output_rows
 
 # The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
@@ -128,6 +129,11 @@ def output(
     with jax.named_scope("dispatch"):
         groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
     with jax.named_scope("experts"):
+        if isinstance(experts.wi_0, QuantizedArray) and options.matmul_dtype is None:
+            # Dequantizes no more matrices than the tokens can choose.
+            if len(groups.table) - 1 < experts.wi_0.shape[0]:
+                indices, groups = of_gathered(groups)
+                experts = jax.tree.map(lambda part: part[indices], experts)
         num_rows = output_rows(groups, len(tokens))
         like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
         unit = traced_unit(options, like_hidden, experts)

@@ -88,6 +88,17 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
     return ChosenGroups(table, height), rows
 
 
+def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:
+    """Returns the chosen groups' indices, and the same groups for matrices gathered by them.
+
+    The indices are [S] int32, one for each tile; past the last tile they are those of any groups.
+    """
+    indices, tiles = groups.table[:-1, 0], jnp.arange(len(groups.table), dtype=jnp.int32)
+    first = tiles.at[-1].set(groups.table[-1, 0])
+    table = jnp.concatenate([first[:, None], groups.table[:, 1:]], axis=1)
+    return indices, ChosenGroups(table, groups.height)
+
+
 def output_rows(groups: jax.Array | ChosenGroups, num_rows: int) -> int:
     """Returns the number of rows of a grouped matmul's output.
 

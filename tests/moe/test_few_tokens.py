@@ -15,7 +15,7 @@ from support.meshes import cuda_mesh, expert_mesh
 from support.selection import quick
 
 from jax_ep import MoEConfig, MoEParams, moe_layer
-from jax_ep.formats import FLOAT8_MATRICES, quantize
+from jax_ep.formats import FLOAT8_MATRICES, MXFP4, Transposed, quantize
 from jax_ep.moe import few_tokens
 from jax_ep.moe.expert_matmuls import Experts
 from jax_ep.moe.expert_mlp import expert_mlp
@@ -84,10 +84,9 @@ def test_each_choice_has_a_row_of_its_group(num_tokens, num_groups):
         np.testing.assert_array_equal(used[:, 3] - used[:, 1], exists[0])
 
 
-def stored_float8(params):
-    return params._replace(
-        **{n: quantize(getattr(params, n), FLOAT8_MATRICES) for n in ("wi_0", "wi_1", "wo")}
-    )
+def stored(params, format):
+    matrices = {name: getattr(params, name) for name in ("wi_0", "wi_1", "wo")}
+    return params._replace(**{name: quantize(w, format) for name, w in matrices.items()})
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -122,14 +121,18 @@ def expected(params, x, topk_idx, weights, config):
 @pytest.mark.parametrize("num_tokens", quick([1, 3, 16], 1, 3))
 @pytest.mark.parametrize(
     "kind",
-    quick(["plain", "biases", "float8", "stored", "stored_float8", "without_wi_1"], "plain"),
+    quick(
+        ["plain", "biases", "float8", "stored", "stored_float8", "stored_mxfp4", "without_wi_1"],
+        "plain",
+        "stored_mxfp4",
+    ),
 )
 def test_outputs_are_those_of_each_choice(num_tokens, kind):
-    params, config = make_params(biases=kind == "biases"), CONFIG
+    params, config = make_params(biases=kind in ("biases", "stored_mxfp4")), CONFIG
     if kind.endswith("float8"):
         config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     if kind.startswith("stored"):
-        params = stored_float8(params)
+        params = stored(params, Transposed.of(MXFP4) if "mxfp4" in kind else FLOAT8_MATRICES)
     if kind == "without_wi_1":
         params = params._replace(wi_1=None)
     x, topk_idx = make_x(num_tokens), choices(num_tokens)
@@ -211,6 +214,17 @@ LARGE = {"row_tiles", "grouped_matmul_gated"}
 )
 def test_which_layers_need_no_dispatch(num_tokens, options, expected):
     assert kernels(dataclasses.replace(CONFIG, **options), num_tokens) == expected
+
+
+@needs_kernels
+def test_only_chosen_experts_are_dequantized():
+    """A layer of a token must not dequantize the matrices of experts that it does not choose."""
+    params = jax.eval_shape(lambda: stored(make_params(), FLOAT8_MATRICES))
+    x = jax.ShapeDtypeStruct((1, H), jnp.bfloat16)
+    layer = on_mesh(CONFIG, cuda_mesh((1,), ("expert",)))
+    text = layer.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<{K}x{H}x{F}xbf16>" in text
+    assert f"tensor<{E}x{H}x{F}xbf16>" not in text
 
 
 @needs_kernels
