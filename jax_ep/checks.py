@@ -31,7 +31,8 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
     """Returns `axis_name`, which is one mesh axis or a tuple of mesh axes, as a tuple.
 
     An empty tuple, which means a single rank, is allowed. Raises TypeError or ValueError unless
-    `axis_name` is a string or a tuple of distinct strings; the message calls the argument `name`.
+    `axis_name` is a string or a tuple of distinct strings. `name` is the name of the caller's
+    argument, for the error message.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     for axis in axes:

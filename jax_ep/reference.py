@@ -488,8 +488,9 @@ def top_k_routing(
         )
         with np.errstate(invalid="ignore"):
             of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # `of_mean` orders groups with equal sums. For the sigmoid it is the log odds of their
-            # mean score, where log_score - logit is log(1 - score).
+            # Where groups have equal sums, the one with the larger `of_mean` is better. For the
+            # sigmoid, it is log(m / (1 - m)) for the mean m of the group's best scores. In it,
+            # log_score - logit is log(1 - score).
             if score == "sigmoid":
                 of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
         tie = of_mean if choose_by == "score" else logit.sum(axis=-1)

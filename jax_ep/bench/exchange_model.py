@@ -274,7 +274,10 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Returns a text: what limits a published bandwidth, and how far below the bound it is."""
+    """Returns a text that says what limits a published bandwidth, by this module's model.
+
+    It says how far the bandwidth stays below the upper bound that the model computes.
+    """
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (

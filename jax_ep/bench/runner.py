@@ -334,12 +334,14 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
       loop: the loop.
       timer: the profiler to use, one of `flags.TIMERS`: "auto" tries each profiler in turn until
         one works, and "none" measures nothing.
-      repeats, spaced: arguments of `Loop.device_time`.
+      repeats: how many times the loop runs.
+      spaced: whether a kernel that only waits follows each iteration, and the time of the loop's
+        own kernels is subtracted; see `Loop.device_time`.
 
     Returns:
-      Fields for a row of results: "device", a dict of times in microseconds, or None if nothing was
-      measured; and "device_error", the reason why nothing was measured. There is no "device_error"
-      if `timer` is "none", or if it is "auto" and the devices are no GPUs.
+      A dict with the field "device": a dict of times in microseconds, or None if nothing was
+      measured. If the measurement failed, the field "device_error" has the reason. It is no failure
+      if `timer` is "none", or if `timer` is "auto" and the devices are not GPUs.
     """
     if timer == "none":
         return {"device": None}

@@ -71,9 +71,10 @@ def load_moe_params(
             `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
             `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
             to this format while they are loaded; matrices that the files hold in this format keep
-            their bytes. The values and scales have the axis order of published matrices, [out,
-            in], which is the transpose of the parameter's (`jax_ep.formats.Transposed`). Quantized
-            parameters have no gradient.
+            their bytes. With a format, values and scales have the axis order [out, in], as in most
+            published models, although the parameter is [in, out] (`jax_ep.formats.Transposed`).
+            With "keep", they have the axis order of the files. Quantized parameters have no
+            gradient.
         progress: called as progress(bytes loaded, bytes to load); both count this process only.
             None draws a progress bar on standard error if standard error is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. If
@@ -86,10 +87,10 @@ def load_moe_params(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
-            tensor of the block is missing, misshapen or unknown; a field has a value that the block
-            or the layer does not support; the mesh does not divide the experts, slots or F; or
-            `quantized` does not fit the matrices, for example if a device would hold a part of a
-            block. The message names the cause.
+            tensor of the MoE block is missing, misshapen or unknown; a field has a value that the
+            MoE block or the layer does not support; the mesh does not divide the experts, slots or
+            F; or `quantized` does not fit the matrices, for example if numbers that share one scale
+            would be on several devices. The message names the cause.
         TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` is not a
             `jax.sharding.Mesh` of devices, `quantized` is neither None nor "keep" nor a format, or
             a keyword is not a field of `jax_ep.MoEConfig`.
@@ -289,8 +290,10 @@ def _check_call(
     if config.num_slots is not None:
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # `config` may ask for implementations that this machine lacks, if another machine will call the
-    # layer. So the call is traced with implementations that every machine has.
+    # `config` may name implementations that this machine lacks, if another machine will call the
+    # layer. So the call is traced with "xla", which every machine has. But a `MoEConfig` with a
+    # host_capacity_factor does not allow implementation="xla". It allows None, which chooses an
+    # exchange that can run here.
     between_hosts = config.host_capacity_factor is not None
     config = dataclasses.replace(
         config, implementation=None if between_hosts else "xla", matmul_implementation="xla"

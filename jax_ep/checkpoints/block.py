@@ -724,7 +724,8 @@ def _place(
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        # The parameter has all axes of the tensor but "1", whose only element is taken.
+        # The tensor may have an axis "1", of one element, which the parameter lacks. The element is
+        # taken. All other axes of the tensor are axes of the parameter.
         part = taken.get(letter, slice(0, 1))
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)

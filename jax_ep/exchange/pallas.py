@@ -105,9 +105,17 @@ def _combine(
 ) -> jax.Array:
     """Sums padded rows y by token and sends the sums to the tokens' ranks; returns [T, H].
 
-    y is [R, H], or rank-major [N·T, H] if `by_rank`. `rows` [N, T, K] has an entry for each choice.
-    It is the choice's row of y. If `by_rank`, it is instead the choice's local expert, or -1 for a
-    choice of no expert of this rank.
+    Args:
+      y: [R, H], or rank-major [N·T, H] if `by_rank`. H includes the columns of zeros that
+        `_pad_hidden` has appended.
+      topk_weights: [T, K], the routing weights by which rows are multiplied before they are summed;
+        None: rows are summed without weights. It is None if `by_rank`.
+      topk_idx: [T, K] int32, the experts that this rank's tokens choose.
+      rows: [N, T, K] int32: for choice k of rank s's token t, entry [s, t, k] is the row of y with
+        the expert's output, R or more if that row was dropped. If `by_rank`, it is the expert's
+        index among this rank's experts. In both cases it is -1 if the expert is on another rank.
+      config: the static arguments of the exchange.
+      by_rank: whether y is rank-major: row s·T + t is for token t of rank s.
     """
     fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows

@@ -118,7 +118,7 @@ def check_implementation(
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
     `rhs` has the matrix of each group, [groups, H, F]. If `implementation` is None, nothing is
-    raised. The message calls the argument `name`.
+    raised. `name` is the name of the caller's argument, for the error message.
     """
     IMPLEMENTATIONS.check(implementation, Problem(rhs.shape[1:], rhs.dtype), name)
 

@@ -49,8 +49,9 @@ Groups = jax.Array | ChosenGroups
 # An elementwise function that computes the hidden values of an expert. It gets the two products
 # lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# A function of lhs, a list of cotangents of products with lhs, and group_sizes. For each cotangent,
-# it returns the gradient of the groups' matrices.
+# A function (lhs, cotangents, group_sizes) -> gradients. The rows of lhs [R, K] were multiplied by
+# several matrices [L, K, N]. For the cotangent [R, N] of each product, the function returns the
+# gradient of the product's matrices.
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
@@ -97,7 +98,7 @@ def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
 
 
 def joined_groups(array: Any, height: int | None) -> Any:
-    """Returns the groups that `split_groups` has split. `array` may also be the array's type."""
+    """Undoes `split_groups`: returns the groups. `array` may also be the type of the array."""
     return array if height is None else ChosenGroups(array, height)
 
 

@@ -467,7 +467,8 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
         return tokens
 
     run_as_here(tokens)
-    # The operands of the matmul primitives have types that are replicated over the mesh's Explicit
-    # axes. So the unit is traced for such types, too.
+    # The matmul primitives get operands that are replicated over the mesh's Explicit axes, and call
+    # the unit on such arrays. Their types differ from those here. So the unit is also traced for
+    # arrays that are replicated over these axes.
     replicated_over_explicit_axes(run_as_here, tokens)
     return traced

@@ -19,8 +19,8 @@ class RouterInputs(NamedTuple):
     """The optional arguments of a call of the layer that concern the router; a pytree.
 
     Attributes:
-        router_x: [..., H'] floating: for each token, the row that the router reads. None means that
-            it reads the layer's tokens.
+        router_x: [..., H'] floating: for each token, the row that the router reads. Its size H' may
+            differ from the hidden size H. None means that the router reads the layer's tokens.
         topk_idx: [..., K] integer: expert ids that the caller has chosen, where -1 chooses no
             expert. None means that the router chooses.
         topk_weights: [..., K] floating: the weights of `topk_idx`. None means that they are
@@ -39,7 +39,8 @@ def route(
 
     Args:
         params: the parameters of the layer.
-        x: [T, H'] floating: for each token, the row that the router reads.
+        x: [T, H'] floating: for each token, the row that the router reads. H' is the hidden size H,
+            unless the layer's call gives rows of another size as `router_x`.
         inputs: the arguments of the layer's call. Only `topk_idx` and `topk_weights` are used: the
             caller's choices and their weights, [T, K] each, or None.
         mask: [T] bool, or None: a token whose mask is False chooses no expert.

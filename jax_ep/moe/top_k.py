@@ -476,8 +476,10 @@ def _groups_by_all_keys(
 ) -> jax.Array:
     """Returns the ids of the groups from which each token may choose, [T, kept] int32.
 
-    Groups are compared by all sort keys of their best expert, or of the sum of their two best
-    experts, as `groups` says. The arguments are those of `_topk_idx`.
+    If `groups.best` is 1, or if groups have only one expert each, a group is compared by all sort
+    keys of its best expert. Otherwise it is compared by the sum of its two best experts' scores (or
+    score + bias). Where two groups' sums are equal, the function `order.OF_TWO` of the two experts'
+    logits decides. The arguments are those of `_topk_idx`.
     """
     tokens, num_experts = logits.shape
     size = num_experts // groups.number

@@ -1,8 +1,8 @@
 """Decides which rank holds which experts, and how many copies an expert has.
 
 A slot is the memory for one expert's weights; each of the N ranks has P / N of the P slots.
-`balance` copies and places experts by their loads. `place_by_affinity` looks at successive layers,
-and gives one rank the experts that the same tokens choose. Both run on the host, in NumPy, and
+`balance` decides by the loads of experts. `place_by_affinity` looks at successive layers, and
+assigns the experts that the same tokens choose to one rank. Both run on the host, in NumPy, and
 return a `Placement`. The arrays of a `Placement` are small, and their shapes depend only on the
 numbers of layers, experts and slots. So a layer that takes them as arguments compiles once for all
 placements. `choose_slots` runs in the traced program: it turns a token's choices of experts into

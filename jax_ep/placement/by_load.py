@@ -1,4 +1,4 @@
-"""Copies and places experts by their loads, so that all ranks have nearly equal loads."""
+"""Decides how many copies experts get, and on which ranks, so that ranks have similar loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LESS = 1 - 1e-9
 def balance(
     load: Any, *, num_slots: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
 ) -> Placement:
-    """Copies popular experts and places all copies, so that the busiest rank's load is small.
+    """Decides which experts get copies, and where, so that the busiest rank's load is small.
 
     Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB). EPLB gives each of
     the P - E additional slots to the expert that then has the most load per copy. It places the
@@ -90,7 +90,7 @@ def _balance_layer(
 
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
-    """Copies the experts of one host and places the copies on the host's ranks.
+    """Decides how many copies each expert of a host gets, and which of its ranks holds each copy.
 
     Args:
         load: [n], the loads of the host's n experts.
@@ -165,7 +165,7 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 
 
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
-    """Replaces one expert's copy by another expert's, if that lowers the busiest rank's load.
+    """Gives one slot to a copy of another expert, if that lowers the busiest rank's load.
 
     The expert that gains a copy is one on the busiest rank; the expert that loses one has several.
     Of all such replacements, makes the one after which the busiest rank's load is lowest.

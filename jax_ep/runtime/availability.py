@@ -224,7 +224,7 @@ TRACED: Place = _Traced()
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program that is being lowered, as a `Place` that may run kernels."""
+    """A `Place` for a program that is being lowered: says whether the program can run kernels."""
 
     program: jax_compat.Program
 

@@ -382,7 +382,10 @@ def raise_failure(messages: Mapping[int, Message]) -> None:
 
 
 def _remove(path: str) -> None:
-    """Removes a socket at `path`, and its folder, that an ended process has left behind."""
+    """Deletes the socket file at `path`, and its folder, which a process left when it ended.
+
+    Does nothing if `path` is no socket, or if its folder is not named like one of this library.
+    """
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

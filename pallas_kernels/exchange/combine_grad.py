@@ -200,9 +200,9 @@ class _Scratch(NamedTuple):
     # [workers, ROWS_OF_COTANGENT, warps] float32: the partial sum of each warp of a worker for each
     # of the inner products that the worker computes at a time.
     sums: Any
-    # [S] barriers, one for each stage: it completes when a cotangent has arrived in the stage.
+    # [S] barriers: `full[s]` completes when a cotangent has arrived in stage s.
     full: Any
-    # [S] barriers, one for each stage: it completes when a worker has used the stage's cotangent.
+    # [S] barriers: `empty[s]` completes when a worker has used the cotangent in stage s.
     empty: Any
 
     @property

@@ -232,7 +232,7 @@ class _Scratch(NamedTuple):
     # The C stages of the receiver's ring: an array [C, columns] of values and, if rows are
     # quantized, an array of scales.
     copies: Sequence[Any]
-    # [C] barriers, one for each stage of `copies`: it completes when a row has arrived there.
+    # [C] barriers: `copy_full[s]` completes when a row has arrived in stage s of `copies`.
     copy_full: Any
     # A barrier that completes when the sender warpgroup has found where each expert's rows are.
     groups_known: Any

@@ -250,9 +250,9 @@ class GatherScratch(NamedTuple):
     # [pairs] int32: how many row numbers `places` has for each (token, owner) pair. NOWHERE if the
     # token chose no expert of this rank.
     num_rows: Any
-    # [S] barriers, one for each stage: it completes when a row has arrived in the stage.
+    # [S] barriers: `full[s]` completes when a row has arrived in stage s.
     full: Any
-    # [S] barriers, one for each stage: it completes when all warpgroups have read the stage's row.
+    # [S] barriers: `empty[s]` completes when all warpgroups have read the row in stage s.
     empty: Any
     # A barrier that completes when the scout has filled `places`, `choices` and `num_rows`.
     listed: Any

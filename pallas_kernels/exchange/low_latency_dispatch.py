@@ -164,11 +164,12 @@ class _Refs(NamedTuple):
     x: Any
     # [T·K] int32, the experts that this rank's tokens choose.
     topk_idx: Any
-    # [N, T·K] int32: the row of this rank's receive buffer for each choice of each source rank's
-    # tokens. `dispatch` writes it, and `dispatch_like` reads it.
+    # [N, T·K] int32: entry [s, t·K + k] is the row, in this rank's receive buffer, for choice k of
+    # rank s's token t; NOWHERE if the choice is of another rank's expert. `dispatch` writes the
+    # array, and `dispatch_like` reads it.
     rows: Any
     # [N, count_width] int32: how often the tokens of each source rank choose each expert.
-    # `dispatch` writes it, and `dispatch_like` reads it.
+    # `dispatch` writes the array, and `dispatch_like` reads it.
     counts: Any
     # [R, H], the receive buffer.
     tokens: Any

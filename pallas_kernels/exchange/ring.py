@@ -35,7 +35,7 @@ class Ring:
 
     # [S, columns] in shared memory, the S stages: each holds one row.
     rows: Any
-    # [S] barriers: `full[s]` completes when a row, or notes alone, are in stage s.
+    # [S] barriers: `full[s]` completes when stage s has its row, or its notes if no row is passed.
     full: Any
     # [S] barriers: `empty[s]` completes when the consumers have read stage s, so that the producer
     # may fill the stage again.

@@ -59,17 +59,18 @@ class SenderRefs(NamedTuple):
 class SenderScratch(NamedTuple):
     """The shared memory of a sender with a ring of S stages, one row in each."""
 
-    # [sources, window.width] int32: the loaded slice of each array that `Routes.sources` returns:
-    # the routing data of the tokens to be sent next.
+    # [sources, window.width] int32: a slice of each array that `Routes.sources` returns. It has the
+    # routing data of the tokens to be sent next.
     words: Any
     # The ring's S stages, whose rows have the format in which they are sent: an array [S, columns]
     # of values and, if rows are quantized, an array of scales.
     stages: Sequence[Any]
     # [S, H], the rows of the S stages before they are quantized. None if rows are sent unquantized.
     wide_stages: Any
-    # [S, N, num_words] int32: for the token in each stage, the words that each of the N ranks gets.
+    # [S, N, num_words] int32: for the token in each stage, the words (see `List`) for each of the N
+    # ranks.
     lists: Any
-    # [S] barriers, one for each stage: it completes when an input row has arrived in the stage.
+    # [S] barriers: `full[s]` completes when an input row has arrived in stage s.
     full: Any
 
 
@@ -143,9 +144,10 @@ class Sender:
 
     @property
     def step_window(self) -> Window:
-        """The slice of the words received from one source rank that belongs to one step's tokens.
+        """The slice of one source rank's routing data that the receiver warpgroup loads at a time.
 
-        A step is the tokens that are sent between two signals.
+        Routing data is `num_words` int32 for each token, such as the token's rows on this rank. The
+        slice has the words of one step: the tokens that a block sends between two signals.
         """
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 

@@ -136,7 +136,7 @@ class Fabric(Ranks, Protocol):
         """
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        """Sends int32 of `words` to every rank, two at a time: `count` pairs from pair `first` on.
+        """Sends pairs of int32 to every rank: `count` pairs of `words`, from pair `first` on.
 
         Pair i is (words[2 * i], words[2 * i + 1]), and has the number i at the receiver, too. Each
         int32 must fit in 16 bits, since a pair is sent as one 32-bit number.

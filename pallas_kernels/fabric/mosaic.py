@@ -866,8 +866,9 @@ def zero_rows_outside(
     swizzle.
     """
     rows, columns = ref.shape
-    # `blocks` blocks of 8 rows by 64 columns lie side by side in `ref`. A row of `ref` has `pieces`
-    # pieces of 16 bytes.
+    # A block is 8 rows by 64 columns (128 bytes). Each 8 rows of `ref` are stored as `blocks`
+    # blocks, from left to right. A row of `ref` is cut into pieces of 16 bytes: 8 in each of these
+    # blocks, `pieces` in total.
     blocks = columns // 64
     pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)

@@ -34,10 +34,11 @@ from pallas_kernels.fabric.memory_map import (
 )
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 
-# A word of a tile that equals the sentinel `EMPTY` is sent as this word. As float32 both are NaN.
+# `EMPTY` marks a word that has not arrived yet. If a word of a tile happens to equal `EMPTY`, this
+# word is sent instead. As float32, both are NaN.
 _INSTEAD = 0xFFFFFFFE
 # A note is a byte that says which words of a tile were replaced. Until it has arrived, its memory
-# holds this value, a byte of the sentinel.
+# holds this value, a byte of `EMPTY`.
 _NO_NOTE = EMPTY & 0xFF
 
 _NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES

@@ -203,9 +203,10 @@ class Gpus(RanksOfMesh):
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
-        # A kernel without buffers sends the address at which the memory pool starts, so that the
-        # flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier call
-        # and read this word instead of that call's. It would abort if the flag were set.
+        # A kernel without buffers sends an address, too: the start of the memory pool, for which
+        # the flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier
+        # call, and may read this word in place of the earlier call's. If the flag were set, the
+        # block would abort.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)

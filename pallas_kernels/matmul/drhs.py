@@ -156,12 +156,12 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Kernel):
-    """The kernel of `drhs_of_each`.
+    """The kernel of `drhs_of_each`: lhs[rows].T @ grad[rows] for each group's rows and each grad.
 
     Attributes:
       num_groups: L, the number of groups.
-      height: K, the number of rows of a group's output.
-      num_grads: number of arrays `grad`, and of outputs.
+      height: K, the number of columns of lhs. Each group's result is a matrix [K, N].
+      num_grads: the number of arrays `grad`. Each of them has one output, [L, K, N].
     """
 
     num_groups: int
@@ -307,16 +307,19 @@ class _Loader:
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears the oldest step that is filled but not cleared: zeroes rows of other groups.
+        """Clears the oldest uncleared step: zeroes its rows that belong to other groups.
+
+        A step is 64 rows of both operands in one stage of the ring. A step is uncleared if its
+        stage has been filled, and its rows of other groups have not been zeroed yet.
 
         Args:
           step: the number of the oldest step. If it is negative, nothing is cleared.
-          uncleared: for each filled step that is not cleared, from the oldest on, the range of the
-            step's rows that belong to its group. The step that was filled last is left out.
-          newest: this range for the step that was filled last.
+          uncleared: for each uncleared step but the newest, from the oldest on, the range of the
+            step's rows that belong to its group.
+          newest: this range for the newest step, which was filled last.
 
         Returns:
-          The ranges of the steps that are now filled but not cleared.
+          The ranges of the steps that are still uncleared.
         """
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))

@@ -679,7 +679,11 @@ class _Product(_Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(_Float8Kernel):
-    """The kernel of `gated_product`: a tile's halves are the same 128 columns of two matrices."""
+    """The kernel of `gated_product`, whose tiles hold both products that the gating needs.
+
+    The left half of a tile is the product with 128 columns of a group's first matrix, the right
+    half the product with the same columns of its second matrix.
+    """
 
     gating: Elementwise
     keep: bool

@@ -77,16 +77,17 @@ _INFINITY = 0x7F80
 
 
 class GateGradient(NamedTuple):
-    """The results of `gate_gradient`, for R rows and F columns of hidden values.
+    """The results of `gate_gradient`, for R rows of F hidden values each.
 
-    P is the number of rows with padding, in which each group starts at a multiple of 128.
+    The transposed results are [F, P]. P is the number of rows after padding: rows are added to each
+    group, so that every group starts at a multiple of 128.
 
     Attributes:
-      dpre: the gradients of gate and up: rows [R, F].
-      transposed: the same gradients, transposed: [F, P].
-      hidden: w * h, the weighted hidden values, transposed: [F, P].
-      dweights: [R, F / 128] float32, for the gradient of the rows' weights: for each row and each
-        128 columns the sum of dhidden * h, where dhidden is the gradient of w * h.
+      dpre: the gradients of gate and up, [R, F] float8 each.
+      transposed: the same two gradients, transposed, [F, P] float8 each.
+      hidden: w * h, the hidden values h times the weight w of their row, transposed, [F, P] float8.
+      dweights: [R, F / 128] float32: partial sums of the gradient of w. For each row and each 128
+        columns, it has the sum of dhidden * h, where dhidden is the gradient of w * h.
     """
 
     dpre: tuple[Scaled, Scaled]

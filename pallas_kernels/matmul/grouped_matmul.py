@@ -375,7 +375,11 @@ class _Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape [columns, rows] of this warpgroup's half of an output tile."""
+        """The shape [columns, rows] in which this warpgroup computes its half of an output tile.
+
+        The tensor cores compute the transpose of a tile, since the second dimension of their
+        result, here the tile's rows, may be any multiple of 8.
+        """
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:

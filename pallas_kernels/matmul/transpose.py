@@ -1,10 +1,12 @@
 """Kernel that transposes quantized rows, for the gradient of a grouped matmul's matrices.
 
-The gradient of a group's matrix sums over the rows of the group. The tensor cores require that this
-axis is innermost in both float8 operands. They sum 128 products before a scale is applied, so 128
-rows must share a scale. This kernel therefore transposes the rows, and gives each block of 128 rows
-by 128 columns one scale: the largest scale of its rows in these columns. Each value is multiplied
-by its row's scale, divided by the block's scale, and rounded to float8 once more.
+The gradient of a group's matrix is a sum over the rows of the group. In float8 operands, the tensor
+cores require that the axis of a sum is the innermost one. Hence this kernel transposes the rows.
+
+Before the transposition, each row has one scale for each 128 columns. A matmul adds the products of
+128 rows before it multiplies their sum by a scale, so 128 rows must share a scale. The kernel
+therefore gives each block of 128 rows by 128 columns one scale, the largest scale of its rows. Each
+value is multiplied by its row's scale, divided by the block's scale, and rounded to float8 again.
 
 A thread block handles a tile of 128 rows by 128 columns. Each thread handles a patch of 8 x 8
 values:

@@ -458,9 +458,9 @@ class _TopK:
 
         A key is a word that grows with its number. high + low is the sum of the scores of the
         group's two best columns. `tie` is the function `order.OF_TWO` of their logits, which
-        decides if sums are equal. `keys` has a tuple for each of the two columns. Its last word is
-        the key of the column's logit. Before it are the keys of two numbers whose sum is the
-        column's score. They are left out if the score is the logit.
+        decides if sums are equal. `keys` has a tuple of words for each of the two columns. The
+        tuple's last word is the key of the column's logit. The two words before it are the keys of
+        two numbers whose sum is the column's score. They are left out if the score is the logit.
         """
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
