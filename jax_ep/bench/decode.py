@@ -4,7 +4,8 @@ A program is a stack of MoE layers in one compiled loop; each iteration stands f
 step. Each layer computes x + moe(normalize(x)), as in a transformer. If the stack has as many
 layers as a model, a step is the whole model except for attention, embeddings and logits. Layers are
 either unrolled, each with its own arrays, or run by `lax.scan` over stacked arrays. Experts compute
-in bfloat16, or in float8 with weights that are quantized before the loop.
+in bfloat16, in float8 with weights that are quantized before the loop, or in bfloat16 with weights
+that are stored as MXFP4.
 
 The column "floor us" is a lower bound: the bytes that any implementation must read on a rank,
 divided by the bandwidth of a plain copy measured in the same run. These bytes are, for each layer,
@@ -24,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_ep import formats
 from jax_ep.bench import floor, report, runner
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
 from jax_ep.bench.flags import BenchFlags, Iterations
@@ -44,11 +46,13 @@ class Format(NamedTuple):
       matmul_dtype: the `matmul_dtype` of `jax_ep.MoEConfig`; None multiplies in bfloat16.
       bytes_per_number: the bytes of one weight in memory, with its share of the scales.
       tolerance: the largest relative error of a row of the output; see `layer.agree`.
+      stored: the format in which the experts' matrices are stored; None: bfloat16.
     """
 
     matmul_dtype: Any
     bytes_per_number: float
     tolerance: float
+    stored: formats.Format | None = None
 
 
 FORMATS = {
@@ -56,6 +60,9 @@ FORMATS = {
     # Each block of 128 x 128 weights has one float32 scale. The tolerance allows for two successive
     # matmuls with two operands each. Rounding to float8 changes a number by up to 2^-4 of itself.
     "float8_e4m3fn": Format(jnp.float8_e4m3fn, 1 + 4 / 128**2, 4 * 2**-4),
+    # Each 32 weights have a scale of one byte. Published models store matrices transposed. Rounding
+    # to MXFP4 changes a random number by 1/8 on average, and the tolerance is that of two matmuls.
+    "mxfp4": Format(None, 0.5 + 1 / 32, 2 / 8, formats.Transposed.of(formats.MXFP4)),
 }
 IMPLEMENTATIONS = ("unrolled", "scanned")
 # The shapes that are measured on CPUs. Float8 experts need sizes `hidden` and `mlp_dim` that are
@@ -136,7 +143,11 @@ class DecodeCase(runner.Case):
         row = self.rows[0]
         mesh = Mesh(np.asarray(jax.devices()[: row["ranks"]]), (AXIS,))
         scanned = row["implementation"] == "scanned"
-        return mesh, make_stack(self.shape, self.config, row["layers"], scanned, mesh, _SEED.value)
+        stored = FORMATS[row["format"]].stored
+        stack = make_stack(
+            self.shape, self.config, row["layers"], scanned, mesh, _SEED.value, stored
+        )
+        return mesh, stack
 
     def build(self, row: Row, shared: tuple[Mesh, Stack]) -> Loop:
         mesh, stack = shared
@@ -285,7 +296,13 @@ class DecodeBench(runner.Bench):
 
 
 def make_stack(
-    shape: Shape, config: MoEConfig, layers: int, scanned: bool, mesh: Mesh, seed: int
+    shape: Shape,
+    config: MoEConfig,
+    layers: int,
+    scanned: bool,
+    mesh: Mesh,
+    seed: int,
+    stored: formats.Format | None = None,
 ) -> Stack:
     """Makes the random parameters of `layers` MoE layers on all ranks.
 
@@ -295,6 +312,12 @@ def make_stack(
 
     def layer(seeds: tuple[jax.Array, jax.Array]) -> tuple[MoEParams, QuantizedExperts | None]:
         params = random_params(shape, mesh.size, *seeds)
+        if stored is not None:
+            quantized_matrices: dict[str, Any] = {
+                name: formats.quantize(getattr(params, name), stored)
+                for name in QuantizedExperts._fields
+            }
+            params = params._replace(**quantized_matrices)
         quantized = None if config.matmul_dtype is None else quantize_experts(params, config)
         return params, quantized
 

@@ -79,8 +79,8 @@ def test_all_programs_of_the_same_layers_agree(tmp_path):
 def test_check_fails_the_program_that_has_other_layers(monkeypatch, capsys):
     make_stack = bench_decode.make_stack
 
-    def with_other_weights(shape, config, layers, scanned, mesh, seed):
-        return make_stack(shape, config, layers, scanned, mesh, seed + scanned)
+    def with_other_weights(shape, config, layers, scanned, mesh, seed, stored):
+        return make_stack(shape, config, layers, scanned, mesh, seed + scanned, stored)
 
     monkeypatch.setattr(bench_decode, "make_stack", with_other_weights)
     assert bench("--batches=4", "--layers=1", "--formats=bfloat16", "--check") == 1
