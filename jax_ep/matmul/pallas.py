@@ -245,7 +245,11 @@ def chosen_tiles(groups: ChosenGroups, num_cols: int, *, matrices: int = 1) -> T
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    return Tiles.fitting((groups.height,), 128, band(num_cols, 128, 8), matrices=matrices)
+    heights, num_tiles = (groups.height,), (len(groups.table) - 1) * -(-num_cols // 128)
+    # Tiles of 64 columns would leave half of the multiprocessors without a tile otherwise.
+    if matrices > 1 and num_tiles <= HOPPER_CORES // 2:
+        return Tiles.fitting(heights, 64, band(num_cols, 64, 8), matrices=matrices)
+    return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=matrices)
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:

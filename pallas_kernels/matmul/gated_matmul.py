@@ -15,16 +15,20 @@ With `keep` the kernel also stores the two products, which the gradients need.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.grouped_matmul import Product, Tiles
-from pallas_kernels.matmul.kernel import launch
+from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles
+from pallas_kernels.matmul.kernel import CHUNK, STEP, launch, transposed
 from pallas_kernels.matmul.row_tiles import table_of
+from pallas_kernels.matmul.store import Place
 
 
 def gated_product(
@@ -88,8 +92,7 @@ def gated_product(
 class _GatedProduct(Product):
     """The kernel of `gated_product`.
 
-    If `keep` is set, its outputs are the two products and then the gated product. Otherwise, the
-    gated product is the only output.
+    Its outputs are the two products, if `keep` is set, and last the gated product.
     """
 
     gating: Elementwise
@@ -105,7 +108,24 @@ class _GatedProduct(Product):
 
     @property
     def holds(self) -> bool:
-        return not self.keep
+        return not self.keep and not self.is_narrow
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a tile has only 64 columns, so that a compute warpgroup computes one product."""
+        return self.tiles.block_n == CHUNK
+
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        types = super().scratch_types(dtype)
+        if self.is_narrow:
+            shape = self.tiles.part, self.tiles.block_m
+            types["passed"] = Passed(plgpu.SMEM(shape, dtype), plgpu.Barrier(), plgpu.Barrier())
+        return types
+
+    def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
+        if passed is None:
+            return Computer(self, *work)
+        return _OneProduct(self, *work, passed)
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
@@ -115,6 +135,92 @@ class _GatedProduct(Product):
             total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
             for i in range(self.matrices)
         )
+        return self.gated(*products)
+
+    def gated(self, *products: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the elements of the outputs for elements of the two products, rounded already."""
         wide = (product.astype(jnp.float32) for product in products)
-        hidden = self.gating(*wide, interpreted=self.interpreted).astype(dtype)
+        hidden = self.gating(*wide, interpreted=self.interpreted).astype(products[0].dtype)
         return (*products, hidden) if self.keep else (hidden,)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["product", "full", "empty"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """Shared memory through which compute warpgroup 1 passes its product to warpgroup 0.
+
+    Outside the kernel's body, the attributes are types of scratch; inside, references to it.
+
+    Attributes:
+      product: [64, block_m] of the outputs' dtype, a tile of a product, transposed.
+      full: the barrier at which warpgroup 1 arrives when it has written a product.
+      empty: the barrier at which warpgroup 0 arrives when it has read a product.
+    """
+
+    product: Any
+    full: Any
+    empty: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneProduct(Computer):
+    """The work of a compute warpgroup for tiles of 64 columns: it computes one of the two products.
+
+    A token in decoding has few tiles of 128 columns, on fewer multiprocessors than it takes to use
+    the memory's bandwidth. With 64 columns, there are twice as many.
+
+    Warpgroup 1 passes its product through shared memory to warpgroup 0, which applies the gating
+    function and stores the results.
+    """
+
+    passed: Passed
+
+    def run(self) -> None:
+        total = self.rows.count * self.kernel.tile_columns
+        self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
+        self._zero_unused()
+
+    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
+        place, kind = super()._look_up(index)
+        # Both warpgroups compute all columns of a tile.
+        left_edge = place.left_edge - self.number * self.kernel.tiles.part
+        return place._replace(left_edge=left_edge), kind
+
+    def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
+        place, kind = tile
+        steps = sum(self.kernel.depths) // STEP
+        multiply = functools.partial(self._multiply, kind)
+        total = self.ring.accumulate(used, steps, self._shape, multiply, matmuls=1)
+        product = total.astype(self._dtype)
+
+        @pl.when(self.number == 1)
+        def _pass():
+            pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.empty))
+            self.passed.product[...] = product
+            plgpu.barrier_arrive(self.passed.full)
+
+        @pl.when(self.number == 0)
+        def _store():
+            plgpu.barrier_wait(self.passed.full)
+            other = self._loaded()
+            plgpu.barrier_arrive(self.passed.empty)
+
+            def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+                return self.kernel.gated(product[columns, rows], other[columns, rows])
+
+            self.store.chunks(0, self.store.num_chunks, place, results)
+
+        return used + steps
+
+    def _loaded(self) -> jax.Array:
+        if self.kernel.interpreted:
+            return self.passed.product[...]
+        return plgpu.load(self.passed.product, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def _multiply_rows(self, accumulator: Any, stage: jax.Array, height: int) -> None:
+        matrix = self.ring.right.at[stage, self.number]
+        rows = transposed(self.ring.left.at[stage, :height])
+        columns = matrix if self.kernel.transpose_rhs else transposed(matrix)
+        plgpu.wgmma(accumulator.at[:, :height], columns, rows)

@@ -19,7 +19,7 @@ Rows of other groups are multiplied, too, but their products are not stored.
 
 `pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader warpgroup (`_Loader`)
 copies tiles of the rows and of their group's matrix into a ring in shared memory. The two compute
-warpgroups (`_Computer`) multiply them, and store the sums by `pallas_kernels.matmul.store`. A
+warpgroups (`Computer`) multiply them, and store the sums by `pallas_kernels.matmul.store`. A
 kernel with another epilogue, or with several matrices for each group, is a subclass of `Product`.
 """
 
@@ -64,6 +64,8 @@ class Tiles:
       heights: the numbers of rows that an output tile may have, in rising order. They are multiples
         of 8 up to 256, which one tensor core instruction can multiply.
       block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
+        In a gated product it may also be 64: each compute warpgroup then computes one of the two
+        products.
       num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
         long along K, the contraction dimension.
       num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results.
@@ -105,16 +107,19 @@ class Tiles:
 
     @property
     def part(self) -> int:
-        """The number of columns that a compute warpgroup computes: half of an output tile's."""
-        return self.block_n // COMPUTERS
+        """The number of columns that a compute warpgroup computes: half of an output tile's.
+
+        If a tile has only 64 columns, it is all of them.
+        """
+        return max(self.block_n // COMPUTERS, CHUNK)
 
     def __post_init__(self) -> None:
         rising = list(self.heights) == sorted(set(self.heights))
         whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
-        if not self.heights or not rising or not whole or self.block_n not in (128, 256):
+        if not self.heights or not rising or not whole or self.block_n not in (64, 128, 256):
             raise ValueError(
                 "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
-                f"128 or 256 columns, not {self}."
+                f"64, 128 or 256 columns, not {self}."
             )
         if self.num_buffers < 1:
             raise ValueError(f"num_buffers must be positive, not {self}.")
@@ -231,6 +236,10 @@ class Product(Kernel):
         return (total[columns, rows].astype(dtype),)
 
     def __post_init__(self) -> None:
+        if self.tiles.block_n < COMPUTERS * CHUNK and self.matrices < COMPUTERS:
+            raise ValueError(
+                f"a tile of {self.tiles.block_n} columns needs {COMPUTERS} matrices for each group."
+            )
         if self.width % self.tiles.part:
             raise ValueError(
                 f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
@@ -248,7 +257,7 @@ class Product(Kernel):
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
         )
 
-    def __call__(self, *refs: Any, ring: Ring, buffers: Buffers) -> None:
+    def __call__(self, *refs: Any, ring: Ring, buffers: Buffers, **scratch: Any) -> None:
         *operands, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         last = table.shape[0] - 1
@@ -258,9 +267,13 @@ class Product(Kernel):
         def compute(number: jax.Array) -> None:
             sizes = self.tiles.block_m, self.tiles.part
             store = Store(outs, buffers.of(number), *sizes, self.interpreted)
-            _Computer(self, ring, tiles, store, number).run()
+            self.computer(ring, tiles, store, number, **scratch).run()
 
         self.take_roles(loader.run, compute)
+
+    def computer(self, *work: Any) -> Computer:
+        """Returns the work of a compute warpgroup, for the fields of `Computer` past the first."""
+        return Computer(self, *work)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +354,7 @@ class _Loader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Computer:
+class Computer:
     """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
 
     `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
@@ -365,9 +378,13 @@ class _Computer:
         some, _ = self._look_up(zero)
         carry = zero, (some._replace(end=some.begin), held)
         kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
-        if kernel.zero_unused:
+        self._zero_unused()
+
+    def _zero_unused(self) -> None:
+        """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
+        if self.kernel.zero_unused:
             worker = lax.axis_index("block") * COMPUTERS + self.number
-            self.store.zeros_from(self.rows.num_rows, worker, kernel.num_blocks * COMPUTERS)
+            self.store.zeros_from(self.rows.num_rows, worker, self.kernel.num_blocks * COMPUTERS)
 
     @property
     def _dtype(self) -> Any:

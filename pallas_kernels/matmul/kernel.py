@@ -197,6 +197,7 @@ class Ring:
         multiply: Callable[[Any, jax.Array, jax.Array], None],
         meanwhile: Callable[[jax.Array], None] | None = None,
         least_steps: int = 0,
+        matmuls: int | None = None,
     ) -> jax.Array:
         """Sums products over the ring's next `steps` steps, and releases their stages.
 
@@ -205,13 +206,14 @@ class Ring:
           steps: number of steps of this sum: 0, or at least `least_steps`.
           shape: shape of the accumulator.
           multiply: `multiply(accumulator, stage, step)` starts the asynchronous matmuls of a
-            stage's operands: exactly `matrices` of them, since `wgmma_wait` counts matmuls.
+            stage's operands: exactly `matmuls` of them, since `wgmma_wait` counts matmuls.
           meanwhile: `meanwhile(step)` runs in each step while the step's matmuls are under way, for
             example to store the previous output tile.
           least_steps: the least number of times that `meanwhile` runs. If `steps` is 0, it then
             runs without matmuls. Pass 0 where this is not needed: with a larger number, each step
             first checks that it is below `steps`. In the kernel for the gradients of matrices, this
             check would cost up to 7 % of the time.
+          matmuls: number of matmuls that `multiply` starts; None: `matrices`.
 
         Returns:
           The sums in registers, float32 of shape `shape`.
@@ -219,7 +221,14 @@ class Ring:
 
         def sum_up(accumulator: Any) -> jax.Array:
             step = functools.partial(
-                self._take_step, accumulator, used, steps, multiply, meanwhile, least_steps > 0
+                self._take_step,
+                accumulator,
+                used,
+                steps,
+                multiply,
+                meanwhile,
+                least_steps > 0,
+                self.matrices if matmuls is None else matmuls,
             )
             all_steps = jnp.maximum(steps, least_steps)
             lax.fori_loop(0, all_steps, step, None)
@@ -238,6 +247,7 @@ class Ring:
         multiply: Callable[[Any, jax.Array, jax.Array], None],
         meanwhile: Callable[[jax.Array], None] | None,
         may_be_past: bool,
+        matmuls: int,
         step: jax.Array,
         _: None,
     ) -> None:
@@ -254,7 +264,7 @@ class Ring:
             meanwhile(step)
         # After this wait, all matmuls of the previous step are complete, and only those of this
         # step may still run. So the stage of the previous step is free.
-        plgpu.wgmma_wait(self.matrices)
+        plgpu.wgmma_wait(matmuls)
         pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
 
     def _free(self, step: jax.Array) -> None:

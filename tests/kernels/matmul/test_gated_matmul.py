@@ -69,6 +69,8 @@ def expected(lhs, gate, up, sizes):
         # rows.
         pytest.param(136, [3, 0, 70, 21], 128, Tiles((32, 64), 128, 2, 2), marks=pytest.mark.slow),
         (40, [3, 0, 21], 64, Tiles((16, 32), 128, 2, 1)),
+        # Each compute warpgroup computes one of the products.
+        pytest.param(40, [3, 0, 21], 128, Tiles((8, 32), 64, 3, 2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

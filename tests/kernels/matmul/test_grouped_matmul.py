@@ -144,7 +144,7 @@ def test_tiles_that_cannot_be_are_refused():
     for heights in ((20, 64), (64, 264), (64, 32), (0, 64), ()):
         with pytest.raises(ValueError, match="rows in multiples of 8 up to 256"):
             Tiles(heights, 128, 2, 1)
-    for block_n in (64, 192, 512):
+    for block_n in (32, 192, 512):
         with pytest.raises(ValueError, match="128 or 256 columns"):
             Tiles((64,), block_n, 2, 1)
     for buffers, says in (
@@ -155,6 +155,9 @@ def test_tiles_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=says):
             Tiles((64,), 128, *buffers)
     lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
+    with pytest.raises(ValueError, match="a tile of 64 columns needs 2 matrices"):
+        tiles = Tiles((32,), 64, 2, 1)
+        product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
     with pytest.raises(ValueError, match="192 columns are not whole parts of 128"):
         tiles = Tiles((32,), 256, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
