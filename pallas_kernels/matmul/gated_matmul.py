@@ -125,7 +125,7 @@ class _GatedProduct(Product):
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
         if passed is None:
             return Computer(self, *work)
-        return _OneProduct(self, *work, passed)
+        return _OneProduct(self, *work, passed=passed)
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
@@ -175,6 +175,7 @@ class _OneProduct(Computer):
     function and stores the results.
     """
 
+    kernel: _GatedProduct
     passed: Passed
 
     def run(self) -> None:
