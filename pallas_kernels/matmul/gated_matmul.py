@@ -125,7 +125,7 @@ class _GatedProduct(Product):
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
         if passed is None:
             return Computer(self, *work)
-        return _OneProduct(self, *work, passed=passed)
+        return _OneProduct(self, *work, passed)  # type: ignore[call-arg]
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
