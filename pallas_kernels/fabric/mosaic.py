@@ -792,6 +792,7 @@ def store_column(
     begin: jax.Array,
     end: jax.Array,
     *,
+    to_row: bool = False,
     interpreted: bool,
 ) -> None:
     """Stores elements [begin, end) of a float32 vector in registers to a column of an array.
@@ -806,6 +807,8 @@ def store_column(
       column: the column of `out`.
       begin: the first element to store.
       end: the element after the last one to store.
+      to_row: whether `out` is the transpose of such an array, so that the elements are stored to
+        row `column`, from column `top` on.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
     if interpreted:
@@ -813,7 +816,7 @@ def store_column(
         def store(i: Any, _: Any) -> None:
             @pl.when((i >= begin) & (i < end))
             def _() -> None:
-                out[top + i, column] = values[i]
+                out[(column, top + i) if to_row else (top + i, column)] = values[i]
 
         jax.lax.fori_loop(0, values.shape[0], store, None)
         return
@@ -834,7 +837,10 @@ def store_column(
                     arith.cmpi(arith.CmpIPredicate.slt, row, end),
                 ),
             )
-            offset = arith.addi(arith.muli(arith.addi(top, row), i32(kind.shape[1])), column)
+            first, second = arith.addi(top, row), column
+            if to_row:
+                first, second = second, first
+            offset = arith.addi(arith.muli(first, i32(kind.shape[1])), second)
             with when(inside):
                 llvm.store(
                     vector.extract(values.registers[index], [], [0]),

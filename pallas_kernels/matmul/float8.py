@@ -193,15 +193,18 @@ def gated_product(
     )
     values = jax.ShapeDtypeStruct((num_rows, width), lhs.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
+    # The next matmul takes the scales of the hidden values transposed.
+    turned = jax.ShapeDtypeStruct(scales.shape[::-1], jnp.float32)
     results = _run(
         kernel,
         _operands(lhs, *rhs),
         groups,
-        [values, scales] * kernel.outputs,
+        [values, turned, *[values, scales] * (kernel.outputs - 1)],
         "grouped_matmul_float8_gated",
         interpret,
     )
-    return tuple(map(Scaled, results[::2], results[1::2]))
+    (hidden, of_hidden), *products = zip(results[::2], results[1::2], strict=True)
+    return Scaled(hidden, of_hidden.T), *(Scaled(*product) for product in products)
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
@@ -717,6 +720,7 @@ class _GatedProduct(_Float8Kernel):
                     lax.div(left_edge, jnp.int32(BLOCK)),
                     begin - top,
                     end - top,
+                    to_row=index == 0,
                     interpreted=self.interpreted,
                 )
 
