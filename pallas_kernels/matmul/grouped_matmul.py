@@ -113,11 +113,11 @@ class Tiles:
         whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
         if not self.heights or not rising or not whole or self.block_n not in (128, 256):
             raise ValueError(
-                "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
-                f"128 or 256 columns, not {self}."
+                "heights must be multiples of 8 from 8 to 256 in rising order, and block_n must be "
+                f"128 or 256, but the tile sizes are {self}."
             )
         if self.num_buffers < 1:
-            raise ValueError(f"num_buffers must be positive, not {self}.")
+            raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
         check_buffers(self)
 
 
@@ -233,8 +233,8 @@ class Product(Kernel):
     def __post_init__(self) -> None:
         if self.width % self.tiles.part:
             raise ValueError(
-                f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
-                f"a tile's."
+                f"the output must have a multiple of {self.tiles.part} columns, half of block_n, "
+                f"but has {self.width}."
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
