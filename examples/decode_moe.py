@@ -31,9 +31,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_ep.nnx import MoE
 
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences, over all devices.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 200, "Tokens to decode for each.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "Tokens to decode for each sequence.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context", 128, "Tokens in each cache before the first step.", lower_bound=0
+    "context",
+    128,
+    "Tokens in each sequence's key-value cache before the first step.",
+    lower_bound=0,
 )
 _HIDDEN = flags.DEFINE_integer("hidden", 256, "Width of the residual stream.", lower_bound=1)
 _NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "Transformer blocks.", lower_bound=1)
@@ -43,7 +46,7 @@ _TOP_K = flags.DEFINE_integer(
     "experts_per_token", 2, "Experts that each token is sent to.", lower_bound=1
 )
 _MLP_DIM = flags.DEFINE_integer("mlp_dim", 256, "Hidden width of one expert.", lower_bound=1)
-_VOCAB = flags.DEFINE_integer("vocab", 1024, "Tokens that there are.", lower_bound=1)
+_VOCAB = flags.DEFINE_integer("vocab", 1024, "Size of the vocabulary.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
 
 

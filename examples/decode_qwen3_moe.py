@@ -100,7 +100,10 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Directory of a Qwen3-MoE or GPT-OSS as published."
 )
 _RANDOM_WEIGHTS = flags.DEFINE_enum(
-    "random_weights", "tiny", list(SHAPES), "The shape of the model without --checkpoint."
+    "random_weights",
+    "tiny",
+    list(SHAPES),
+    "Without --checkpoint: the model that random weights have the shape of.",
 )
 _FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
 _QUANTIZED = flags.DEFINE_enum(
@@ -108,22 +111,25 @@ _QUANTIZED = flags.DEFINE_enum(
     None,
     ["keep", *_FORMATS],
     "How experts stay in memory. keep: as the files hold them. float8, mxfp4: quantized while they "
-    "are loaded. Default: as numbers, which takes two to four times the memory. A step dequantizes "
-    "quantized experts before each matmul, unless they are float8 and --matmul_dtype is given.",
+    "are loaded. Default: not quantized, which takes two to four times the memory. A step "
+    "dequantizes quantized experts before each matmul, unless they are float8 and --matmul_dtype "
+    "is given.",
 )
 _MATMUL_DTYPE = flags.DEFINE_enum(
     "matmul_dtype",
     None,
     ["float8_e4m3fn"],
-    "Dtype that experts multiply; needs experts that --quantized holds as float8. Default: the "
-    "dtype of all else.",
+    "Dtype that experts multiply; needs experts that --quantized holds as float8. Default: "
+    "bfloat16 on GPUs, float32 on CPUs.",
 )
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Token ids of a prompt, with commas between; may be given several times."
 )
 _TEXT = flags.DEFINE_multi_string("text", None, "The text of a prompt; may be given several times.")
 _PROMPT_LENGTH = flags.DEFINE_list(
-    "prompt_length", ["32"], "Without --prompt and --text: the lengths of random prompts, in turns."
+    "prompt_length",
+    ["32"],
+    "Without --prompt and --text: the numbers of tokens of random prompts, which take turns.",
 )
 _PADDING = flags.DEFINE_enum(
     "padding", "left", ["left", "right"], "The side on which shorter prompts are padded."
@@ -131,13 +137,18 @@ _PADDING = flags.DEFINE_enum(
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
     None,
-    "Sequences, over all devices; prompts are repeated in turns. Default: as many as prompts, and "
-    "8 random ones.",
+    "Sequences, over all devices; prompts are repeated in turns. Default: one for each prompt; 8 "
+    "if prompts are random.",
     lower_bound=1,
 )
-_STEPS = flags.DEFINE_integer("steps", 32, "Tokens to decode for each, at most.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+    "steps", 32, "The most tokens to decode for each sequence.", lower_bound=1
+)
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature", 0.0, "0 takes the likeliest token, more draws one by its probability.", 0.0
+    "temperature",
+    0.0,
+    "0: take the likeliest token. Above 0: draw a token by its probability.",
+    0.0,
 )
 _SEED = flags.DEFINE_integer("seed", 0, "The seed that tokens are drawn from.")
 _STOP_TOKENS = flags.DEFINE_list(
@@ -320,7 +331,10 @@ def main(argv: list[str]) -> None:
     quantized: Any = _QUANTIZED.value
     quantized = _FORMATS.get(quantized, quantized)
     if _MATMUL_DTYPE.value and quantized is None:
-        raise SystemExit("--matmul_dtype needs --quantized=float8, or keep where files hold float8")
+        raise SystemExit(
+            "--matmul_dtype needs --quantized=float8, or --quantized=keep and a --checkpoint whose "
+            "experts are float8"
+        )
     options = dict(stack=_SCAN_LAYERS.value, quantized=quantized, matmul_dtype=_MATMUL_DTYPE.value)
     if quantized == "keep" and not folder:
         raise SystemExit("--quantized=keep needs a --checkpoint; give float8 or mxfp4 instead")

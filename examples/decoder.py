@@ -182,7 +182,10 @@ def model_config(published: Published, moe: MoEConfig) -> Config:
     if kind not in ("qwen3_moe", "gpt_oss") or dense or published.get("use_sliding_window"):
         raise SystemExit(
             "config.json must be that of a GPT-OSS, or of a Qwen3-MoE with experts in every layer "
-            f"and without sliding windows, but has model_type {kind!r}."
+            f"and without sliding windows, but has model_type {kind!r}, mlp_only_layers "
+            f"{published.get('mlp_only_layers')}, decoder_sparse_step "
+            f"{published.get('decoder_sparse_step')} and use_sliding_window "
+            f"{published.get('use_sliding_window')}."
         )
     windows = [NO_WINDOW] * layers
     if kind == "gpt_oss":

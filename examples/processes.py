@@ -37,7 +37,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
     "heartbeat_seconds",
     60,
-    "A process that is silent for so long is taken for dead.",
+    "Seconds without a sign of life after which a process is taken for dead.",
     lower_bound=1,
 )
 
@@ -80,7 +80,10 @@ def _join() -> None:
     named = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
     missing = [f"--{name}" for name, value in named.items() if value is None]
     if missing and len(missing) < len(named):
-        raise app.UsageError(f"give {', '.join(missing)} too: a process needs all three")
+        raise app.UsageError(
+            f"give {', '.join(missing)} too: a process needs --coordinator, --num_processes and "
+            "--process_id together"
+        )
     if not missing or _is_started_by_cluster():
         # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
         jax.config.update("jax_enable_preemption_service", False)

@@ -30,7 +30,11 @@ def read_config(folder: Path) -> DecoderConfig:
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type", "default")
     if config["model_type"] != "qwen3_moe" or kind != "default" or config.get("mlp_only_layers"):
-        raise SystemExit(f"{folder} must be a Qwen3-MoE with experts in every layer, and no YaRN.")
+        raise SystemExit(
+            f"{path} must be that of a Qwen3-MoE with experts in every layer and rope_type "
+            f"default, but has model_type {config['model_type']!r}, mlp_only_layers "
+            f"{config.get('mlp_only_layers')} and rope_type {kind!r}."
+        )
     heads = config["num_attention_heads"]
     return DecoderConfig(
         vocab=config["vocab_size"],

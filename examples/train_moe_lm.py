@@ -49,7 +49,8 @@ flags.set_default(training.PLOT, "train_moe_lm.png")
 _TRACE = flags.DEFINE_string(
     "trace",
     None,
-    "File .npz for the experts that each token chose, for `python -m jax_ep placement`.",
+    "The .npz file to write the experts that each token chose to, which `python -m jax_ep "
+    "placement` reads. Default: no file.",
 )
 flags.register_validator(
     "trace", lambda path: path is None or path.endswith(".npz"), "--trace must end in .npz"
@@ -57,7 +58,7 @@ flags.register_validator(
 _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel",
     None,
-    "Ranks to spread the experts over. Default: as many as can be.",
+    "Ranks to spread the experts over. Default: the most that divide both experts and devices.",
     lower_bound=1,
 )
 # A run can continue a checkpoint only if it has the same values of these flags.
@@ -199,7 +200,8 @@ def main(argv: list[str]) -> None:
         state = checkpoints.restore(state)
     if int(state.step) > training.STEPS.value:
         raise SystemExit(
-            f"--steps={training.STEPS.value}: the checkpoint is of step {int(state.step)}"
+            f"--steps={training.STEPS.value} must be at least {int(state.step)}, the step of the "
+            "newest checkpoint in --checkpoint_dir"
         )
     log = training.MetricsLog(training.metrics_path(), int(state.step))
 

@@ -60,7 +60,9 @@ flags.set_default(training.STEPS, 100)
 flags.set_default(training.LEARNING_RATE, 3e-4)
 _MODEL = flags.DEFINE_enum("model", "qwen3-30b-a3b", list(MODELS), "Configuration of the model.")
 _SIZES = [
-    flags.DEFINE_integer(name, None, f"In place of the model's own {name}.", lower_bound=1)
+    flags.DEFINE_integer(
+        name, None, f"The {name} to use in place of that of --model.", lower_bound=1
+    )
     for name in (
         *("vocab", "hidden", "num_layers", "num_heads", "num_key_value_heads", "head_dim"),
         *("mlp_dim", "num_experts", "num_experts_per_token"),
@@ -79,14 +81,15 @@ _SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens in a sequence. Default:
 _MICROBATCHES = flags.DEFINE_integer(
     "microbatches",
     1,
-    "Parts of a batch, whose gradients are added up. With --matmul_dtype they share experts that "
-    "are quantized once a step, 2 bytes for each number of all layers' experts.",
+    "Parts of a batch, whose gradients are added up. With --matmul_dtype, experts are quantized "
+    "once a step for all parts, which takes 2 bytes for each number of all layers' experts.",
     lower_bound=1,
 )
 _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel",
     None,
-    "Ranks to spread the experts over. Default: as many as can be.",
+    "Ranks to spread the experts over. Default: the most that divide both the experts and the "
+    "ranks that --fsdp and --tensor_parallel leave.",
     lower_bound=1,
 )
 _FSDP = flags.DEFINE_integer(
@@ -104,22 +107,36 @@ _PARAM_DTYPE = flags.DEFINE_enum(
     "param_dtype", "float32", ["float32", "bfloat16"], "Dtype of parameters and Adam's states."
 )
 _MATMUL_DTYPE = flags.DEFINE_enum(
-    "matmul_dtype", None, ["float8_e4m3fn"], "Dtype that experts multiply; default: bfloat16."
+    "matmul_dtype",
+    None,
+    ["float8_e4m3fn"],
+    "Dtype that experts multiply. Default: bfloat16 on GPUs, float32 on CPUs.",
 )
 _WIRE_DTYPE = flags.DEFINE_enum(
-    "wire_dtype", None, ["float8_e4m3fn"], "Dtype that tokens are sent to their experts in."
+    "wire_dtype",
+    None,
+    ["float8_e4m3fn"],
+    "Dtype that tokens are sent to their experts in. Default: as they are, or in --matmul_dtype.",
 )
 _CAPACITY_FACTOR = flags.DEFINE_float(
-    "capacity_factor", None, "Rows of a receive buffer over its mean rows. Default: no drops."
+    "capacity_factor",
+    None,
+    "Rows of a receive buffer, as a multiple of the rows that a rank gets on average; rows that do "
+    "not fit are dropped. Default: room for any routing.",
 )
-_REMAT = flags.DEFINE_enum("remat", "none", list(REMAT), "What layers keep for backward.")
+_REMAT = flags.DEFINE_enum(
+    "remat",
+    "none",
+    list(REMAT),
+    "What a layer keeps for its backward pass besides its input. none: all that JAX keeps.",
+)
 _LOSS_CHUNK = flags.DEFINE_integer(
     "loss_chunk", 1024, "Tokens whose logits a device holds at a time.", lower_bound=1
 )
 _BALANCE = flags.DEFINE_float("balance_weight", 1e-3, "Factor of the load-balance loss.")
 _ROUTER_Z = flags.DEFINE_float("router_z_weight", 1e-4, "Factor of the router's z-loss.")
 _BIAS_RATE = flags.DEFINE_float(
-    "bias_rate", 0.0, "Change of the selection biases per step; 0: there are none."
+    "bias_rate", 0.0, "Change of the selection biases per step. 0: no selection biases."
 )
 # A run can continue a checkpoint only if it has the same values of these flags; the mesh may be
 # another.
@@ -136,9 +153,15 @@ def make_config() -> DecoderConfig:
         return dataclasses.replace(MODELS[_MODEL.value], **own)
     config = read_config(Path(_CHECKPOINT.value))
     if others := [name for name in own if name != "num_layers"]:
-        raise SystemExit(f"--{others[0]}: with --checkpoint, only --num_layers may be given")
+        raise SystemExit(
+            f"--{others[0]} must not be given with --checkpoint, which has the model's sizes; of "
+            "the sizes, only --num_layers may be given"
+        )
     if own.get("num_layers", 0) > config.num_layers:
-        raise SystemExit(f"--num_layers must be at most {config.num_layers}, as in --checkpoint")
+        raise SystemExit(
+            f"--num_layers must be at most {config.num_layers}, the number of layers of "
+            f"--checkpoint, but is {own['num_layers']}"
+        )
     return dataclasses.replace(config, **own)
 
 
@@ -151,23 +174,24 @@ def make_mesh(config: DecoderConfig) -> Mesh:
     """
     devices, tensor, fsdp = np.array(jax.devices()), _TENSOR_PARALLEL.value, _FSDP.value
     split = {
-        "devices": devices.size,
+        "the number of devices": devices.size,
         "num_key_value_heads": config.num_key_value_heads,
         "mlp_dim": config.mlp_dim,
         "vocab": config.vocab,
     }
     for name, size in split.items():
         if size % tensor:
-            raise SystemExit(f"--tensor_parallel={tensor} must divide the {size} of {name}")
+            raise SystemExit(f"--tensor_parallel={tensor} must divide {name}, which is {size}")
     for name, size in {
-        "devices": devices.size // tensor,
-        "values of hidden": config.hidden,
+        f"ranks that --tensor_parallel={tensor} leaves": devices.size // tensor,
+        "values of a token (hidden)": config.hidden,
     }.items():
         if size % fsdp:
             raise SystemExit(f"--fsdp={fsdp} must divide the {size} {name}")
     others = devices.size // tensor // fsdp
     experts = _EXPERT_PARALLEL.value or math.gcd(others, config.num_experts)
-    for name, size in {"devices": others, "experts": config.num_experts}.items():
+    left = f"ranks that --tensor_parallel={tensor} and --fsdp={fsdp} leave"
+    for name, size in {left: others, "experts": config.num_experts}.items():
         if size % experts:
             raise SystemExit(f"--expert_parallel={experts} must divide the {size} {name}")
     axes = {"data": others // experts, FSDP_AXIS: fsdp, "expert": experts, TENSOR_AXIS: tensor}
@@ -201,9 +225,15 @@ def load_data(vocab: int, seq_len: int) -> np.ndarray:
     else:
         data, name = np.load(_DATA.value, mmap_mode="r"), f"--data={_DATA.value}"
     if data.ndim != 1 or not np.issubdtype(data.dtype, np.integer) or len(data) <= seq_len:
-        raise SystemExit(f"{name} must be [N] integers with N above {seq_len}, but are {data!r}")
+        raise SystemExit(
+            f"{name} must be [N] integers with N above --seq_len={seq_len}, but have dtype "
+            f"{data.dtype} and shape {data.shape}"
+        )
     if data.min() < 0 or data.max() >= vocab:
-        raise SystemExit(f"{name} must be ids below {vocab}, but reach up to {data.max()}")
+        raise SystemExit(
+            f"{name} must be token ids from 0 to {vocab - 1}, but range from {data.min()} to "
+            f"{data.max()}"
+        )
     return data
 
 
@@ -238,7 +268,10 @@ def main(argv: list[str]) -> None:
         state = init_state(model, optimizer, layout, seq_len, training.SEED.value, params)
     start = int(state.step)
     if start > training.STEPS.value:
-        raise SystemExit(f"--steps={training.STEPS.value}: the checkpoint is of step {start}")
+        raise SystemExit(
+            f"--steps={training.STEPS.value} must be at least {start}, the step of the newest "
+            "checkpoint in --checkpoint_dir"
+        )
 
     def batch_of(step: int) -> jax.Array:
         """Draws a step's batch from the seed and the step alone.

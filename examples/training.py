@@ -32,13 +32,16 @@ LEARNING_RATE = flags.DEFINE_float("learning_rate", 4e-3, "Adam's highest learni
 CHECKPOINT_DIR = flags.DEFINE_string(
     "checkpoint_dir",
     None,
-    "Folder to save to, and to start from where it has a checkpoint; all hosts must share it.",
+    "Folder to save checkpoints to; if it has one, training resumes from it. All hosts must share "
+    "it.",
 )
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
     "checkpoint_every", 100, "Steps between checkpoints.", lower_bound=1
 )
 _METRICS_FILE = flags.DEFINE_string(
-    "metrics_file", None, "One JSON line per step. Default: metrics.jsonl in --checkpoint_dir."
+    "metrics_file",
+    None,
+    "File for one JSON line per step. Default: metrics.jsonl in --checkpoint_dir.",
 )
 PLOT = flags.DEFINE_string(
     "plot", "training.png", "File for a plot of loss and expert load; '': no plot."
@@ -111,8 +114,8 @@ class Checkpoints:
         folder = self.manager.directory / str(step)
         if missing := [name for name in ("config", "state") if not (folder / name).exists()]:
             raise SystemExit(
-                f"{folder} is no whole checkpoint, it lacks {' and '.join(missing)}: remove it to "
-                "go on from the one before"
+                f"{folder} is an incomplete checkpoint, which lacks {' and '.join(missing)}: "
+                "remove it to resume from the checkpoint before it"
             )
         args = ocp.args.Composite(config=ocp.args.JsonRestore())
         config = self.manager.restore(step, args=args)["config"]
@@ -192,7 +195,10 @@ class MetricsLog:
                 # The line was half written when the run died.
                 continue
             if not isinstance(record, dict) or "expert_counts" not in record:
-                raise SystemExit(f"{path} is no metrics file of this program: it has {line!r}")
+                raise SystemExit(
+                    f"{path} is not a metrics file of this program, since it has the line "
+                    f"{line!r}: name another --metrics_file"
+                )
             if record["step"] < start_step:
                 self.records.append(record)
         path.parent.mkdir(parents=True, exist_ok=True)

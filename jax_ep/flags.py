@@ -105,7 +105,7 @@ class Flags:
         """Defines --plot, the path of an image file; `drawn` says in the help what is plotted."""
         return self.output(
             "plot",
-            f"The file to draw {drawn} to; its ending sets the format, such as out.png. "
+            f"The file for a plot of {drawn}; its ending sets the format, such as out.png. "
             "Default: no file.",
         )
 
@@ -210,11 +210,13 @@ def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | Non
 
     `whose` is the name of the model whose number of experts this is; None if a flag sets it.
     """
-    of = "" if whose is None else f"{whose}'s "
+    of = "" if whose is None else f" for {whose}"
     if num_experts % num_ranks:
-        raise Error(f"--num_experts: {of}{num_experts} is no multiple of {num_ranks} ranks")
+        raise Error(
+            f"--num_experts must be a multiple of the {num_ranks} ranks, but is {num_experts}{of}"
+        )
     if top_k > num_experts:
-        raise Error(f"--top_k: {top_k} distinct of {of}{num_experts} experts")
+        raise Error(f"--top_k must be at most the {num_experts} experts, but is {top_k}{of}")
 
 
 def _check_output(flag: str, path: str) -> None:

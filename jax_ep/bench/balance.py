@@ -58,15 +58,15 @@ _EXPONENTS = FLAGS.numbers(
 _COPIES = FLAGS.integers(
     "copies",
     [0, 1],
-    "Numbers of extra slots, for copies of popular experts, that each rank has beyond its E / N.",
+    "Numbers of slots for copies of popular experts that each rank has besides its E / N slots.",
     least=0,
 )
 _OVERFLOWS = FLAGS.choices(
     "overflows",
     ["fair"],
     get_args(Overflow),
-    "Which rows are dropped where a receive buffer is full: fair takes from the experts with most, "
-    "tail from the last.",
+    "Which rows are dropped where a receive buffer is full. fair: rows of the experts with the "
+    "most rows. tail: rows of the last experts.",
 )
 _CAPACITY_FACTORS = FLAGS.numbers(
     "capacity_factor",
@@ -220,7 +220,8 @@ class BalanceBench(runner.Bench):
         works = bench_layer.works_of(shapes, ranks, tokens)
         if FLAGS.given(_COPIES) and not any(_EXPONENTS.value):
             raise Error(
-                "--copies: uniform routing is measured without; name an --exponents above 0"
+                "--copies needs a number above 0 in --exponents: uniform routing (0) is measured "
+                "without copies"
             )
         expected: dict[str, Any] = {}
         return [

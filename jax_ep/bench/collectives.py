@@ -69,8 +69,8 @@ _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure."
 _ROWS = FLAGS.integers(
     "rows",
     None,
-    "Numbers of rows of the whole array, a multiple of the ranks each. Default: 8 and the powers "
-    "of two from 32 to 4096 on GPUs, 32,128 on CPUs.",
+    "Numbers of rows of the whole array, each a multiple of the number of ranks. Default: 8 and "
+    "the powers of two from 32 to 4096 on GPUs, 32,128 on CPUs.",
 )
 _HIDDEN = FLAGS.integer(
     "hidden",
@@ -82,20 +82,21 @@ _IMPLEMENTATIONS = FLAGS.choices(
     "implementations",
     None,
     _ALGORITHM_NAMES,
-    "This library's implementations of the collectives to measure, by the name that their "
-    "argument `algorithm` takes. xla: the function of jax.lax. Default: all that run here but "
-    "fused and multimem.",
+    "This library's implementations of the collectives to measure, named like the values of their "
+    "argument `algorithm`. xla: the function of jax.lax. Default: all that run here, except fused "
+    "and multimem.",
 )
 _PLANS = FLAGS.strings(
     "plans",
-    "Plans to measure each kernel with besides its own: thread blocks, warpgroups of a block and "
-    "vectors of a thread, such as 64x4x1,32x4x2. Default: none.",
+    "Plans to measure each kernel with, besides the plan that it chooses. A plan such as 64x4x1 is "
+    "the numbers of thread blocks, of warpgroups of a block and of vectors of a thread. Default: "
+    "none.",
 )
 _TIMING = FLAGS.timing(50, 7, least_iterations=10)
 _WRITE_TABLE = FLAGS.write_table()
 _SHARED = FLAGS.share(
     plot="the wall times over the size",
-    ranks="those of 2, 4 and 8 that there are devices for",
+    ranks="2, 4 and 8, as far as there are devices",
     timing=_TIMING,
     check=FLAGS.check("results with sums in float64"),
     seconds=1200.0,
@@ -383,9 +384,15 @@ def read_table(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except ValueError as error:
-        raise Error(f"--write_table: {path!r} holds no table to merge into: {error}") from error
+        raise Error(
+            f"--write_table: {path!r} exists and must hold a JSON object to merge times into, but "
+            f"does not: {error}"
+        ) from error
     if not isinstance(found, dict):
-        raise Error(f"--write_table: {path!r} holds no table to merge into")
+        raise Error(
+            f"--write_table: {path!r} exists and must hold a JSON object to merge times into, but "
+            f"holds a {type(found).__name__}"
+        )
     return found
 
 
@@ -472,22 +479,28 @@ def _check_implementations(ranks: Sequence[int]) -> None:
     for name in names or []:
         if not any(name in ALGORITHMS[op].names for op in _OPS.value):
             ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known.names)
-            raise Error(f"--implementations: {name} is of {ops}, and --ops has none of them")
+            raise Error(f"--implementations: {name} needs one of these operations in --ops: {ops}")
         if refused and name not in ("xla", "unfused"):
             raise Error(f"--implementations: {name} cannot run here: {refused}")
         if name != "xla" and max(ranks) == 1:
             raise Error(f"--implementations: {name} needs more than one rank")
     if _PLANS.value and (refused or names and set(names) <= {"xla", "unfused", "multimem"}):
-        raise Error(f"--plans: no kernel is measured: {refused or 'see --implementations'}")
+        why = refused or "--implementations names no kernel that takes a plan"
+        raise Error(f"--plans: no kernel is measured: {why}")
     if _WRITE_TABLE.value and names and "xla" not in names:
-        raise Error("--write_table: compares with xla, which --implementations must name")
+        raise Error(
+            "--write_table needs xla in --implementations, since it compares all others with xla"
+        )
 
 
 def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:
     for text in _PLANS.value:
         sizes = text.split("x")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise Error(f"--plans: {text!r} is not like 64x4x1")
+            raise Error(
+                f"--plans: {text!r} must be three positive integers such as 64x4x1: thread blocks, "
+                "warpgroups of a block, vectors of a thread"
+            )
     for num_ranks in ranks:
         for count in rows:
             if count % num_ranks:

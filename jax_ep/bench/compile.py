@@ -47,7 +47,7 @@ _TOKENS = FLAGS.tokens("4096", "64")
 _LAYERS = FLAGS.integer(
     "layers",
     None,
-    "Compiles also one program of the forward passes of this many layers, each with parameters of "
+    "Compile also one program of the forward passes of this many layers, each with parameters of "
     "its own. Default: no such program.",
 )
 _MATMUL_DTYPE = FLAGS.choices(

@@ -36,9 +36,9 @@ def _nvml() -> Any:
 def unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
     """Returns why the energy of devices cannot be measured, or None if it can."""
     if devices[0].platform != "gpu":
-        return "the energy is that of GPUs, and these devices are none"
+        return f"energy is measured on GPUs only, and the devices here are {devices[0].platform}"
     if _nvml() is None:
-        return "the library libnvidia-ml.so.1 is not here, or does not start"
+        return "NVIDIA's library libnvidia-ml.so.1 is not installed, or cannot be initialized"
     return None
 
 

@@ -24,7 +24,9 @@ FLAGS = Flags()
 _HOSTS = FLAGS.integers(
     "hosts", [2, 4, 8, 16, 32, 64], "M, the numbers of hosts to estimate an exchange for."
 )
-_RANKS_PER_HOST = FLAGS.integer("ranks_per_host", 8, "G, ranks of a host, each with its own NIC.")
+_RANKS_PER_HOST = FLAGS.integer(
+    "ranks_per_host", 8, "G, the number of ranks on each host; every rank has its own NIC."
+)
 _NIC = FLAGS.number(
     "nic_gb_per_s", 50.0, "Bandwidth of a rank's NIC, one way, in GB/s (10^9 bytes per second)."
 )
@@ -38,22 +40,22 @@ _HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: the number of value
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together. Default: 256, or the next multiple of the "
-    "ranks.",
+    "E, the number of experts of all ranks together. Default: 256, rounded up to a multiple of the "
+    "number of ranks.",
 )
 _TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _HOSTS_PER_TOKEN = FLAGS.integer(
     "hosts_per_token",
     None,
-    "The most hosts whose experts the router lets a token choose, 4 in DeepSeek-V3. "
+    "The largest number of hosts whose experts one token may choose, 4 in DeepSeek-V3. "
     "Default: no limit.",
 )
 _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
     WIRE_DTYPES,
-    "The dtype that rows cross the wire in; float8 adds a float32 scale for every 128 values. "
-    "none: as bfloat16.",
+    "The dtype in which rows are sent to other ranks; float8 adds a float32 scale for every 128 "
+    "values. none: as bfloat16.",
 )
 _JSON = FLAGS.json()
 _PLOT = FLAGS.plot("the least times over the number of hosts")
@@ -63,7 +65,7 @@ def run() -> int:
     FLAGS.check_outputs()
     for flag in (_NIC, _NVLINK):
         if not flag.value:
-            raise Error(f"--{flag.name}: 0 GB/s move nothing")
+            raise Error(f"--{flag.name} must be above 0, but is 0")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
     # Files are written first: printing fails if a pipe's reader, such as `head`, has ended.
@@ -99,7 +101,11 @@ def estimate(hosts: int) -> list[Row]:
     check_experts(num_experts, cluster.ranks, _TOP_K.value)
     limit = _HOSTS_PER_TOKEN.value
     if limit is not None and _TOP_K.value > min(limit, hosts) * (num_experts // hosts):
-        raise Error(f"--hosts_per_token: {limit} of {hosts} hosts have no {_TOP_K.value} experts")
+        allowed = min(limit, hosts)
+        raise Error(
+            f"--hosts_per_token: a token chooses --top_k={_TOP_K.value} distinct experts, but "
+            f"{allowed} of the {hosts} hosts have only {allowed * (num_experts // hosts)}"
+        )
     row_bytes = _wire().row_bytes(_HIDDEN.value, jnp.bfloat16)
     work = Work(_TOKENS.value, num_experts, _TOP_K.value, row_bytes, limit)
     reached = exchange_model.reach(cluster, work)
@@ -130,7 +136,10 @@ def _sizes() -> str:
 def _wire() -> RowFormat:
     wire = wire_format(_WIRE_DTYPE.value)
     if _HIDDEN.value % wire.row_block:
-        raise Error(f"--hidden: {_HIDDEN.value} values are no whole blocks of {wire.row_block}")
+        raise Error(
+            f"--hidden must be a multiple of {wire.row_block} for "
+            f"--wire_dtype={_WIRE_DTYPE.value}, but is {_HIDDEN.value}"
+        )
     return wire
 
 

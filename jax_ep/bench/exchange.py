@@ -72,8 +72,8 @@ _BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that ru
 _HOST_CAPACITY = FLAGS.integer(
     "host_capacity",
     None,
-    "The most rows that a rank sends to each other host, for two_level in the layout expert. "
-    "JAX_EP_DEVICES_PER_HOST says which devices share a host. Default: all rows.",
+    "The most rows that a rank sends to each other host, for the implementation two_level and the "
+    "layout expert. JAX_EP_DEVICES_PER_HOST says which devices share a host. Default: all rows.",
 )
 _LAYOUTS = FLAGS.choices(
     "layouts",
@@ -85,9 +85,9 @@ _WIRE_DTYPES = FLAGS.choices(
     "wire_dtype",
     ["none"],
     WIRE_DTYPES,
-    "The dtypes to send rows of a dispatch, sums of a combine and cotangents of a gradient in; a "
-    "round_trip quantizes its dispatch alone. none: rows are sent as they are. group_by_expert, "
-    "which sends nothing, then permutes the float8 rows of --output=quantized.",
+    "The dtypes in which a dispatch sends rows, a combine sums and a gradient cotangents; of a "
+    "round_trip, only the dispatch is quantized. none: all are sent as they are. group_by_expert "
+    "sends nothing; with float8_e4m3fn and --output=quantized, it permutes float8 rows.",
 )
 _OUTPUT = FLAGS.choice(
     "output",
@@ -101,8 +101,8 @@ _ITERATIONS_OF_RAGGED = 20
 _UNROLL = FLAGS.integer(
     "unroll",
     10,
-    "Calls in the body of the loop whose wall time is measured, as in a model of that many layers; "
-    "the host launches the loop's own kernels once for all of them.",
+    "The number of calls in the body of the timed loop, as in a model of that many layers. The "
+    "kernels of the loop itself are launched only once for all of these calls.",
 )
 _SEED = FLAGS.seed("routing and rows")
 _SHARED = FLAGS.share(
@@ -217,8 +217,8 @@ class ExchangeBench(runner.Bench):
         rows = list(_rows(ranks, platform))
         if not rows:
             raise Error(
-                "nothing to measure: no operation of --ops is in the --layouts, takes the "
-                "--wire_dtype and has one of the --implementations or --baselines"
+                "nothing to measure: none of the --ops exists with the given --layouts, "
+                "--wire_dtype, --implementations and --baselines"
             )
         self.rows, self.bandwidths = rows, floor.measure(devices[: max(ranks)])
         self.facts = {
@@ -416,12 +416,12 @@ def _problem(num_ranks: int) -> Problem:
 
 def _check_flags(ranks: Sequence[int], platform: str) -> None:
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
-        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[1]}")
+        raise Error(f"--output=quantized needs --wire_dtype={WIRE_DTYPES[1]}")
     block = math.lcm(*(wire_format(name).row_block for name in _WIRE_DTYPES.value))
     if _hidden(platform) % block:
         raise Error(
-            f"--wire_dtype: rows of --hidden={_hidden(platform)} values are not whole blocks of "
-            f"{block}"
+            f"--wire_dtype needs a multiple of {block} as --hidden, but --hidden is "
+            f"{_hidden(platform)}"
         )
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
@@ -432,4 +432,6 @@ def _check_flags(ranks: Sequence[int], platform: str) -> None:
                 raise Error(f"--implementations: {name} cannot run here: {reason}")
         check_experts(_NUM_EXPERTS.value, num_ranks, _TOP_K.value)
     if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
-        raise Error("--host_capacity: is of two_level, which --implementations must name")
+        raise Error(
+            "--host_capacity needs two_level in --implementations: no other implementation has it"
+        )

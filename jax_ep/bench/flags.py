@@ -215,7 +215,7 @@ class BenchFlags(Flags):
         return self.boolean("check", f"Before timing, compare {what}; a difference is an error.")
 
     def seed(self, of: str) -> Holder:
-        return self.integer("seed", 0, f"The seed that {of} are drawn from.", least=0)
+        return self.integer("seed", 0, f"The seed of the random {of}.", least=0)
 
     def write_table(self) -> Holder:
         return self.output(
@@ -226,5 +226,7 @@ class BenchFlags(Flags):
 
     def seconds(self, default: float) -> Holder:
         return self.number(
-            "seconds", default, "Seconds after the start from which no other measurement is begun."
+            "seconds",
+            default,
+            "Seconds from the start, after which no further measurement is begun.",
         )

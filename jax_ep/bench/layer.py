@@ -113,8 +113,8 @@ _MLP_DIM = FLAGS.integer(
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together; a single rank with E / 8 does the matmuls of "
-    "one rank of 8. Default: that of each shape.",
+    "E, the number of experts of all ranks together. With --ranks=1 and an eighth of a model's "
+    "experts, the rank does the matmuls of one of 8 ranks. Default: that of each shape.",
 )
 _TOP_K = FLAGS.integer(
     "top_k",
@@ -132,8 +132,8 @@ _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
     WIRE_DTYPES,
-    "The dtype that jax_ep sends tokens to the experts in. none: as they are, or with a "
-    "--matmul_dtype in that. The baselines send them as they are in any case.",
+    "The dtype in which jax_ep sends tokens to the experts. none: as they are, or in float8 if "
+    "--matmul_dtype is float8. The baselines always send them as they are.",
 )
 _MATMUL_DTYPE = FLAGS.choices(
     "matmul_dtype",
@@ -146,8 +146,8 @@ _QUANTIZE = FLAGS.choice(
     "quantize",
     "each_call",
     ("each_call", "once"),
-    "When the matrices of experts that multiply float8 are quantized. once: before the loop, as "
-    "for several microbatches or steps of decoding.",
+    "When the experts' matrices are quantized, with a float8 --matmul_dtype. each_call: in each "
+    "call of the layer. once: before the loop, as for several microbatches or steps of decoding.",
 )
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 # The number of calls in the timed loop of a layer with `lax.ragged_dot`, whose calls are slow.
@@ -308,8 +308,8 @@ class LayerBench(runner.Bench):
             block = wire_format(_WIRE_DTYPE.value).row_block
             if shape.hidden % block:
                 raise Error(
-                    f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
-                    f"of {block}"
+                    f"--wire_dtype needs H that is a multiple of {block}, but {name} has "
+                    f"H={shape.hidden}"
                 )
         works = works_of(self.shapes, ranks, _TOKENS.value or default_tokens(platform))
         return [LayerCase(work, self.shapes[work["shape"]], names) for work in works]
@@ -620,9 +620,11 @@ def _names(platform: str) -> list[str]:
     if not names:
         raise Error("--implementations and --baselines are both empty: nothing to measure")
     if _WIRE_DTYPE.value != "none" and all(name in BASELINES for name in names):
-        raise Error("--wire_dtype: needs an implementation; baselines send tokens as they are")
+        raise Error(
+            "--wire_dtype needs jax_ep in --implementations: baselines send tokens as they are"
+        )
     if set(_MATMUL_DTYPE.value) != {"none"} and all(name in BASELINES for name in names):
-        raise Error("--matmul_dtype: needs an implementation; baselines multiply bfloat16")
+        raise Error("--matmul_dtype needs jax_ep in --implementations: baselines multiply bfloat16")
     if _QUANTIZE.value != "each_call" and set(_MATMUL_DTYPE.value) == {"none"}:
-        raise Error("--quantize: needs --matmul_dtype=float8_e4m3fn; nothing is quantized without")
+        raise Error("--quantize needs --matmul_dtype=float8_e4m3fn: without, nothing is quantized")
     return names

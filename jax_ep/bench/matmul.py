@@ -76,19 +76,25 @@ FLAGS = BenchFlags()
 _CASE = FLAGS.string(
     "case",
     "",
-    "A part of the names of the cases to measure; empty: all. The cases are: "
+    "Measure the cases that have this text in their name; empty: all cases. The cases are: "
     f"{'; '.join(case.name for case in CASES)}; on CPUs: "
     f"{'; '.join(case.name for case in SMALL_CASES)}.",
 )
 _OPS = FLAGS.choices(
-    "ops", OPERATIONS, (*OPERATIONS, QUANTIZE), "The operations to measure. quantize: of float8."
+    "ops",
+    OPERATIONS,
+    (*OPERATIONS, QUANTIZE),
+    "The operations to measure. quantize: quantizes the matrices to float8.",
 )
 _IMPLEMENTATIONS = FLAGS.implementations(
-    IMPLEMENTATIONS, "grouped matmuls", "all that run here, but the slow xla and loop in few cases"
+    IMPLEMENTATIONS,
+    "grouped matmuls",
+    "all that run here, except that the slow xla and loop run only in a few cases",
 )
 _BASELINES = FLAGS.baselines(
     BASELINES,
-    "others' grouped matmuls, next to the dense matmul; torch (PyTorch) for product and dlhs",
+    "grouped matmuls of other libraries, besides a dense matmul; torch (PyTorch) has only product "
+    "and dlhs",
     "all that run here",
 )
 _DTYPE = FLAGS.dtype("the operands", LIMITS)
@@ -96,14 +102,14 @@ _MATMUL_DTYPE = FLAGS.choices(
     "matmul_dtype",
     ["none"],
     ["none", "float8_e4m3fn"],
-    "The dtypes that are multiplied, in turns. none: that of --dtype. float8_e4m3fn: results have "
-    "that of --dtype; cases whose H or F is no multiple of 128 are left out.",
+    "The dtypes that are multiplied, each measured. none: --dtype. float8_e4m3fn: results have the "
+    "dtype --dtype; cases whose H or F is no multiple of 128 are left out.",
 )
 _SWEEP = FLAGS.boolean(
     "sweep", "Measure pallas with other tile sizes too, not only with those that it chooses."
 )
 _TIMING = FLAGS.timing(5, 10, least_iterations=1)
-_SEED = FLAGS.seed("the operands that are timed")
+_SEED = FLAGS.seed("operands that are timed")
 _CHECK = FLAGS.check("all groups of small operands, and some groups of those timed, with float32")
 _SHARED = FLAGS.share(plot="the rates", ranks=None, timing=_TIMING, check=_CHECK, seconds=600.0)
 
@@ -262,7 +268,7 @@ class MatmulBench(runner.Bench):
         cases = [case for case in every_case if _CASE.value in case.name]
         if not cases:
             names = "; ".join(case.name for case in every_case)
-            raise Error(f"--case: {_CASE.value!r} is in the name of none: {names}")
+            raise Error(f"--case: no case has {_CASE.value!r} in its name; the cases are: {names}")
         dtype = jnp.dtype(_DTYPE.value)
         _check_backends(cases, dtype)
         small = small_operands(dtype) if _CHECK.value else ()
@@ -335,7 +341,10 @@ def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
             "--implementations, --baselines, --ops and --matmul_dtype leave nothing to measure"
         )
     if _SWEEP.value and not any(" " in name for name in found):
-        raise Error("--sweep: is of pallas without float8, which is not measured here")
+        raise Error(
+            "--sweep varies the tile sizes of pallas without float8, but pallas is not measured "
+            "without float8 here; see --implementations and --matmul_dtype"
+        )
 
 
 # A JAX function that computes an operation from the operands, or None for PyTorch.

@@ -157,7 +157,10 @@ def _tokamax_reason(problem: Problem) -> str | None:
         return "the package tokamax is not installed (pip install 'jax_ep[bench]'; Python >= 3.12)"
     if any(size * jnp.dtype(problem.dtype).itemsize % 16 for size in problem.matrix_shape):
         shape = tuple(problem.matrix_shape)
-        return f"its rows must be of whole 16 bytes, but the matrices are {shape}"
+        return (
+            "rows and columns of its matrices must have a multiple of 16 bytes, but the matrices "
+            f"are {shape} {jnp.dtype(problem.dtype).name}"
+        )
     if problem.platform in (None, "cuda", "tpu"):
         return None
     return f"its kernels are for GPUs and TPUs, and this program is for {problem.platform}"

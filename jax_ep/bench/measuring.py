@@ -44,7 +44,7 @@ def check_ranks(ranks: Iterable[int], num_devices: int) -> None:
     """Raises `Error` if a number in `ranks`, the value of --ranks, is above `num_devices`."""
     for num_ranks in ranks:
         if num_ranks > num_devices:
-            raise Error(f"--ranks: {num_ranks} ranks, but {num_devices} devices")
+            raise Error(f"--ranks is {num_ranks}, but there are only {num_devices} devices")
 
 
 def devices_in_words(devices: Sequence[jax.Device]) -> str:

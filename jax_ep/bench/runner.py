@@ -52,7 +52,7 @@ class Run(NamedTuple):
     def check_time(self) -> None:
         """Raises TimeoutError if more than `seconds` have passed since the command started."""
         if self.seconds is not None and time.monotonic() - self.started > self.seconds:
-            raise TimeoutError(f"not started within {self.seconds:g} s")
+            raise TimeoutError(f"not started, because --seconds={self.seconds:g} had passed")
 
 
 class Case:
@@ -345,8 +345,8 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
     """
     if timer == "none":
         return {"device": None}
-    if loop.mesh.devices.flat[0].platform != "gpu":
-        reason = f"device_timer={timer} is of GPUs, and this is none"
+    if (platform := loop.mesh.devices.flat[0].platform) != "gpu":
+        reason = f"--device_timer={timer} measures GPUs only, and the devices here are {platform}"
         return {"device": None} | ({} if timer == "auto" else {"device_error": reason})
     try:
         device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)

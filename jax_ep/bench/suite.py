@@ -69,30 +69,30 @@ _STEPS = FLAGS.choices(
     STEPS,
     STEPS,
     "The steps to run, in this order, each one bench command in a process of its own; empty: "
-    "those of --also alone.",
+    "only the commands of --also.",
     may_be_empty=True,
 )
-_RANKS = FLAGS.ranks("what each step has")
-_TOKENS = FLAGS.tokens("128,4096", "what each step has")
+_RANKS = FLAGS.ranks("each step's own default")
+_TOKENS = FLAGS.tokens("128,4096", "each step's own default")
 _HIDDEN = FLAGS.integer(
     "hidden",
     None,
-    "H, the hidden size: the number of values of a token. Default: what each step has.",
+    "H, the hidden size: the number of values of a token. Default: each step's own default.",
 )
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together. Default: what each step has.",
+    "E, the number of experts of all ranks together. Default: each step's own default.",
 )
 _CHECK = FLAGS.check("results with a reference, in every step")
 _ITERATIONS = FLAGS.integer(
     "iterations",
     None,
-    "The number of dependent calls in one timed loop. Default: what each step has.",
+    "The number of dependent calls in one timed loop. Default: each step's own default.",
     least=10,
 )
 _REPEATS = FLAGS.integer(
-    "repeats", None, "How many times each loop is run and timed. Default: what each step has."
+    "repeats", None, "How many times each loop is run and timed. Default: each step's own default."
 )
 _TIMER = FLAGS.device_timer()
 _STEP_SECONDS = FLAGS.number(
@@ -109,9 +109,9 @@ _JSON = FLAGS.json()
 
 def run() -> int:
     if not _JSON.value:
-        raise Error("--json: name the file that takes the results")
+        raise Error("--json is required: name the file to write the results to")
     if not _STEP_SECONDS.value:
-        raise Error("--step_seconds: a step needs more than 0 seconds")
+        raise Error("--step_seconds must be above 0, but is 0")
     _check_taken()
     FLAGS.check_outputs()
     with _terminated_as_interrupted():
@@ -124,7 +124,7 @@ def _check_taken() -> None:
     for holder in (_RANKS, _TOKENS, _HIDDEN, _NUM_EXPERTS, _WRITE_TABLE):
         if holder.value is not None and holder.name not in taken:
             takers = ", ".join(name for name, step in STEPS.items() if holder.name in step.flags)
-            raise Error(f"--{holder.name}: no chosen step takes it; these do: {takers}")
+            raise Error(f"--{holder.name} needs a step in --steps that has this flag: {takers}")
 
 
 def _run() -> int:

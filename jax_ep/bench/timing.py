@@ -247,7 +247,7 @@ class Loop:
                 if not str(name).startswith(SPACER)
             ]
         if not launches:
-            raise RuntimeError("CUPTI saw no kernel")
+            raise RuntimeError("CUPTI recorded no kernel")
         return launches
 
 
@@ -315,7 +315,7 @@ def traced_launches(
         profile = jax.profiler.ProfileData.from_file(path)
     launches = launches_by_device(profile, label)
     if len(launches) != num_devices:
-        raise RuntimeError(f"saw {len(launches)} busy devices of {num_devices}")
+        raise RuntimeError(f"the trace has kernels of {len(launches)} GPUs, not of {num_devices}")
     return launches
 
 

@@ -83,7 +83,9 @@ _SHAPES = FLAGS.choices(
 )
 _SIZES = {
     "num_layers": FLAGS.integer(
-        "layers", None, "The number of decoder layers. Default: what fits, by model."
+        "layers",
+        None,
+        "The number of decoder layers. Default: for each model a number that fits into GPU memory.",
     ),
     "hidden": FLAGS.integer(
         "hidden", None, "H, the width of the residual stream. Default: that of each model."
@@ -92,7 +94,10 @@ _SIZES = {
         "mlp_dim", None, "F, the width of each expert's MLP. Default: that of each model."
     ),
     "num_experts": FLAGS.integer(
-        "num_experts", None, "E, the number of experts of all ranks. Default: what fits, by model."
+        "num_experts",
+        None,
+        "E, the number of experts of all ranks. Default: for each model a number that fits into "
+        "GPU memory.",
     ),
     "num_experts_per_token": FLAGS.integer(
         "top_k",
@@ -100,14 +105,16 @@ _SIZES = {
         "K, the number of distinct experts that each token chooses. Default: that of each model.",
     ),
     "vocab": FLAGS.integer(
-        "vocab", None, "V, the number of tokens that there are. Default: an eighth of the model's."
+        "vocab", None, "V, the size of the vocabulary. Default: an eighth of the model's."
     ),
 }
 _SEQUENCE = FLAGS.integer(
-    "sequence", None, "S, the tokens of a sequence. Default: 4096 on GPUs and 64 on CPUs."
+    "sequence", None, "S, the number of tokens of a sequence. Default: 4096 on GPUs and 64 on CPUs."
 )
 _BATCH = FLAGS.integer(
-    "batch", None, "The sequences of each rank in a step. Default: 2 on GPUs and 1 on CPUs."
+    "batch",
+    None,
+    "The number of sequences of each rank in a step. Default: 2 on GPUs and 1 on CPUs.",
 )
 _MATMUL_DTYPE = FLAGS.choices(
     "matmul_dtype",

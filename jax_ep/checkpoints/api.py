@@ -255,7 +255,8 @@ def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: S
     if part[-2] % rows or part[-1] % columns:
         raise ValueError(
             f"quantized must be None for {name} of shape {shape}, of which a device would hold "
-            f"{part}: as {format.name} a device holds whole blocks of {rows} x {columns} numbers."
+            f"{part}: as {format.name} a device must hold whole blocks of {rows} x {columns} "
+            "numbers."
         )
 
 
@@ -473,7 +474,7 @@ def _check_saved(block: Block, given: dict[str, Any]) -> None:
     if shapes != wanted:
         raise ValueError(
             f"layer_or_params must have the shapes of the block in {block.directory.path}, "
-            f"{wanted}, but has {shapes}; parameters that lead with slots need their placement."
+            f"{wanted}, but has {shapes}; if they have a matrix for each slot, give placement."
         )
     for name, value in given.items():
         if not all(

@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "bench matmul": Command(
         "jax_ep.bench.matmul",
-        "check and time the grouped matmuls, compared with a dense matmul and with others'",
+        "check and time the grouped matmuls, compared with a dense matmul and other libraries",
     ),
     "bench compile": Command(
         "jax_ep.bench.compile",
@@ -74,8 +74,8 @@ COMMANDS = {
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "run all benchmarks but decode, balance, compile and train, each in its own process, and "
-        "save the results of each as soon as it ends",
+        "run all benchmarks except decode, balance, compile and train, each in its own process, "
+        "and save the results of each as soon as it ends",
     ),
 }
 

@@ -30,8 +30,8 @@ _HOSTS = FLAGS.integer("hosts", 1, "M, the number of hosts that the ranks are on
 _SLOTS = FLAGS.integer(
     "slots",
     None,
-    "P, slots for experts and their copies on all ranks together, of the method with copies. "
-    "Default: one more on each rank than experts need.",
+    "P, the number of slots for experts and their copies on all ranks together, for the method "
+    "that makes copies. Default: one more on each rank than the experts need.",
 )
 _EXPERTS = FLAGS.integer(
     "num_experts",
@@ -42,15 +42,15 @@ _EXPERTS = FLAGS.integer(
 _FIT = FLAGS.integer(
     "fit_steps",
     None,
-    "How many of the trace's first steps placements are found from; the others evaluate them. "
-    "Default: half of them.",
+    "The number of the trace's first steps from which placements are computed; the other steps "
+    "evaluate them. Default: half of the steps.",
 )
-_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank that the predicted time is of.")
+_TOKENS = FLAGS.integer("tokens", 4096, "T, the number of tokens per rank, for the predicted time.")
 _HIDDEN = FLAGS.integer(
-    "hidden", 2048, "H, the hidden size that the predicted time is of: values of a token."
+    "hidden", 2048, "H, the number of values of a token, for the predicted time."
 )
 _MLP_DIM = FLAGS.integer(
-    "mlp_dim", 768, "F, the width of each expert's MLP that the predicted time is of."
+    "mlp_dim", 768, "F, the width of each expert's MLP, for the predicted time."
 )
 _DISPATCH = FLAGS.number(
     "dispatch_gb_per_s",
@@ -84,15 +84,19 @@ def run() -> int:
     FLAGS.check_outputs()
     for flag in (_DISPATCH, _COMBINE, _MATMUL):
         if not flag.value:
-            raise Error(f"--{flag.name}: a rate of 0 takes forever")
+            raise Error(f"--{flag.name} must be above 0, but is 0")
     trace, in_file = _read()
     steps, layers, tokens, top_k = trace.shape
     fit = steps // 2 if _FIT.value is None else _FIT.value
     if not 0 < fit < steps:
-        raise Error(f"--fit_steps: {fit} of {steps} steps leave none to find on, or none to show")
+        raise Error(
+            f"--fit_steps must be at least 1 and below {steps}, the steps of the trace, so that "
+            f"steps remain to evaluate placements, but is {fit}"
+        )
     empty = np.argwhere(np.all(trace[fit:] < 0, axis=(2, 3)))
     if len(empty):
-        raise Error(f"--trace: no token chose in step {fit + empty[0, 0]}, layer {empty[0, 1]}")
+        step, layer = fit + empty[0, 0], empty[0, 1]
+        raise Error(f"--trace: no token chose an expert in step {step}, layer {layer}")
     num_experts = _num_experts(trace, in_file)
     found = {
         name: [_figures(step, placement) for step in trace]
@@ -127,14 +131,16 @@ def _read() -> tuple[np.ndarray, int | None]:
     """
     path = _TRACE.value
     if path is None:
-        raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
+        raise Error(
+            "--trace is required: name an .npz file with topk_idx [steps, layers, tokens, K]"
+        )
     try:
         arrays = read_arrays(path)
     except (OSError, ValueError) as error:
-        raise Error(f"--trace: {path!r} holds no array topk_idx: {error}") from error
+        raise Error(f"--trace: cannot read the array topk_idx of {path!r}: {error}") from error
     trace = arrays.get("topk_idx")
     if trace is None:
-        raise Error(f"--trace: {path!r} holds no array topk_idx, but {', '.join(arrays)}")
+        raise Error(f"--trace: {path!r} must hold an array topk_idx, but holds {', '.join(arrays)}")
     shape = "[steps, layers, tokens, K]"
     try:
         checks.check_array("topk_idx", trace, 4, jnp.integer, shape, may_be_empty=False)
@@ -163,7 +169,10 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
     largest = int(trace.max())
     num_experts: int = _EXPERTS.value or in_file or largest + 1
     if largest >= num_experts:
-        raise Error(f"--num_experts: the trace has expert {largest}, of {num_experts}")
+        raise Error(
+            f"--num_experts must be above {largest}, the largest expert id in the trace, but is "
+            f"{num_experts}"
+        )
     return num_experts
 
 

@@ -87,9 +87,9 @@ def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
     if 0 in x.shape:
         return f"x is empty, its shape is {x.shape}"
     if math.prod(x.shape) >= 2**31:
-        return f"x has {math.prod(x.shape)} elements, and the kernels count in 32 bits"
+        return f"x has {math.prod(x.shape)} elements, and the kernels support fewer than 2^31"
     if op == "all_reduce_rms_norm" and x.shape[-1] > _MAX_HIDDEN:
-        return f"a row of {x.shape[-1]} elements is longer than {_MAX_HIDDEN}"
+        return f"it supports rows of at most {_MAX_HIDDEN} elements, not {x.shape[-1]}"
     if algorithm == "multimem":
         if reason := jax_compat.multimem_unavailable_reason():
             return reason
@@ -107,7 +107,7 @@ def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
     if domain is not None:
         num_gpus, most = domain.num_gpus, MAX_LOW_LATENCY_GPUS
         if num_gpus > most:
-            return f"it is for up to {most} GPUs of a host, and has {num_gpus}"
+            return f"it runs on hosts of at most {most} GPUs, and this host has {num_gpus}"
     x = problem.operands[0]
     return no_room_reason(problem.op, algorithm, x.shape, x.dtype, problem.num_ranks, num_gpus)
 
@@ -130,9 +130,9 @@ def no_room_reason(
     most = tiles_of_channel(num_gpus)
     if workers > low_latency.MAX_WORKERS or tiles > most:
         return (
-            f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has room "
-            f"for: {workers} workers with {tiles} tiles, where it has {low_latency.MAX_WORKERS} "
-            f"with {most} on a host of {num_gpus} GPUs"
+            f"x, {shape} {jnp.dtype(dtype).name}, is too large for the buffers of the low-latency "
+            f"protocol: it needs {workers} warpgroups that send {tiles} tiles each, and on a host "
+            f"of {num_gpus} GPUs there is room for {low_latency.MAX_WORKERS} with {most} tiles each"
         )
     return None
 

@@ -86,16 +86,19 @@ def _check(table: Any) -> None:
             for ranks, entry in _items(by_ranks, f"{capability}: {op}"):
                 where = f"{capability}: {op}: {ranks}"
                 if not ranks.isdecimal() or int(ranks) < 1:
-                    raise ValueError(f"{where!r} ends in no number of ranks")
+                    raise ValueError(f"{where!r} must end in a number of ranks")
                 fields = dict(_items(entry, where))
                 _check_choices(fields.get("choices"), op, where)
                 for size, times in _items(fields.get("us", {}), f"{where}: us"):
                     if not size.isdecimal():
-                        raise ValueError(f"{where}: us: {size!r} is no number of bytes")
+                        raise ValueError(f"{where}: us: {size!r} must be a number of bytes")
                     for name, us in _items(times, f"{where}: us: {size}"):
                         _check_algorithm(name, op, where)
                         if not isinstance(us, (int, float)) or not us > 0:
-                            raise ValueError(f"{where}: us: {size}: {name}: {us!r} is no time")
+                            raise ValueError(
+                                f"{where}: us: {size}: {name} must be a positive time, but is "
+                                f"{us!r}"
+                            )
 
 
 def _items(value: Any, where: str) -> list[tuple[str, Any]]:

@@ -165,7 +165,7 @@ def dispatch(
             )
         checks.check_bool("zero_unused", zero_unused)
         if not zero_unused:
-            raise ValueError(f'zero_unused is of layout="expert" alone, but is {zero_unused!r}.')
+            raise ValueError(f'zero_unused must be True for layout="rank", but is {zero_unused!r}.')
         return rank_major.dispatch(x, topk_idx, topk_weights, **shared)
     if layout != "expert":
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')

@@ -172,7 +172,9 @@ def _checked(given: Any) -> CallSizes:
     wire = quantization.checked("hidden", row, given.wire_dtype)
     quantization.check_output(given.output, wire)
     if given.output == "quantized" and operation != "dispatch":
-        raise ValueError(f'output="quantized" is of a dispatch, but the operation is {operation}.')
+        raise ValueError(
+            f'output must be "dequantized" for {operation}: only a dispatch returns quantized rows.'
+        )
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks

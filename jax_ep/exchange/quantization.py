@@ -65,8 +65,8 @@ def checked(
         )
     if rows.dtype.itemsize < 2:
         raise TypeError(
-            f"{name} is sent as {wire.name} from a wider dtype, but has dtype {rows.dtype}; leave "
-            f"{argument} out."
+            f"{name} must have a dtype of 16 bits or more to be sent as {wire.name}, but has dtype "
+            f"{rows.dtype}; leave {argument} at None."
         )
     return wire
 

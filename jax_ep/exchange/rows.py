@@ -36,10 +36,10 @@ class Rows:
 
     def unavailable_reason(self) -> str | None:
         """Returns why the kernels cannot dispatch and combine these rows, or None if they can."""
-        if reason := availability.dtype_unavailable_reason("its dtype", self.dtype):
+        if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
             return reason
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
-            return f"it takes up to {memory_map.MAX_VALUES} experts, not {self.num_experts}"
+            return f"it supports at most {memory_map.MAX_VALUES} experts, not {self.num_experts}"
         hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)
         if plans.fits_shared_memory(
             plans.Row(hidden, self.dtype, self.wire),

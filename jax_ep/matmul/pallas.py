@@ -57,7 +57,7 @@ def unavailable_reason(problem: Problem) -> str | None:
         )
     multiple, sides = multiples[dtype], list(problem.matrix_shape)
     if any(side % multiple for side in sides):
-        return f"it needs both sides of each group's matrix in multiples of {multiple}, not {sides}"
+        return f"both sides of each group's matrix must be multiples of {multiple}, but are {sides}"
     return _platform_reason(problem.platform)
 
 

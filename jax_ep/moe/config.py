@@ -335,7 +335,9 @@ def check_config(config: MoEConfig) -> None:
                 f"fsdp_axes must name other mesh axes than {name} {own}, but has {sorted(both)}."
             )
     if len(set(further)) < len(further):
-        raise ValueError(f"fsdp_axes must name a mesh axis once, but is {config.further_axes()}.")
+        raise ValueError(
+            f"fsdp_axes must name each mesh axis once, but is {config.further_axes()}."
+        )
     if config.router is None:
         k = config.num_experts_per_token
         options = config.routing_options()

@@ -509,9 +509,8 @@ def check_not_stored(must: str, experts: Any) -> None:
     for name in QuantizedExperts._fields:
         if isinstance(matrices := getattr(experts, name), QuantizedArray):
             raise ValueError(
-                f"{must} where {name} is a QuantizedArray, here of {matrices.format.name}: it is "
-                "stored quantized, and no call quantizes it again if it is in the format that "
-                "matmuls multiply."
+                f"{must} where {name} is a QuantizedArray, here in the format "
+                f"{matrices.format.name}: it is stored quantized already."
             )
 
 

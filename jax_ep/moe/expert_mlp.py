@@ -437,8 +437,8 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
     is_array = isinstance(result, jax.ShapeDtypeStruct) and result.shape == rows.shape
     if not (is_array and jnp.issubdtype(result.dtype, jnp.floating)):
         raise ValueError(
-            f"{name} must be elementwise: of {rows.dtype} {rows.shape} it must return "
-            f"floats of this shape, but returns {result}."
+            f"{name} must be elementwise: for {rows.dtype} of shape {rows.shape} it must return "
+            f"floats of the same shape, but returns {result}."
         )
 
 

@@ -391,7 +391,10 @@ def quantize_by_rules(
     """
     _check_types(params, config)
     if config.matmul_dtype is None:
-        raise ValueError("config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn.")
+        raise ValueError(
+            "config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn, for quantize_experts, "
+            "but is None."
+        )
     check_config(config)
     check_not_stored("experts cannot be quantized by quantize_experts", params)
     where = find_mesh(config, None)

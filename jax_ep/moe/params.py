@@ -117,8 +117,8 @@ def check_parameter_options(options: ParameterOptions, router_dim: int | None = 
     ):
         if value != nothing:
             raise ValueError(
-                f"{name} must be {nothing} where gate_init is None, since it is of the gate that "
-                f"the layer then lacks, but is {value}."
+                f"{name} must be {nothing} where gate_init is None, since the layer then has no "
+                f"gate for it, but is {value}."
             )
 
 
@@ -353,18 +353,19 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 "may be; dequantize it."
             )
     if params.gate is not None:
-        checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
+        checks.check_array("gate", params.gate, 2, jnp.floating, "[H, R]")
         if params.gate.shape[1] != num_experts:
             raise ValueError(
-                f"gate must be [H, num_experts={num_experts}], but has shape {params.gate.shape}."
+                f"gate must have shape [H, {num_experts}], one column for each expert that the "
+                f"router chooses among, free experts included, but has shape {params.gate.shape}."
             )
     for name in (name for name, parameter in PARAMETERS.items() if parameter.dims == "R"):
         if (array := getattr(params, name)) is not None:
-            checks.check_array(name, array, None, jnp.floating, "[E]")
+            checks.check_array(name, array, None, jnp.floating, "[R]")
             if array.shape != (num_experts,):
                 raise ValueError(
-                    f"{name} must have one value per expert, shape ({num_experts},), but has shape "
-                    f"{array.shape}."
+                    f"{name} must have one value for each expert that the router chooses among, "
+                    f"free experts included, shape ({num_experts},), but has shape {array.shape}."
                 )
     for name in ROUTED_WEIGHTS:
         if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
@@ -399,8 +400,9 @@ def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> No
         shape = array.shape
         if shape[0] not in allowed:
             raise ValueError(
-                f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts "
-                f"(num_experts={num_experts}), but has shape {shape}."
+                f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts along its "
+                f"first axis (num_experts={num_experts}, or num_slots if set), but has shape "
+                f"{shape}."
             )
 
 

@@ -147,7 +147,7 @@ def _check_own_router(params: MoEParams, inputs: RouterInputs) -> None:
 def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConfig) -> None:
     if inputs.topk_weights is None and (config.router is None or inputs.topk_idx is not None):
         raise ValueError(
-            "gate must be an array [H, E], but is None: without it, each call must be given "
+            "gate must be an array [H, R], but is None: without it, each call must be given "
             "topk_idx and topk_weights, or MoEConfig.router must choose."
         )
     for name in ("gate_bias", "bias"):

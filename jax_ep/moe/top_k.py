@@ -600,13 +600,15 @@ def _kernel_reason(problem: _Problem) -> str | None:
         platforms = ", ".join(program.platforms) or "an unknown platform"
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
-        return "JAX promises no stability for a kernel in a file, and the program is to be exported"
+        return (
+            "the program is exported, and JAX does not guarantee that exported kernels keep working"
+        )
     if not program.is_of_one_device:
         return "it runs on one device, and XLA partitions this program over several"
     if not isinstance(num_tokens, int):
         return f"the number of tokens is symbolic, {num_tokens}"
     if not 0 < num_tokens * num_experts <= checks.MAX_INT32:
-        return f"its offsets are int32, and there are {num_tokens} x {num_experts} logits"
+        return f"it supports 1 to {checks.MAX_INT32} logits, not {num_tokens} x {num_experts}"
     return (
         plan.unavailable_reason(num_experts, problem.k)
         or availability.jax_unavailable_reason()

@@ -235,7 +235,7 @@ class Lowered:
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         if not axis_name:
-            return "there is no mesh, and so one rank alone"
+            return "there is no mesh, and so only one rank"
         found = hosts.num_hosts(self.program, axis_name)
         if found == 1:
             return f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"

@@ -50,8 +50,8 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
     if len(found) > 1:
         counts = sorted(each for each in found if not isinstance(each, str))
         return (
-            f"ranks along {tuple(axis_name)} span {counts} hosts, and must span equally many "
-            "wherever they lie on the mesh's other axes"
+            f"the groups of ranks along {tuple(axis_name)} span different numbers of hosts, "
+            f"{counts}, and must all span equally many"
         )
     return found.pop()
 

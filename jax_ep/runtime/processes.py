@@ -71,7 +71,7 @@ def reported(store: Store, process: int, timeout_s: float) -> str | None:
     except Exception as error:
         raise RuntimeError(
             f"process {process} has not said within {timeout_s:g} s (JAX_EP_TIMEOUT_SECONDS) "
-            f"whether its GPUs share memory; each must lower the program: {error}"
+            f"whether its GPUs share memory; each process must lower the program: {error}"
         ) from error
     reason: str | None = json.loads(text)
     return reason
@@ -162,7 +162,8 @@ class Meeting:
             except Exception as error:
                 raise Refused(
                     f"process {process} has not begun to share memory within "
-                    f"{self._timeout_s:g} s, when each must lower the program: {error}"
+                    f"{self._timeout_s:g} s (JAX_EP_TIMEOUT_SECONDS); each process must lower the "
+                    f"program: {error}"
                 ) from error
         return cards
 

@@ -321,7 +321,8 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
                 )
     if len(owner) > memory_map.MAX_GPUS:
         raise Refused(
-            f"a domain has up to {memory_map.MAX_GPUS} GPUs, and this host has {len(owner)}"
+            f"at most {memory_map.MAX_GPUS} GPUs of a host can share memory, and this host has "
+            f"{len(owner)}"
         )
     return members
 
@@ -439,8 +440,8 @@ class _Sharing:
         self._undo.callback(cuda_driver.free_addresses, self._base, num_bytes)
         if self._base != memory_map.BASE and not self._alone:
             raise Refused(
-                f"its addresses from {memory_map.BASE:#x} on are taken, and the driver offers "
-                f"{self._base:#x}"
+                f"in process {self._me.process} the addresses from {memory_map.BASE:#x} on are "
+                f"taken, and the driver offers {self._base:#x}"
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:

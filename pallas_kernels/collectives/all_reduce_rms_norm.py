@@ -124,8 +124,9 @@ def low_latency_all_reduce_rms_norm(
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
     if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
         raise ValueError(
-            "in two shots over the low-latency protocol a block has a row for each rank, but "
-            f"{plan} has too few for {num_rows} rows of {channels.num_ranks} ranks."
+            f"plan must have at least {-(-num_rows // channels.num_ranks)} blocks in two shots "
+            "over the low-latency protocol, where a block has one row for each rank: there are "
+            f"{num_rows} rows and {channels.num_ranks} ranks, but plan is {plan}."
         )
     sends_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = low_latency.call(

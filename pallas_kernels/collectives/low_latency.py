@@ -245,8 +245,9 @@ def call(
     room = tiles_of_channel(channels.memory.num_gpus)
     if plan.num_workers > MAX_WORKERS or num_sends > room:
         raise ValueError(
-            f"the low-latency protocol has {MAX_WORKERS} workers of {room} tiles, but {name} "
-            f"with {plan} needs {plan.num_workers} of {num_sends}."
+            f"the low-latency protocol has room for {MAX_WORKERS} worker warpgroups that send "
+            f"{room} tiles each, but {name} with {plan} has {plan.num_workers} that send "
+            f"{num_sends}."
         )
 
     def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:

@@ -33,7 +33,7 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
     num_pieces, rest = divmod(source.shape[0] * jnp.dtype(source.dtype).itemsize, VECTOR_BYTES)
     if rest:
         raise ValueError(
-            f"a copy must be of whole {VECTOR_BYTES} bytes, but source is {source.dtype} of shape "
+            f"source must have a multiple of {VECTOR_BYTES} bytes, but is {source.dtype} of shape "
             f"{source.shape}."
         )
 

@@ -126,9 +126,16 @@ class Gpus(RanksOfMesh):
           ValueError: the kernel exceeds a limit of `memory_map`.
         """
         if num_blocks > memory_map.MAX_BLOCKS:
-            raise ValueError(f"{name} has {num_blocks} blocks of at most {memory_map.MAX_BLOCKS}.")
+            raise ValueError(
+                f"{name} must have at most {memory_map.MAX_BLOCKS} thread blocks, but has "
+                f"{num_blocks}."
+            )
         if len(buffers) > memory_map.MAX_BUFFERS or self.num_ranks > memory_map.MAX_GPUS:
-            raise ValueError(f"{name}: {len(buffers)} buffers of {self.num_ranks} ranks.")
+            raise ValueError(
+                f"{name} must have at most {memory_map.MAX_BUFFERS} buffers that peers access and "
+                f"at most {memory_map.MAX_GPUS} ranks, but has {len(buffers)} buffers and "
+                f"{self.num_ranks} ranks."
+            )
         place = operands[0][0]
         rank, corner = self.rank_and_corner(place)
         table, offsets = scratch["fabric_table"], [0]
@@ -290,7 +297,7 @@ class Gpus(RanksOfMesh):
         found = [i for i, other in enumerate(self._call.buffers) if other is base]
         if not found:
             raise ValueError(
-                f"{self._call.name}: peers do not reach a buffer of shape {base.shape} and dtype "
+                f"{self._call.name}: peers cannot access a buffer of shape {base.shape} and dtype "
                 f"{base.dtype}; name it in `shared`."
             )
         (buffer,) = found

@@ -100,7 +100,7 @@ class DrhsTiles:
     def __post_init__(self) -> None:
         check_buffers(self)
         if not 64 <= self.block_n <= 256 or self.block_n % CHUNK:
-            raise ValueError(f"a tile is of columns in multiples of 64 up to 256, not {self}.")
+            raise ValueError(f"block_n must be 64, 128, 192 or 256, but the tile sizes are {self}.")
 
 
 def drhs_of_each(
@@ -171,7 +171,8 @@ class _Drhs(Kernel):
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
             raise ValueError(
-                f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n}."
+                f"the output must have a multiple of block_n={self.tiles.block_n} columns, but has "
+                f"{self.width}."
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:

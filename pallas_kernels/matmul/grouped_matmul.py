@@ -118,11 +118,11 @@ class Tiles:
         whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
         if not self.heights or not rising or not whole or self.block_n not in (64, 128, 256):
             raise ValueError(
-                "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
-                f"64, 128 or 256 columns, not {self}."
+                "heights must be multiples of 8 from 8 to 256 in rising order, and block_n must be "
+                f"64, 128 or 256, but the tile sizes are {self}."
             )
         if self.num_buffers < 1:
-            raise ValueError(f"num_buffers must be positive, not {self}.")
+            raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
         check_buffers(self)
 
 
@@ -238,12 +238,13 @@ class Product(Kernel):
     def __post_init__(self) -> None:
         if self.tiles.block_n < COMPUTERS * CHUNK and self.matrices < COMPUTERS:
             raise ValueError(
-                f"a tile of {self.tiles.block_n} columns needs {COMPUTERS} matrices for each group."
+                f"block_n must be at least {COMPUTERS * CHUNK} for one matrix for each group, but is "
+                f"{self.tiles.block_n}."
             )
         if self.width % self.tiles.part:
             raise ValueError(
-                f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
-                f"a tile's."
+                f"the output must have a multiple of {self.tiles.part} columns, half of block_n, "
+                f"but has {self.width}."
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:

@@ -408,7 +408,9 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 def check_buffers(tiles: Any) -> None:
     """Raises ValueError if `tiles.num_stages` is less than 2, or `tiles.band` is less than 1."""
     if tiles.num_stages < 2 or tiles.band < 1:
-        raise ValueError(f"a ring needs two stages, and band must be positive, not {tiles}.")
+        raise ValueError(
+            f"num_stages must be at least 2 and band at least 1, but the tile sizes are {tiles}."
+        )
 
 
 def launch(

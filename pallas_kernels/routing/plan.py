@@ -75,14 +75,15 @@ def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> st
       groups: the groups of columns for group-limited routing, or None.
     """
     if columns > MOST_COLUMNS:
-        return f"it holds rows of at most {MOST_COLUMNS} columns, not {columns}"
+        return f"it supports at most {MOST_COLUMNS} columns (experts), not {columns}"
     if k > MOST_CHOICES:
-        return f"it makes at most {MOST_CHOICES} choices, not {k}"
+        return f"it supports at most {MOST_CHOICES} choices of each row, not {k}"
     if groups is not None:
         lanes, rest = divmod(WARP, groups.number)
         if columns % WARP or rest or lanes < 1 or columns < groups.best * groups.number:
             return (
-                f"it needs groups of the columns of 1, 2, 4, 8, 16 or 32 lanes of {WARP}, and of "
-                f"{groups.best} columns or more, not {groups.number} groups of {columns} columns"
+                f"with groups, the number of columns must be a multiple of {WARP}, the number of "
+                f"groups must divide {WARP}, and each group must have at least {groups.best} "
+                f"columns, but there are {groups.number} groups and {columns} columns"
             )
     return None

@@ -42,8 +42,8 @@ def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--exponents=0", "--copies=1"], "--copies: uniform routing is measured without"),
-        (["--ranks=3"], "--num_experts: qwen3-moe's 16 is no multiple of 3 ranks"),
+        (["--exponents=0", "--copies=1"], "--copies needs a number above 0 in --exponents"),
+        (["--ranks=3"], "--num_experts must be a multiple of the 3 ranks, but is 16 for qwen3-moe"),
     ],
 )
 @pytest.mark.needs_devices(4)

@@ -79,7 +79,7 @@ def test_a_row_has_the_energy_or_says_why_not(library):
 
 def test_cpus_have_no_energy(library):
     row = runner.energy_used(FakeLoop(library, "cpu"))
-    assert row == {"energy_error": "the energy is that of GPUs, and these devices are none"}
+    assert row == {"energy_error": "energy is measured on GPUs only, and the devices here are cpu"}
 
 
 def test_a_machine_without_the_library_says_so(monkeypatch):
@@ -91,6 +91,6 @@ def test_a_machine_without_the_library_says_so(monkeypatch):
     monkeypatch.setattr(energy.ctypes, "CDLL", missing)
     try:
         reason = energy.unavailable_reason(FakeLoop(FakeLibrary()).mesh.devices.flat)
-        assert "libnvidia-ml.so.1 is not here" in reason
+        assert "libnvidia-ml.so.1 is not installed" in reason
     finally:
         energy._nvml.cache_clear()

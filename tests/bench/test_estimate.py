@@ -139,10 +139,10 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
     [
         ("--hosts=", "--hosts=: name one value or more"),
         ("--hosts=0", "--hosts=0: '0' is not a positive integer"),
-        ("--nic_gb_per_s=0", "--nic_gb_per_s: 0 GB/s move nothing"),
+        ("--nic_gb_per_s=0", "--nic_gb_per_s must be above 0, but is 0"),
         ("--nvlink_gb_per_s=inf", "--nvlink_gb_per_s=inf: 'inf' is not a finite number"),
-        ("--top_k=300", "--top_k: 300 distinct of 256 experts"),
-        ("--num_experts=16", "--num_experts: 16 is no multiple of 32 ranks"),
+        ("--top_k=300", "--top_k must be at most the 256 experts, but is 300"),
+        ("--num_experts=16", "--num_experts must be a multiple of the 32 ranks, but is 16"),
         ("--wire_dtype=int8", "wire_dtype=int8"),
     ],
 )
@@ -155,10 +155,13 @@ def test_it_refuses_wrong_flags(arg, message, capsys):
 def test_a_limit_must_leave_enough_experts(capsys):
     args = ["--hosts=8", "--num_experts=64", "--hosts_per_token=1", "--top_k=9"]
     assert jax_ep.cli.main(["jax_ep", "estimate", *args]) == 2
-    assert "--hosts_per_token: 1 of 8 hosts have no 9 experts" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--hosts_per_token: a token chooses --top_k=9 distinct experts, but 1 of the 8" in error
+    assert "hosts have only 8" in error
 
 
 def test_rows_of_float8_must_be_whole_blocks(capsys):
     args = ["--hosts=2", "--hidden=100", "--wire_dtype=float8_e4m3fn"]
     assert jax_ep.cli.main(["jax_ep", "estimate", *args]) == 2
-    assert "--hidden: 100 values are no whole blocks of 128" in capsys.readouterr().err
+    message = "--hidden must be a multiple of 128 for --wire_dtype=float8_e4m3fn, but is 100"
+    assert message in capsys.readouterr().err

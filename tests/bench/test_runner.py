@@ -75,7 +75,7 @@ def test_operands_that_do_not_fit_fail_every_row():
 @pytest.mark.needs_devices(2)
 def test_what_cannot_start_in_time_is_an_error():
     (row,) = Doubling("right").measure(runner.Run(seconds=0.0))
-    assert row["error"] == "TimeoutError: not started within 0 s"
+    assert row["error"] == "TimeoutError: not started, because --seconds=0 had passed"
 
 
 @pytest.mark.needs_devices(2)

@@ -129,12 +129,15 @@ def test_bench_all_runs_every_step_and_saves_it(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "--json: name the file that takes the results"),
+        ([], "--json is required: name the file"),
         (["--json=/no/folder/out.json"], "--json: cannot write '/no/folder/out.json'"),
         (["--json=out.json", "--steps=dance"], "--steps=dance: 'dance' is not one of exchange"),
-        (["--json=out.json", "--steps=matmul", "--tokens=4"], "--tokens: no chosen step takes it"),
-        (["--json=out.json", "--steps=layer", "--write_table=t"], "--write_table: no chosen step"),
-        (["--json=out.json", "--step_seconds=0"], "--step_seconds: a step needs more than 0"),
+        (["--json=out.json", "--steps=matmul", "--tokens=4"], "--tokens needs a step in --steps"),
+        (
+            ["--json=out.json", "--steps=layer", "--write_table=t"],
+            "--write_table needs a step in --steps that has this flag: coll",
+        ),
+        (["--json=out.json", "--step_seconds=0"], "--step_seconds must be above 0, but is 0"),
     ],
 )
 def test_it_refuses_wrong_flags(args, message, capsys, monkeypatch, tmp_path):

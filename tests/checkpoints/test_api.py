@@ -301,7 +301,7 @@ def test_slots_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="placement must be None for a layer without num_slots"):
         checkpoints.save_moe(load(), tmp_path, 1, placement=wrong)
     params = checkpoints.load_moe_params(tmp_path, 1, num_slots=9)[1]
-    with pytest.raises(ValueError, match="with slots need their placement"):
+    with pytest.raises(ValueError, match="if they have a matrix for each slot, give placement"):
         checkpoints.save_moe(params, tmp_path, 1)
     with pytest.raises(
         ValueError, match="layer_or_params must have the shapes .*8, 16, 12.*9, 16, 12"

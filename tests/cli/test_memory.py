@@ -65,8 +65,8 @@ def test_the_command_says_why_the_kernels_cannot_run(arg, reason, capsys):
 
 def test_the_command_refuses_wrong_flags(capsys):
     for flag, message in (
-        ("--ranks=7", "--num_experts: 256 is no multiple of 7 ranks"),
-        ("--top_k=300", "--top_k: 300 distinct of 256 experts"),
+        ("--ranks=7", "--num_experts must be a multiple of the 7 ranks, but is 256"),
+        ("--top_k=300", "--top_k must be at most the 256 experts, but is 300"),
         ("--host_capacity=8", "--host_capacity: needs several hosts"),
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
     ):

@@ -64,13 +64,16 @@ def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--trace: name an .npz file"),
-        (["--trace=nowhere.npz"], "--trace: 'nowhere.npz' holds no array topk_idx"),
-        (["--trace=TRACE", "--ranks=4", "--fit_steps=6"], "--fit_steps: 6 of 6 steps"),
+        ([], "--trace is required: name an .npz file"),
+        (["--trace=nowhere.npz"], "--trace: cannot read the array topk_idx of 'nowhere.npz'"),
+        (
+            ["--trace=TRACE", "--ranks=4", "--fit_steps=6"],
+            "--fit_steps must be at least 1 and below 6, ",
+        ),
         (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: must be a multiple of 4 ranks"),
-        (["--trace=TRACE", "--ranks=4", "--num_experts=9"], "--num_experts: the trace has expert"),
+        (["--trace=TRACE", "--ranks=4", "--num_experts=9"], "--num_experts must be above "),
         (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 3 does not divide --ranks=4"),
-        (["--trace=TRACE", "--matmul_tflops=0"], "--matmul_tflops: a rate of 0"),
+        (["--trace=TRACE", "--matmul_tflops=0"], "--matmul_tflops must be above 0, but is 0"),
     ],
 )
 def test_wrong_flags_are_refused(arguments, message, trace, capsys):
@@ -90,11 +93,19 @@ EMPTY[3, 1] = -1
         ("t.npy", lambda path: np.save(path, CHOICES), "it is not an .npz file"),
         ("t.npz", lambda path: path.touch(), "it is not an .npz file"),
         ("t.npz", lambda path: path.write_text("text"), "it is not an .npz file"),
-        ("t.npz", lambda path: np.savez(path, other=CHOICES), "no array topk_idx, but other"),
+        (
+            "t.npz",
+            lambda path: np.savez(path, other=CHOICES),
+            "must hold an array topk_idx, but holds other",
+        ),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES * 1.5), "dtype float64"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:, :0]), "shape (4, 0, 4, 2)"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:1]), "shape (1, 2, 4, 2)"),
-        ("t.npz", lambda path: np.savez(path, topk_idx=EMPTY), "no token chose in step 3, layer 1"),
+        (
+            "t.npz",
+            lambda path: np.savez(path, topk_idx=EMPTY),
+            "no token chose an expert in step 3, layer 1",
+        ),
         *(
             (
                 "t.npz",
@@ -121,4 +132,5 @@ def test_experts_are_counted_in_the_whole_trace(tmp_path, capsys):
     # 12 slots for 8 experts: the second half of the trace counts, too.
     assert "balance, 12 slots" in capsys.readouterr().out
     assert jax_ep.cli.main(["jax_ep", "placement", *arguments, "--num_experts=7"]) == 2
-    assert "--num_experts: the trace has expert 7, of 7" in capsys.readouterr().err
+    message = "--num_experts must be above 7, the largest expert id in the trace, but is 7"
+    assert message in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_the_variable_names_another_table(tmp_path, monkeypatch):
         ("[]", r"the file must be a JSON object, but is \[\]"),
         ('{"9.0": 3}', "9.0 must be a JSON object, but is 3"),
         ('{"9.0": {"all_sum": {}}}', "'all_sum' is not one of .*'all_reduce'"),
-        ('{"9.0": {"all_reduce": {"two": {}}}}', "all_reduce: two' ends in no number of ranks"),
+        ('{"9.0": {"all_reduce": {"two": {}}}}', "all_reduce: two' must end in a number of ranks"),
         (table_of(), "2: choices must be a list .*, but is None"),
         (table_of(choices=[["1", "xla"]]), r"a choice must be \[bytes or null.*'1', 'xla'"),
         (table_of(choices=[[None, "nccl"]]), "2: unknown algorithm 'nccl'; all_reduce has one_s"),
@@ -141,7 +141,10 @@ def test_the_variable_names_another_table(tmp_path, monkeypatch):
             table_of(choices=[[None, "xla"]], us={"8": {"xla": 1.0, "fast": 0.5}}),
             "unknown algorithm 'fast'",
         ),
-        (table_of(choices=[[None, "xla"]], us={"8": {"xla": "1"}}), "8: xla: '1' is no time"),
+        (
+            table_of(choices=[[None, "xla"]], us={"8": {"xla": "1"}}),
+            "8: xla must be a positive time, but is '1'",
+        ),
     ],
 )
 def test_a_variable_that_names_no_table_is_refused(tmp_path, monkeypatch, text, problem):

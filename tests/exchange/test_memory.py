@@ -560,7 +560,7 @@ def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkey
         (dict(dtype="int32"), "dtype must be a floating dtype, but is 'int32'"),
         (
             dict(operation="combine", wire_dtype="float8_e4m3fn", output="quantized"),
-            'output="quantized" is of a dispatch, but the operation is combine',
+            'output must be "dequantized" for combine: only a dispatch returns quantized rows',
         ),
         (dict(operation="sum_by_token"), 'layout must be "rank" for sum_by_token'),
         (

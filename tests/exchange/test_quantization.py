@@ -351,7 +351,12 @@ def _trace(function: Any) -> None:
         (200, "float32", {}, r"float8_e4m3fn needs rows of whole blocks of 128.*x has 200 columns"),
         (128, "float32", {"wire_dtype": "int8"}, r"wire_dtype must be None or float8_e4m3fn"),
         (128, "float32", {"wire_dtype": "e4m3"}, r"wire_dtype must be .* 'e4m3'"),
-        (128, "float8_e4m3fn", {}, r"x is sent as float8_e4m3fn from a wider dtype"),
+        (
+            128,
+            "float8_e4m3fn",
+            {},
+            r"x must have a dtype of 16 bits or more to be sent as float8_e4m3fn",
+        ),
         (128, "float32", {"grad_wire_dtype": "int8"}, r"grad_wire_dtype must be None or float8"),
         (128, "float32", {"output": "raw"}, r"output must be .* 'raw'"),
         (128, "float32", {"wire_dtype": None, "output": "quantized"}, r"needs a wire_dtype"),

@@ -264,7 +264,7 @@ def test_a_handle_crosses_jit_checkpoint_and_scan():
             r"takes no capacity, expert_alignment or overflow, but they are 7, 1 and",
         ),
         ({"expert_alignment": 8}, r"takes no capacity, expert_alignment or overflow.*None, 8 and"),
-        ({"zero_unused": False}, r'zero_unused is of layout="expert" alone, but is False'),
+        ({"zero_unused": False}, r'zero_unused must be True for layout="rank", but is False'),
         ({"zero_unused": 1, "layout": "expert"}, r"zero_unused must be True or False, but is 1"),
         ({"layout": "row"}, r"layout must be .* 'row'"),
         ({"topk_weights": ((5, 3), "float32")}, r"topk_weights must have .* \(5, 2\).* \(5, 3\)"),

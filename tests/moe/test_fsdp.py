@@ -354,7 +354,7 @@ def test_types_show_explicit_axes():
             {"fsdp_axes": {"mlp": "fsdp"}, "tensor_axis": "fsdp"},
             "other mesh axes than tensor_axis",
         ),
-        ({"fsdp_axes": {"embed": "fsdp", "mlp": "fsdp"}}, "must name a mesh axis once"),
+        ({"fsdp_axes": {"embed": "fsdp", "mlp": "fsdp"}}, "must name each mesh axis once"),
         ({"fsdp_axes": {"vocab": "fsdp"}}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
         (
             {"fsdp_axes": {"embed": "fsdp"}, "batch_axes": "expert"},

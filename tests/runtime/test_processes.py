@@ -133,7 +133,7 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
         (Process([1], participant={"jax_version": "0.99"}), "process 1 jax 0.99"),
         (Process([1], answers={"os.getuid": 4711}), "process 1 user 4711"),
         (Process([0, 1]), "GPU 0000:10:00.0 belongs to process 0 and to process 1"),
-        (Process(range(1, 17)), "a domain has up to 16 GPUs, and this host has 17"),
+        (Process(range(1, 17)), "at most 16 GPUs of a host can share memory, and this host has 17"),
         (
             Process([1], driver={"refuses": "cuDeviceGetUuid_v2"}),
             "the GPUs of process 1 have no names: cuDeviceGetUuid_v2",
@@ -152,7 +152,7 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
         ),
         (
             Process([1], driver={"taken": range(memory_map.BASE, memory_map.BASE + 1)}),
-            "its addresses from 0x2a0000000000 on are taken",
+            "the addresses from 0x2a0000000000 on are taken",
         ),
         (
             Process([1], pool={"virtual": False}),

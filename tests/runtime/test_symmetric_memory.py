@@ -96,8 +96,8 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
     assert no_room_reason(op, algorithm, (per_rank,), dtype, num_ranks, num_ranks) is None
     reason = no_room_reason(op, algorithm, (per_rank + step,), dtype, num_ranks, num_ranks)
     assert (
-        f"x, ({per_rank + step},) {dtype.name}, is more than the low-latency protocol has room for"
-        in reason
+        f"x, ({per_rank + step},) {dtype.name}, is too large for the buffers of the low-latency "
+        "protocol" in reason
     )
 
     if dtype.itemsize == 2:
@@ -106,7 +106,7 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
             assert "@mosaic_gpu" in text
         with pytest.raises(
             ValueError,
-            match=f'{op}: algorithm="{algorithm}".*more than the low-latency protocol has room for',
+            match=f'{op}: algorithm="{algorithm}".*too large for the buffers of the low-latency',
         ):
             lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
 
@@ -269,7 +269,7 @@ def test_more_gpus_than_ll_is_for_are_refused(chosen):
     assert chosen() == chosen("ll") == "ll"
     chosen.domain(domain_of(memory_map.MAX_LOW_LATENCY_GPUS + 1))
     assert chosen() == chosen("direct") == "direct"
-    with pytest.raises(ValueError, match="it is for up to 8 GPUs of a host, and has 9"):
+    with pytest.raises(ValueError, match="it runs on hosts of at most 8 GPUs, and this host has 9"):
         chosen("ll")
 
 
@@ -451,7 +451,8 @@ def test_other_addresses_do_in_one_process(machine, channels):
 
 def test_too_many_gpus_are_refused(machine):
     library = machine(*range(17))
-    assert "up to 16 GPUs, and this host has 17" in symmetric_memory.domain()
+    reason = symmetric_memory.domain()
+    assert "at most 16 GPUs of a host can share memory, and this host has 17" in reason
     assert not library.called("cuMemAddressReserve", "cuMemCreate")
 
 

@@ -247,7 +247,8 @@ def test_what_needs_more_than_there_is_is_refused():
     ):
         x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
         with pytest.raises(
-            ValueError, match=r"protocol has 512 workers of 4 tiles, but .*TilePlan.* needs"
+            ValueError,
+            match=r"room for 512 worker warpgroups that send 4 tiles each, but .*TilePlan.* has",
         ):
             getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
     for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
@@ -257,7 +258,7 @@ def test_what_needs_more_than_there_is_is_refused():
         )
         with pytest.raises(
             ValueError,
-            match="low-latency protocol has 512 workers of 4 tiles, but .* needs 1 of [56]",
+            match="512 worker warpgroups that send 4 tiles each, but .* has 1 that send [56]",
         ):
             low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
 
@@ -635,7 +636,7 @@ def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_
     if most_rows:
         assert "@mosaic_gpu" in lower_norm(num_ranks, most_rows, hidden, algorithm)
     with pytest.raises(
-        ValueError, match=f'"{algorithm}".*is more than the low-latency protocol has room for'
+        ValueError, match=f'"{algorithm}".*is too large for the buffers of the low-latency protocol'
     ):
         lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
 
@@ -1140,5 +1141,8 @@ def test_a_rank_that_never_comes_ends_the_program():
 @needs_kernels
 def test_a_plan_that_leaves_rows_out_is_refused():
     with pallas_collectives.forced_plan(TilePlan(4, 1)):
-        with pytest.raises(ValueError, match="too few for 9 rows of 2 ranks"):
+        with pytest.raises(
+            ValueError,
+            match="at least 5 blocks in two shots .* there are 9 rows and 2 ranks, but plan is",
+        ):
             lower_norm(2, 9, 1024, "fused_two_shot_ll")

@@ -142,22 +142,24 @@ def test_columns_in_bands_of_about_the_same_width():
 
 def test_tiles_that_cannot_be_are_refused():
     for heights in ((20, 64), (64, 264), (64, 32), (0, 64), ()):
-        with pytest.raises(ValueError, match="rows in multiples of 8 up to 256"):
+        with pytest.raises(
+            ValueError, match="heights must be multiples of 8 from 8 to 256 in rising order"
+        ):
             Tiles(heights, 128, 2, 1)
     for block_n in (32, 192, 512):
-        with pytest.raises(ValueError, match="128 or 256 columns"):
+        with pytest.raises(ValueError, match="block_n must be 64, 128 or 256"):
             Tiles((64,), block_n, 2, 1)
     for buffers, says in (
-        ((1, 1), "a ring needs two stages"),
+        ((1, 1), "num_stages must be at least 2"),
         ((2, 0), "num_buffers must be positive"),
-        ((2, 1, 0), "band must be positive"),
+        ((2, 1, 0), "band at least 1"),
     ):
         with pytest.raises(ValueError, match=says):
             Tiles((64,), 128, *buffers)
     lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
-    with pytest.raises(ValueError, match="a tile of 64 columns needs 2 matrices"):
+    with pytest.raises(ValueError, match="block_n must be at least 128 .* but is 64"):
         tiles = Tiles((32,), 64, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
-    with pytest.raises(ValueError, match="192 columns are not whole parts of 128"):
+    with pytest.raises(ValueError, match="a multiple of 128 columns, half of block_n, but has 192"):
         tiles = Tiles((32,), 256, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)

@@ -195,10 +195,10 @@ def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
 
 def test_what_does_not_fit_is_refused():
     assert unavailable_reason(1024, 32) is None
-    assert "1024 columns, not 1025" in unavailable_reason(1025, 1)
-    assert "32 choices, not 33" in unavailable_reason(64, 33)
-    assert "not 5 groups of 160" in unavailable_reason(160, 4, Groups(5, 2, 1))
-    assert "not 32 groups of 32" in unavailable_reason(32, 4, Groups(32, 8, 2))
+    assert "1024 columns (experts), not 1025" in unavailable_reason(1025, 1)
+    assert "32 choices of each row, not 33" in unavailable_reason(64, 33)
+    assert "there are 5 groups and 160 columns" in unavailable_reason(160, 4, Groups(5, 2, 1))
+    assert "there are 32 groups and 32 columns" in unavailable_reason(32, 4, Groups(32, 8, 2))
     logits = jnp.zeros((2, 1025), jnp.float32)
     with pytest.raises(ValueError, match="at most 1024 columns"):
         kernels.top_k(logits, 4, PLAIN)
