@@ -238,7 +238,7 @@ class Product(Kernel):
     def __post_init__(self) -> None:
         if self.tiles.block_n < COMPUTERS * CHUNK and self.matrices < COMPUTERS:
             raise ValueError(
-                f"block_n must be at least {COMPUTERS * CHUNK} for one matrix for each group, but is "
+                f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but is "
                 f"{self.tiles.block_n}."
             )
         if self.width % self.tiles.part:
