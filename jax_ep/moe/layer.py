@@ -575,9 +575,6 @@ def _run_by_dispatch(
     # quantized after that.
     wire_dtype = config.wire_dtype
     if config.matmul_dtype is not None and config.weights_on == "output":
-        for name in QuantizedExperts._fields:
-            if (matrices := getattr(experts, name)) is not None:
-                FLOAT8_MATRICES.check_shape(name, matrices.shape)
         wire_dtype = config.matmul_dtype
     # Rows that are sent quantized stay quantized for float8 matmuls. Quantized rows have no
     # gradient, so dispatch sends none back to `tokens`. Instead, `run_experts` gets `tokens`, and
@@ -645,6 +642,10 @@ def _experts_of_rank(
     if quantized is not None:
         of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
         quantized = jax.tree.map(of_rank, quantized)
+    if config.matmul_dtype is not None:
+        on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
+        for name in matrices:
+            FLOAT8_MATRICES.check_shape(f"{name}{on_a_rank}", own[name].shape)
     experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
     experts = experts._replace(**own, quantized=quantized)
     # The partial outputs of the ranks along the tensor axes are summed, so only the first of these

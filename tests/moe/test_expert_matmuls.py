@@ -428,6 +428,9 @@ def test_a_matrix_of_parts_of_blocks_is_named(token_chunks):
         jax_ep.moe_layer(narrow, x_of()[..., :64], config)
     with pytest.raises(ValueError, match="wi_0 must have whole blocks of 128 x 128"):
         jax_ep.quantize_experts(narrow, config)
+    of_rank = rf"wi_0 on a rank must have whole blocks .* shape \({EXPERTS // 2}, 64, "
+    with jax.set_mesh(expert_mesh(2)), pytest.raises(ValueError, match=of_rank):
+        jax_ep.moe_layer(narrow, x_of()[..., :64], config)
 
 
 @pytest.mark.needs_devices(4)
