@@ -126,10 +126,11 @@ def expert_mlp(
     are zero there, and these rows contribute nothing to other gradients. If operands are sharded
     over Explicit axes of a mesh, call this function inside a `shard_map` over these axes.
 
-    The three matrices may be `QuantizedArray`s, which have no gradient. Without `matmul_dtype`,
-    each matmul dequantizes its matrix to the tokens' dtype. With `matmul_dtype=jnp.float8_e4m3fn`,
-    a matrix in the format `jax_ep.formats.FLOAT8_MATRICES`, or in its `Transposed` form, is
-    multiplied as it is stored. One in another format is dequantized and quantized to float8.
+    The three matrices may each be a `QuantizedArray`, which has no gradient. Without
+    `matmul_dtype`, each matmul dequantizes its matrix to the tokens' dtype. With
+    `matmul_dtype=jnp.float8_e4m3fn`, a matrix in the format `jax_ep.formats.FLOAT8_MATRICES`, or in
+    its `Transposed` form, is multiplied as it is stored. One in another format is dequantized and
+    quantized to float8.
 
     `activation` and the other options are the fields of `ExpertUnit`, as keyword arguments.
 
