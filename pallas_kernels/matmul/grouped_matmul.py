@@ -238,8 +238,8 @@ class Product(Kernel):
     def __post_init__(self) -> None:
         if self.tiles.block_n < COMPUTERS * CHUNK and self.matrices < COMPUTERS:
             raise ValueError(
-                f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but is "
-                f"{self.tiles.block_n}."
+                f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
+                f"is {self.tiles.block_n}."
             )
         if self.width % self.tiles.part:
             raise ValueError(
