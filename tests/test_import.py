@@ -21,6 +21,7 @@ PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats"}
 PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.matmul", "pallas_kernels.matmul.row_blocks"}
+PLANS |= {"pallas_kernels.matmul.chosen_groups"}
 PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan", "pallas_kernels.routing.order"}
 
 

@@ -528,7 +528,7 @@ def test_errors(arguments, error, message):
 
 def test_a_name_that_cannot_run_says_why():
     half = ((8, 100), "bfloat16"), ((2, 100, F), "bfloat16")
-    with pytest.raises(ValueError, match=r"multiples of 64, not \[100, 128\]"):
+    with pytest.raises(ValueError, match=r"must be multiples of 64, but are \[100, 128\]"):
         call(*half, implementation="pallas")
     if jax.default_backend() == "cpu":
         half = ((8, H), "bfloat16"), ((2, H, F), "bfloat16")
