@@ -185,7 +185,7 @@ def test_no_small_collectives_beside_the_kernels(function):
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        (Shapes(4, 128, 2, 8, "float8_e4m3fn"), "dtype is float8_e4m3fn"),
+        (Shapes(4, 128, 2, 8, "float8_e4m3fn"), "dtype of the rows is float8_e4m3fn"),
         (Shapes(4, 65536, 2, 8), "too long for shared memory"),
         (Shapes(4, 32768, 2, 8, "float32"), "too long for shared memory"),
     ],

@@ -555,7 +555,7 @@ X = jnp.zeros((8, H))
             X,
             None,
             ValueError,
-            r"gate must be .*num_experts=4.*\(16, 8\)",
+            r"gate must have shape \[H, 4\], .*\(16, 8\)",
         ),
         (CONFIG, jnp.zeros((8, 5)), None, ValueError, r"x must be .*H=16.* \(8, 5\)"),
         (CONFIG, X.astype(int), None, TypeError, "x must be a floating array"),
