@@ -47,7 +47,9 @@ def test_a_baseline_says_where_it_cannot_run():
         return backend.unavailable_reason(Problem(matrix, dtype, platform))
 
     assert "not float32" in reason(baselines.MOSAIC, "cuda", dtype=jnp.float32)
-    assert "must be multiples of 64, but are [100, 128]" in reason(baselines.MOSAIC, "cuda", (100, 128))
+    assert "must be multiples of 64, but are [100, 128]" in reason(
+        baselines.MOSAIC, "cuda", (100, 128)
+    )
     assert "this program is for cpu" in reason(baselines.MOSAIC, "cpu")
     if importlib.util.find_spec("tokamax") is None:
         assert "tokamax is not installed" in reason(baselines.TOKAMAX, "cuda")
