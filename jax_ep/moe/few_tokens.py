@@ -26,7 +26,7 @@ from jax_ep.matmul import pallas
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Problem, pad_rows
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, matmuls_of
+from jax_ep.moe.expert_matmuls import Experts, matmuls_of, without_gradient
 from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
 from pallas_kernels.matmul.chosen_groups import chosen_groups, of_gathered, output_rows
@@ -98,17 +98,29 @@ def run(
         out, dropped, _ = match_varying((out, dropped, topk_idx), expert_axes)
         return out, dropped
 
+    # Quantized matrices have no gradient. They are an argument of their own, since differentiating
+    # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
+    quantized = {
+        name: without_gradient(name, weights)
+        for name, weights in experts._asdict().items()
+        if name == "quantized" or isinstance(weights, QuantizedArray)
+    }
+
     @jax.custom_vjp
-    def compute(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    def compute(quantized: dict[str, Any], experts: Experts, *others: jax.Array) -> Any:
+        operands = experts._replace(**quantized), *others
         return lax.platform_dependent(*operands, cuda=by_chosen_experts, default=by_dispatch)
 
-    def compute_and_keep(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        out, pull, dropped = jax.vjp(by_dispatch, *operands, has_aux=True)
+    def compute_and_keep(quantized: dict[str, Any], *operands: Any) -> tuple[Any, Any]:
+        def of_rest(experts: Experts, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return by_dispatch(experts._replace(**quantized), *others)
+
+        out, pull, dropped = jax.vjp(of_rest, *operands, has_aux=True)
         return (out, dropped), pull
 
-    compute.defvjp(compute_and_keep, lambda pull, cotangents: pull(cotangents[0]))
-    operands = (experts, tokens, topk_idx, topk_weights)
-    leaves, tree = jax.tree.flatten(operands)
+    compute.defvjp(compute_and_keep, lambda pull, cotangents: (None, *pull(cotangents[0])))
+    rest = experts._replace(**dict.fromkeys(quantized))
+    leaves, tree = jax.tree.flatten((quantized, rest, tokens, topk_idx, topk_weights))
     return compute(*jax.tree.unflatten(tree, match_varying(leaves, expert_axes)))
 
 

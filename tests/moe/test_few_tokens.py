@@ -179,6 +179,27 @@ def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
     jax.tree.map(np.testing.assert_array_equal, results(CONFIG), results(named))
 
 
+@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
+def test_stored_experts_leave_the_tokens_their_gradient(matmul_dtype):
+    """Matrices that are stored quantized have no gradient, but tokens and the gate have theirs."""
+    params, x, mesh = stored(make_params(), FLOAT8_MATRICES), make_x(8), expert_mesh(1)
+    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
+
+    def loss(gate, x, config):
+        out = on_mesh(config, mesh)(params._replace(gate=gate), x)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    named = dataclasses.replace(config, implementation="xla")
+    got, want = (jax.grad(loss, (0, 1))(params.gate, x, each) for each in (config, named))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    def of_all(params):
+        return jnp.sum(on_mesh(config, mesh)(params, x).astype(jnp.float32))
+
+    with pytest.raises(TypeError, match="wi_0 is stored quantized"):
+        jax.grad(of_all, allow_int=True)(params)
+
+
 def kernels(config, num_tokens, num_ranks=1, dtype=jnp.bfloat16):
     """Returns which of three kernels a layer lowers to for GPUs: a set of their names."""
     mesh = cuda_mesh((num_ranks,), ("expert",))
