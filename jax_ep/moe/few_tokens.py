@@ -28,6 +28,7 @@ from jax_ep.matmul.backend import Problem, pad_rows
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, matmuls_of, without_gradient
 from jax_ep.moe.expert_mlp import forward, traced_unit
+from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
 from pallas_kernels.matmul.chosen_groups import chosen_groups, of_gathered, output_rows
 
@@ -39,7 +40,7 @@ Run = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
-    """Returns whether `run` may compute these tokens [T, H] on a GPU without a dispatch.
+    """Returns whether a GPU may compute these tokens [T, H] without a dispatch.
 
     It may if there are at most MOST_TOKENS tokens; `num_ranks`, the number of ranks that exchange
     rows with each other, is 1; no option of the exchange changes the output or names an
@@ -69,10 +70,11 @@ def run(
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
+    *,
     config: MoEConfig,
-    expert_axes: tuple[str, ...],
+    where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `by_dispatch` returns, but computes it without a dispatch in programs for GPUs.
+    """Returns what `by_dispatch` returns, computed without a dispatch where `supports` allows it.
 
     Args:
       by_dispatch: a function of the next four arguments that computes the output [T, H] and each
@@ -83,19 +85,21 @@ def run(
       topk_idx: [T, K] int32, the experts that each token chooses. A number outside of [0, L)
         chooses no expert.
       topk_weights: [T, K] float32, the weights of the choices.
-      config: the options of the layer, for which `supports` has returned True.
-      expert_axes: the mesh axes of `config.expert_axis`.
+      config: the options of the layer.
+      where: the mesh axes that the layer uses.
 
     Returns:
-      The output [T, H], and each expert's number of dropped rows, which is 0.
+      The output [T, H], and each expert's number of dropped rows.
     """
+    if not supports(tokens, experts, config, where.num_ranks()):
+        return by_dispatch(experts, tokens, topk_idx, topk_weights)
 
     def by_chosen_experts(
         experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         out = output(experts, tokens, topk_idx, topk_weights, config, "pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
-        out, dropped, _ = match_varying((out, dropped, topk_idx), expert_axes)
+        out, dropped, _ = match_varying((out, dropped, topk_idx), where.expert_axes)
         return out, dropped
 
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
@@ -121,7 +125,7 @@ def run(
     compute.defvjp(compute_and_keep, lambda pull, cotangents: (None, *pull(cotangents[0])))
     rest = experts._replace(**dict.fromkeys(quantized))
     leaves, tree = jax.tree.flatten((quantized, rest, tokens, topk_idx, topk_weights))
-    return compute(*jax.tree.unflatten(tree, match_varying(leaves, expert_axes)))
+    return compute(*jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes)))
 
 
 def output(

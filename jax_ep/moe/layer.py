@@ -520,8 +520,9 @@ def _run_routed_experts(
         tokens = tokens.astype(config.dtype)
     with jax.named_scope("experts"):
         experts = _experts_of_rank(params, quantized, placement, config, where)
+    by_dispatch = functools.partial(_run_chunk, distinct=distinct, config=config, where=where)
     out, counts = token_chunks.run(
-        functools.partial(_run_chunk, distinct=distinct, config=config, where=where),
+        functools.partial(few_tokens.run, by_dispatch, config=config, where=where),
         experts,
         (tokens, held, topk_weights),
         config,
@@ -546,29 +547,11 @@ def _run_chunk(
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the routed experts on one chunk of tokens [T, H].
+    """Dispatches one chunk of tokens [T, H], runs the experts, and combines their outputs.
 
     Returns the output [T, H], and the dropped rows of each of this rank's L experts or slots, [L]
     int32. `topk_idx` [T, K] has ids of slots if the layer has slots.
     """
-    by_dispatch = functools.partial(_run_by_dispatch, distinct=distinct, config=config, where=where)
-    operands = experts, tokens, topk_idx, topk_weights
-    if few_tokens.supports(tokens, experts, config, where.num_ranks()):
-        return few_tokens.run(by_dispatch, *operands, config, where.expert_axes)
-    return by_dispatch(*operands)
-
-
-def _run_by_dispatch(
-    experts: Experts,
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    *,
-    distinct: bool,
-    config: MoEConfig,
-    where: LayerMesh,
-) -> tuple[jax.Array, jax.Array]:
-    """Dispatches tokens, runs the experts, and combines their outputs; see `_run_chunk`."""
     # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
     # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None. With
     # weights_on="input", however, rows are multiplied by their weights on arrival, and must be

@@ -183,11 +183,10 @@ class _OneProduct(Computer):
         self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
         self._zero_unused()
 
-    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
-        place, kind = super()._look_up(index)
+    @property
+    def _first_column(self) -> Any:
         # Both warpgroups compute all columns of a tile.
-        left_edge = place.left_edge - self.number * self.kernel.tiles.part
-        return place._replace(left_edge=left_edge), kind
+        return 0
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
         place, kind = tile

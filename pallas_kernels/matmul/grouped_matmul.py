@@ -400,6 +400,11 @@ class Computer:
         """
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
+    @property
+    def _first_column(self) -> Any:
+        """Returns the first column of an output tile that this warpgroup computes."""
+        return self.number * self.kernel.tiles.part
+
     def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
         """Looks up what this warpgroup must know of output tile number `index`.
 
@@ -408,7 +413,7 @@ class Computer:
           kind: the index of the tile's height in `self.rows.heights`.
         """
         tile, left_edge = self.kernel.place(index, self.rows.count)
-        left_edge += self.number * self.kernel.tiles.part
+        left_edge += self._first_column
         first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
         return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
 
@@ -461,7 +466,7 @@ class Computer:
 
     def _multiply_rows(self, accumulator: Any, stage: jax.Array, height: int) -> None:
         tiles = self.kernel.tiles
-        mine = pl.ds(self.number * tiles.part, tiles.part)
+        mine = pl.ds(self._first_column, tiles.part)
         rows = transposed(self.ring.left.at[stage, :height])
         for i, matrix in enumerate(self.ring.right_tiles(stage)):
             transpose = self.kernel.transpose_rhs
