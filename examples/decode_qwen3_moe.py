@@ -113,7 +113,7 @@ _QUANTIZED = flags.DEFINE_enum(
     "How experts stay in memory. keep: as the files hold them. float8, mxfp4: quantized while they "
     "are loaded. Default: not quantized, which takes two to four times the memory. A step "
     "dequantizes quantized experts before each matmul, unless they are float8 and --matmul_dtype "
-    "is given.",
+    "is given, or one GPU decodes up to 16 sequences.",
 )
 _MATMUL_DTYPE = flags.DEFINE_enum(
     "matmul_dtype",
@@ -244,6 +244,7 @@ def bytes_of_step(
     A device reads its replicated weights, the weights of the experts that some token chose
     (averaged over the devices), and the keys and values of the tokens that are attended to. If the
     step dequantizes experts first, it also reads all experts of the device and writes the results.
+    One GPU with up to 16 sequences multiplies by experts as they are stored.
 
     Returns:
         The bytes on one device, and the number of experts chosen in a layer, averaged over layers.
@@ -258,9 +259,11 @@ def bytes_of_step(
     experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
     layers = model.moe if isinstance(model.moe, list) else [model.moe]
     of_experts, others = 0, bytes_of((model.shared, model.layers))
+    few = config.mesh.size == 1 and len(lengths) <= 16 and jax.default_backend() == "gpu"
+    dequantizes = config.moe.matmul_dtype is None and not few
     for params in layers:
         for name, values in params._asdict().items():
-            if isinstance(values, QuantizedArray) and config.moe.matmul_dtype is None:
+            if isinstance(values, QuantizedArray) and dequantizes:
                 # A step reads all experts of a device and writes them dequantized. It then reads
                 # the dequantized weights of the chosen experts.
                 numbers = math.prod(values.shape) * values.dtype.itemsize

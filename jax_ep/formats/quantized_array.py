@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
-from jax_ep.formats.mxfp4 import MXFP4
 from jax_ep.formats.transposed import Transposed
 from jax_ep.runtime.jax_compat import register_for_export
 from pallas_kernels.formats import Float8, Format
+from pallas_kernels.mxfp4 import MXFP4
 
 
 @dataclasses.dataclass(frozen=True)

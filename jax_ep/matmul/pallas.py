@@ -272,15 +272,15 @@ def band(num_cols: int, block_n: int, most: int) -> int:
     return -(-columns // -(-columns // most))
 
 
-def emitted(gating: Gating) -> Any:
-    """Converts a gating function of two arrays to a form that can be called within a kernel.
+def emitted(gating: Gating, arity: int = 2) -> Any:
+    """Converts a gating function of `arity` arrays to a form that can be called within a kernel.
 
     Returns None if the kernels do not support an operation of the function.
     """
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
-        return Elementwise(gating, 2)
+        return Elementwise(gating, arity)
     except NotSupported:
         return None
 

@@ -3,8 +3,11 @@
 With few tokens, a layer spends most of its time on reading the chosen experts' matrices and on
 launching kernels. On one rank, a dispatch only sorts the tokens' rows by expert, but that takes
 seven launches. Here, each chosen expert computes all tokens instead, and each token then uses only
-the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The layer's output
-has the same bits as with a dispatch.
+the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of
+experts that are not quantized has the same bits as with a dispatch.
+
+Quantized experts are read as they are stored, and tokens are not quantized
+(`jax_ep.matmul.weight_only`), except that several tokens are, if `matmul_dtype` is float8.
 
 Only the kernels for Hopper GPUs can do this. Programs for other platforms, and the backward pass,
 use a dispatch and a combine.
@@ -12,6 +15,7 @@ use a dispatch and a combine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +25,8 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.xla import sum_of_choices
-from jax_ep.formats import QuantizedArray
-from jax_ep.matmul import pallas
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, Transposed
+from jax_ep.matmul import pallas, weight_only
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Problem, pad_rows
 from jax_ep.moe.config import MoEConfig
@@ -30,11 +34,15 @@ from jax_ep.moe.expert_matmuls import Experts, matmuls_of, without_gradient
 from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
-from pallas_kernels.matmul.chosen_groups import chosen_groups, of_gathered, output_rows
+from pallas_kernels.matmul.chosen_groups import chosen_groups, output_rows
 
 # The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
 MOST_TOKENS = 16
+# The most tokens that are not quantized, although `matmul_dtype` is float8. Up to this number, the
+# matmuls of quantized matrices and unquantized rows are faster than those of quantized rows, and
+# nothing needs to be quantized between them.
+MOST_UNQUANTIZED_TOKENS = 2
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -128,6 +136,26 @@ def run(
     return compute(*jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes)))
 
 
+def _weight_only(
+    experts: Experts, matmul_dtype: Any, num_tokens: int
+) -> list[QuantizedArray] | None:
+    """Returns the quantized matrices by which unquantized tokens are multiplied, wo last.
+
+    Returns None if the matrices are not quantized, or if the tokens are to be quantized, too.
+    """
+    if matmul_dtype is None:
+        stored = [*experts.wi, experts.wo]
+        return stored if isinstance(experts.wo, QuantizedArray) else None
+    if num_tokens > MOST_UNQUANTIZED_TOKENS:
+        return None
+    assert experts.quantized is not None
+    format = Transposed.of(FLOAT8_MATRICES)
+    return [
+        QuantizedArray(each.transposed.values, each.transposed.scales, format, each.matrices.dtype)
+        for each in (*experts.quantized.wi, experts.quantized.wo)
+    ]
+
+
 def output(
     experts: Experts,
     tokens: jax.Array,
@@ -145,17 +173,25 @@ def output(
     with jax.named_scope("dispatch"):
         groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
     with jax.named_scope("experts"):
-        if isinstance(experts.wi_0, QuantizedArray) and options.matmul_dtype is None:
-            # Dequantizes no more matrices than the tokens can choose.
-            if len(groups.table) - 1 < experts.wi_0.shape[0]:
-                indices, groups = of_gathered(groups)
-                experts = jax.tree.map(lambda part: part[indices], experts)
         num_rows = output_rows(groups, len(tokens))
         like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
         unit = traced_unit(options, like_hidden, experts)
         matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
-        y, _ = forward(
-            pad_rows(tokens), experts, groups, unit, matmuls, keep=False, zero_unused=False
-        )
+        stored = _weight_only(experts, options.matmul_dtype, len(tokens))
+        if stored is None:
+            y, _ = forward(
+                pad_rows(tokens), experts, groups, unit, matmuls, keep=False, zero_unused=False
+            )
+        else:
+            product = functools.partial(
+                weight_only.product,
+                groups=groups,
+                num_rows=len(tokens),
+                implementation=implementation,
+            )
+            *wi, wo = stored
+            biases = experts.biases[: len(wi)]
+            hidden = product(tokens, wi, biases, gating=unit)
+            y = product(hidden, [wo], [experts.wo_bias])
     with jax.named_scope("combine"):
         return sum_of_choices(y, rows, topk_weights).astype(y.dtype)

@@ -180,7 +180,9 @@ class _OneProduct(Computer):
 
     def run(self) -> None:
         total = self.rows.count * self.kernel.tile_columns
-        self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
+        used = self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
+        # Every arrival at a barrier must be waited for, the last one, too.
+        pl.when((self.number == 1) & (used > 0))(lambda: plgpu.barrier_wait(self.passed.empty))
         self._zero_unused()
 
     @property

@@ -1,0 +1,790 @@
+"""Matmuls of a few bfloat16 rows by quantized matrices (weight-only quantization).
+
+In decoding, a matmul takes the time to read the matrices of the groups that the rows chose
+(`pallas_kernels.matmul.chosen_groups`). This kernel reads them as they are stored, in float8 or
+MXFP4. Rows keep their precision.
+
+A matrix [K, N] is stored transposed, [N, K]. A thread block computes some columns of the output for
+one chosen group. It has 8 warps. A warp computes 16 columns, for all T rows, and sums over every
+`splits`-th chunk of 128 of K. Together, `splits` warps sum over all of K; they add up their sums in
+shared memory. With 4 splits, the warps of a block divide the matrix like this:
+
+             K: 128   128   128   128   128   128   ...
+                +-----+-----+-----+-----+-----+-----+
+  16 columns    |  0  |  1  |  2  |  3  |  0  |  1  |
+                +-----+-----+-----+-----+-----+-----+
+  16 columns    |  4  |  5  |  6  |  7  |  4  |  5  |
+                +-----+-----+-----+-----+-----+-----+
+
+**Tensor cores multiply float16.** Numbers of float8 and float4 are float16 numbers times powers of
+two, and a few instructions convert them. A number of a row is divided by a scale, a power of two
+for each chunk, so that float16 represents it exactly unless it is tiny.
+
+**Each thread scales its own sums.** The instruction `mma.sync` multiplies 16 columns by 8 rows, and
+sums over 16 numbers: 4 numbers of each thread of a quad (PTX ISA, "Matrix fragments for
+mma.m16n8k16"). A thread loads 16 bytes of each of its two columns, c and c + 8, where c = lane / 4.
+These numbers lie next to each other, and have a scale of their own in MXFP4. So each thread of a
+quad needs its own sum. Therefore an instruction multiplies only two rows of the matmul: its rows
+2 * t and 2 * t + 1 have the numbers that thread t of each quad holds, and zeros for those of the
+other threads. The instruction gives the sums with these two rows to thread t of each quad, which
+knows their scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP, WORD_BYTES
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.formats import E8M0, Float8, Format, bitcast
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.quantized_tiles import PTX_TYPE, Scaled, max_of, share, shared_numbers
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP
+from pallas_kernels.mxfp4 import MXFP4
+
+_WARPS = 8
+# A warp computes this many columns of the output, and a thread two of them, 8 apart.
+_COLUMNS, _APART = 16, 8
+# A warp sums over chunks of this many of K. A float8 scale belongs to a chunk.
+_CHUNK = 128
+# Four threads hold the numbers of a column.
+_QUAD = 4
+# An instruction multiplies this many rows of the matmul.
+_TOGETHER = 2
+# Scaled, the largest number of a chunk of a row is at least 2^_LARGEST and below 2^(_LARGEST + 1).
+_LARGEST = 12
+# How many chunks of rows a warp loads before it begins to load matrices.
+_ROW_LOADS = 4
+# The most vectors of 16 bytes of matrices that a thread loads ahead of their multiplication.
+_AHEAD = 16
+# The bytes of zeros in shared memory, as many as a thread loads of a vector of float8 numbers.
+_ZEROS = 32
+# The most rows that a matmul may have.
+MOST_ROWS = 16
+# The most bytes of shared memory for the scaled rows.
+_MOST_BYTES = 128 * 1024
+FLOAT8_BLOCKS = Float8.of(jnp.float8_e4m3fn, (_CHUNK, _CHUNK))
+
+
+def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) -> str | None:
+    """Returns why the kernel cannot multiply T rows by matrices [depth, width], or None if it can.
+
+    `format` is the format in which the transposes of the matrices are stored. `num_rows` is T.
+    """
+    if format not in (FLOAT8_BLOCKS, MXFP4):
+        return f"it decodes float8_e4m3fn with blocks of 128 x 128, and MXFP4, not {format.name}"
+    if depth < _CHUNK or depth % format.block[1] or width % max(_COLUMNS, format.block[0]):
+        return f"the matrices have {depth} rows and {width} columns"
+    if num_rows > MOST_ROWS or 2 * num_rows * depth > _MOST_BYTES:
+        return f"{num_rows} rows of {depth} numbers are too many"
+    return None
+
+
+def product(
+    rows: jax.Array,
+    matrices: Sequence[Scaled],
+    biases: Sequence[jax.Array | None],
+    groups: ChosenGroups,
+    *,
+    num_rows: int,
+    format: Format,
+    gating: Elementwise | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Multiplies all rows by the matrices of each chosen group, and applies `gating`.
+
+    In each chunk of 128 of a row, a number is represented exactly if its magnitude is at least
+    2^-30 times the largest one, and else with an error of at most 2^-37 times the largest one.
+
+    Args:
+      rows: [T, K] bfloat16 for all S groups, or [S * height, K]: T rows of each group, from row
+        s * height on.
+      matrices: one array of matrices, or two, [K, N] for each of L groups, given as their
+        transposes [L, N, K] in `format`, with values and scales.
+      biases: for each array of matrices, [L, N] bfloat16 or float32, or None.
+      groups: the chosen groups.
+      num_rows: T.
+      format: the format of the transposes: `MXFP4`, or float8_e4m3fn with blocks of 128 x 128.
+        `unsupported_reason` says which formats and sizes the kernel supports.
+      gating: an elementwise function of the products as float32; None returns the only product.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [S * height, N] bfloat16: gating(product + bias, ...). The products are summed in float32 and
+      rounded to bfloat16 before biases are added. Only T rows of each tile are written.
+    """
+    depth, width = rows.shape[1], matrices[0].values.shape[1]
+    total = output_rows(groups, len(rows))
+    job = _Job(
+        num_rows,
+        depth,
+        width,
+        len(matrices),
+        format,
+        gating,
+        shared_rows=len(rows) < total,
+        has_bias=tuple(bias is not None for bias in biases),
+    )
+    parts = [
+        part if part.dtype != E8M0 else bitcast(part, jnp.uint8)
+        for each in matrices
+        for part in each
+    ]
+    operands = [rows, *parts, *(bias for bias in biases if bias is not None), groups.table]
+
+    def kernel(*refs: Any, **scratch: Any) -> None:
+        table, out = refs[-2:]
+        tile, block = quotient_and_rest(lax.axis_index("tile"), jnp.int32(job.blocks_of_columns))
+        group, first, begin, end = (table[tile, each] for each in (GROUP, FIRST, BEGIN, END))
+
+        @pl.when((tile < table[table.shape[0] - 1, 0]) & (begin < end))
+        def _() -> None:
+            memrefs = [*refs[:-2], out]
+            if interpret:
+                is_first = lax.axis_index("warpgroup") == 0
+                pl.when(is_first)(lambda: job.interpreted(memrefs, group, block, first))
+            else:
+                job.run([*memrefs, *scratch.values()], group, block, first)
+
+    return mosaic.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((total, width), rows.dtype),
+        scratch_types=job.scratch_types(),
+        num_threads=_WARPS * WARP // LANES,
+        thread_name="warpgroup",
+        grid=((len(groups.table) - 1) * job.blocks_of_columns,),
+        grid_names=("tile",),
+        auto_barriers=False,
+        interpret=interpret,
+        kernel_name=f"weight_only_{'' if gating is None else 'gated_'}{format.name}",
+    )(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The kernel of `product`.
+
+    Attributes:
+      num_rows: T, the number of rows of a group.
+      depth: K, the length of a row.
+      width: N, the number of columns of the output.
+      matrices: the number of arrays of matrices, 1 or 2.
+      format: the format of the matrices.
+      gating: the elementwise function of the products, or None.
+      shared_rows: whether all groups multiply the same rows.
+      has_bias: for each array of matrices, whether it has a bias.
+    """
+
+    num_rows: int
+    depth: int
+    width: int
+    matrices: int
+    format: Format
+    gating: Elementwise | None
+    shared_rows: bool
+    has_bias: tuple[bool, ...]
+
+    @property
+    def is_float8(self) -> bool:
+        return self.format == FLOAT8_BLOCKS
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of K; the last one may be shorter than the others."""
+        return -(-self.depth // _CHUNK)
+
+    @property
+    def splits(self) -> int:
+        """The number of warps that together compute the same columns.
+
+        It is the largest number with which each warp has two whole chunks, so that it has enough to
+        load at a time; or 1.
+        """
+        return next((n for n in (8, 4, 2) if self.depth // _CHUNK >= 2 * n), 1)
+
+    @property
+    def steps(self) -> int:
+        """The number of chunks that a warp handles, if it is the one with the most."""
+        return -(-self.chunks // self.splits)
+
+    @property
+    def parts(self) -> int:
+        """How many times 16 columns the warps of a block compute at the same time."""
+        return _WARPS // self.splits
+
+    @property
+    def rounds(self) -> int:
+        """How many times a thread block does so, one after the other.
+
+        Every block scales all rows. With more rows, this takes longer, and a block then computes
+        more columns.
+        """
+        columns = -(-self.width // (_COLUMNS * self.parts))
+        return min(self.num_rows, 8, columns)
+
+    @property
+    def blocks_of_columns(self) -> int:
+        """The number of thread blocks of a group. The last one may reach past the last column."""
+        return -(-self.width // (_COLUMNS * self.parts * self.rounds))
+
+    # --------------------------------------------------------------------------- on a GPU
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Returns the arrays in shared memory.
+
+        They are the scaled rows, [T, K] float16, and zeros after them; the scales of the chunks of
+        each row, [T, chunks]; and the sums of the warps, [warps, matrices, T, 16].
+        """
+        words_of_rows = self.num_rows * self.chunks * _CHUNK // 2
+        sums = _WARPS * self.matrices * self.num_rows * _COLUMNS
+        return dict(
+            rows=plgpu.SMEM((words_of_rows + _ZEROS // WORD_BYTES,), jnp.float32),
+            scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
+            sums=plgpu.SMEM((sums,), jnp.float32),
+        )
+
+    def run(self, refs: Any, group: Any, block: Any, first: Any) -> None:
+        """Computes the columns of a thread block.
+
+        Args:
+          refs: references to the operands without the table, the output, and the scratch.
+          group: the chosen group.
+          block: the index of the columns that this thread block computes.
+          first: the group's first row in the output.
+        """
+
+        def compute(index: Any, is_first: bool) -> None:
+            numbers = [group, index, first]
+            layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
+            mosaic.inline(functools.partial(self.emit, is_first), [*refs, *numbers], layouts)
+
+        compute(block * self.rounds, True)
+        if self.rounds > 1:
+            lax.fori_loop(
+                1, self.rounds, lambda i, _: compute(block * self.rounds + i, False), None
+            )
+
+    def emit(self, is_first: bool, *values: Any) -> None:
+        """Emits the code by which one thread computes its part of 16 * `parts` columns.
+
+        `values` are memrefs, and the scalars of `run`. If `is_first`, the code also scales the
+        rows.
+        """
+        *memrefs, out, rows, scales, sums = values[:-3]
+        group, block, first = (mosaic.scalar(each) for each in values[-3:])
+        thread = mosaic.thread()
+        warp, lane = _divided(thread, WARP)
+        part, split = _divided(warp, self.splits)
+        down, across = _divided(lane, _QUAD)
+        column = arith.minui(self.column(block, part), mosaic.i32(self.width - _COLUMNS))
+        operands = []
+        for i in range(self.matrices):
+            values_ref, scales_ref = memrefs[1 + 2 * i : 3 + 2 * i]
+            operands.append(_Operand(self, values_ref, scales_ref, group, column, split, lane))
+        # The first loads of rows come before those of matrices, which take longer.
+        loads = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
+        of_rows = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in loads[:_ROW_LOADS]]
+        ahead = max(1, _AHEAD // (2 * self.matrices * (2 if self.is_float8 else 1)))
+        loaded = [[each.load(step) for each in operands] for step in range(min(ahead, self.steps))]
+        if is_first:
+            for i in loads[_ROW_LOADS:]:
+                of_rows.append(self.load_chunk(memrefs[0], first, warp, lane, i))
+            for i, words in zip(loads, of_rows, strict=True):
+                self.scale_chunk(words, rows, scales, warp, lane, i)
+            with mosaic.when(mosaic.below(thread, mosaic.i32(_ZEROS // WORD_BYTES))):
+                share(rows, _plus(thread, self.zeros // WORD_BYTES), [mosaic.i32(0)])
+        # All threads have stored their part of the rows, or read the sums of the last round.
+        mosaic.block_barrier()
+        for step in range(self.steps):
+            if step + ahead < self.steps:
+                loaded.append([each.load(step + ahead) for each in operands])
+            decoded = [
+                operand.decode(words) for operand, words in zip(operands, loaded[step], strict=True)
+            ]
+            for row in range(0, self.num_rows, _TOGETHER):
+                words, found = self.load_rows(rows, scales, row, step, split, lane)
+                for operand, columns in zip(operands, decoded, strict=True):
+                    operand.multiply(columns, words, found, row)
+        for i, operand in enumerate(operands):
+            for row in range(self.num_rows):
+                totals = [mosaic.warp_sum(each, _QUAD) for each in operand.totals[row]]
+                with mosaic.when(mosaic.equal(across, mosaic.i32(0))):
+                    for j, total in enumerate(totals):
+                        at = self.place(warp, i, row, _plus(down, j * _APART))
+                        share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
+        mosaic.block_barrier()
+        results = self.parts * self.num_rows * _COLUMNS
+        for start in range(0, results, _WARPS * WARP):
+            index = _plus(thread, start)
+            with mosaic.when(mosaic.below(index, mosaic.i32(results))):
+                self.finish(memrefs, out, sums, group, block, first, index)
+
+    def column(self, block: Value, part: Value) -> Value:
+        """Returns the first of 16 columns: those of part `part` in round `block` of all rounds."""
+        index = arith.addi(arith.muli(block, mosaic.i32(self.parts)), part)
+        return arith.muli(index, mosaic.i32(_COLUMNS))
+
+    def place(self, warp: Value, matrix: int, row: Any, column: Value) -> Value:
+        """Returns where a warp's sum for a matrix, a row and a column is in shared memory."""
+        row = mosaic.i32(row) if isinstance(row, int) else row
+        of_warp = _plus(arith.muli(warp, mosaic.i32(self.matrices)), matrix)
+        at = arith.addi(arith.muli(of_warp, mosaic.i32(self.num_rows)), row)
+        return arith.addi(arith.muli(at, mosaic.i32(_COLUMNS)), column)
+
+    @property
+    def zeros(self) -> int:
+        """Where in shared memory the zeros after the rows begin, in bytes."""
+        return 2 * self.num_rows * self.chunks * _CHUNK
+
+    def chunk_of_row(
+        self, warp: Value, lane: Value, start: int
+    ) -> tuple[Value, Value, Value, Value]:
+        """Returns which numbers of the rows a thread scales: four of a chunk of a row.
+
+        All chunks of all rows are numbered, and the warps take turns at them, from `start` on.
+        Returns the index of the chunk; whether it exists; the row; and the first of the four
+        numbers in it. If the chunk does not exist, the row and the numbers are those of the last.
+        """
+        count, index = self.num_rows * self.chunks, _plus(warp, start)
+        exists = mosaic.below(index, mosaic.i32(count))
+        index = arith.minui(index, mosaic.i32(count - 1))
+        row, chunk = _divided(index, self.chunks)
+        own = arith.addi(_times_integer(chunk, _CHUNK), _times_integer(lane, 4))
+        return index, exists, row, own
+
+    def load_chunk(
+        self, source: Value, first: Value, warp: Value, lane: Value, start: int
+    ) -> list[Value]:
+        """Loads the numbers of `chunk_of_row`, two in a word; zeros past the end of the row."""
+        _, _, row, own = self.chunk_of_row(warp, lane, start)
+        inside = mosaic.below(own, mosaic.i32(self.depth))
+        own = arith.select(inside, own, mosaic.i32(0))
+        row = row if self.shared_rows else arith.addi(first, row)
+        address = _address(source, _offset(row, self.depth, own), 2)
+        words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
+        return [arith.select(inside, word, mosaic.i32(0)) for word in words]
+
+    def scale_chunk(
+        self,
+        words: Sequence[Value],
+        rows: Value,
+        scales: Value,
+        warp: Value,
+        lane: Value,
+        start: int,
+    ) -> None:
+        """Scales a chunk of a row, and stores it as float16 in shared memory.
+
+        `words` are those of `load_chunk`, whose last arguments are the same.
+        """
+        index, exists, row, own = self.chunk_of_row(warp, lane, start)
+        numbers = [number for word in words for number in _widened(word)]
+        largest = mosaic.warp_max(max_of(float8.magnitude(number)[1] for number in numbers))
+        # The scale is a power of two: the exponent of the largest number, less _LARGEST.
+        exponent = arith.maxui(
+            arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST + 1) << 23)
+        )
+        scale = arith.subi(exponent, mosaic.i32(_LARGEST << 23))
+        inverse = arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
+        scaled = [arith.mulf(number, inverse) for number in numbers]
+        # Of each 8 numbers of a row, the order is that of `_Operand.decode`.
+        pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
+        start = _times_integer(arith.addi(_times_integer(row, self.chunks * _CHUNK), own), 2)
+        if not self.is_float8:
+            of_eight = _times_integer(arith.andi(own, mosaic.i32(4)), 2)
+            start = arith.subi(start, arith.shrui(of_eight, mosaic.i32(1)))
+        for i, pair in enumerate(pairs):
+            at = _plus(start, i * (4 if self.is_float8 else 8))
+            pointer = mosaic.element_pointer(mosaic.pointer(rows), at, mosaic.integer_type(8))
+            both = _float16_pair(*(scaled[j] for j in pair))
+            with mosaic.when(exists):
+                llvm.store(both, pointer, alignment=4)
+        with mosaic.when(arith.andi(exists, mosaic.equal(lane, mosaic.i32(0)))):
+            share(scales, index, [scale])
+
+    def load_rows(
+        self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
+    ) -> tuple[list[Value], list[Value]]:
+        """Loads a thread's numbers of up to two rows from shared memory.
+
+        Returns 16 words, two numbers in each: the thread's row of the instruction for each of the
+        quad's threads. And the scale of the chunk of each row.
+        """
+        down, across = _divided(lane, _QUAD)
+        of_thread, row = _divided(down, _TOGETHER)
+        count = min(_TOGETHER, self.num_rows - first)
+        row = arith.minui(_plus(row, first), mosaic.i32(first + count - 1))
+        chunk = _plus(split, step * self.splits)
+        if (step + 1) * self.splits > self.chunks:
+            chunk = arith.minui(chunk, mosaic.i32(self.chunks - 1))
+        # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
+        own = _times_integer(across, 16 if self.is_float8 else 32)
+        at = arith.addi(_times_integer(row, self.chunks), chunk)
+        at = _times_integer(arith.addi(_times_integer(at, _CHUNK), own), 2)
+        # For the numbers of the other threads, the thread loads zeros.
+        is_own = mosaic.equal(of_thread, across)
+        at = arith.select(is_own, at, mosaic.i32(self.zeros))
+        apart = arith.select(
+            is_own, mosaic.i32(2 * 64 if self.is_float8 else 2 * 16), mosaic.i32(0)
+        )
+        words = []
+        for i in range(2):
+            for j in range(0, 32, VECTOR_BYTES):
+                start = _plus(at if i == 0 else arith.addi(at, apart), j)
+                words += _load_shared(rows, start)
+        found = [
+            shared_numbers(scales, _plus(chunk, (first + i) * self.chunks), 1)[0]
+            for i in range(count)
+        ]
+        return words, found
+
+    def finish(
+        self,
+        memrefs: Any,
+        out: Value,
+        sums: Value,
+        group: Value,
+        block: Value,
+        first: Value,
+        index: Value,
+    ) -> None:
+        """Adds up the sums of several warps, and stores a number of the output.
+
+        `index` is (index of the 16 columns * T + row) * 16 + column.
+        """
+        index, down = _divided(index, _COLUMNS)
+        part, row = _divided(index, self.num_rows)
+        column = arith.addi(self.column(block, part), down)
+        biases = iter(memrefs[1 + 2 * self.matrices :])
+        numbers = []
+        for i, has_bias in enumerate(self.has_bias):
+            of_warps = []
+            for split in range(self.splits):
+                warp = _plus(arith.muli(part, mosaic.i32(self.splits)), split)
+                of_warps += shared_numbers(sums, self.place(warp, i, row, down), 1)
+            number = _rounded(functools.reduce(arith.addf, of_warps))
+            if has_bias:
+                own = arith.minui(column, mosaic.i32(self.width - 1))
+                number = arith.addf(number, self.bias(next(biases), group, own))
+            numbers.append(number)
+        result = numbers[0] if self.gating is None else self.gating.emit(*numbers)
+        narrow = mosaic.element_type(jnp.bfloat16)
+        with mosaic.when(mosaic.below(column, mosaic.i32(self.width))):
+            at = _offset(arith.addi(first, row), self.width, column)
+            pointer = mosaic.element_pointer(mosaic.pointer(out), at, narrow)
+            llvm.store(arith.truncf(narrow, result), pointer)
+
+    def bias(self, memref: Value, group: Value, column: Value) -> Value:
+        kind = mosaic.element_of(memref)
+        at = _offset(group, self.width, column)
+        bias = llvm.load(kind, mosaic.element_pointer(mosaic.pointer(memref), at, kind))
+        return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
+
+    # ------------------------------------------------------------------------ interpreted
+
+    def interpreted(self, refs: Any, group: Any, block: Any, first: Any) -> None:
+        """Computes the columns of a thread block by JAX operations in Pallas' interpreter.
+
+        `refs` are references to the operands without the table, and to the output.
+        """
+        rows_ref, *others, out = refs
+        count = min(_COLUMNS * self.parts * self.rounds, self.width)
+        # The last block's columns may overlap those of the block before it, with the same numbers.
+        begin = jnp.minimum(block * count, self.width - count)
+        columns = pl.ds(begin, count)
+        rows = rows_ref[pl.ds(0 if self.shared_rows else first, self.num_rows)]
+        biases = iter(others[2 * self.matrices :])
+        numbers = []
+        for i in range(self.matrices):
+            values, scales = others[2 * i][group, columns], others[2 * i + 1]
+            if self.is_float8:
+                of_blocks = scales[group][(begin + jnp.arange(count)) // _CHUNK]
+                decoded = values.astype(jnp.float32) * jnp.repeat(of_blocks, _CHUNK, axis=1)
+            else:
+                of_columns = bitcast(scales[group, columns], E8M0)
+                decoded = self.format.decode((values, of_columns), jnp.float32)
+            total = jnp.dot(rows.astype(jnp.float32), decoded.T)
+            total = lax.reduce_precision(total, 8, 7)
+            if self.has_bias[i]:
+                total += next(biases)[group, columns].astype(jnp.float32)
+            numbers.append(total)
+        result = numbers[0] if self.gating is None else self.gating(*numbers, interpreted=True)
+        out[pl.ds(first, self.num_rows), columns] = result.astype(jnp.bfloat16)
+
+
+class _Operand:
+    """A thread's numbers of one array of matrices, and its sums of products with them.
+
+    Args:
+      job: the kernel.
+      values, scales: memrefs of the array.
+      group: the index of the group.
+      column: the first of the warp's 16 columns.
+      split: the index of the warp among those that compute these columns.
+      lane: the index of the thread in its warp.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        values: Value,
+        scales: Value,
+        group: Value,
+        column: Value,
+        split: Value,
+        lane: Value,
+    ) -> None:
+        self.job, self.split = job, split
+        down, self.across = _divided(lane, _QUAD)
+        of_group = arith.muli(group, mosaic.i32(job.width))
+        own = arith.addi(of_group, arith.addi(column, down))
+        # The bytes of a chunk, and of a column.
+        self.chunk_bytes = _CHUNK // job.format.numbers_per_value if not job.is_float8 else _CHUNK
+        self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
+        begin = arith.addi(
+            arith.muli(split, mosaic.i32(self.chunk_bytes)),
+            _times_integer(self.across, VECTOR_BYTES),
+        )
+        self.values = _address(values, _offset(own, self.column_bytes, begin), 1)
+        if job.is_float8:
+            block = arith.divui(arith.addi(of_group, column), mosaic.i32(_CHUNK))
+            self.scales = _address(scales, _offset(block, job.chunks, split), 4)
+        else:
+            # The number of scales of a column.
+            self.column_scales = job.depth // job.format.block[1]
+            begin = arith.addi(_times_integer(split, _QUAD), self.across)
+            self.scales = _address(scales, _offset(own, self.column_scales, begin), 1)
+        # For each row, the thread's sums of both of its columns.
+        self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
+
+    def inside(self, step: int) -> Value | None:
+        """Returns whether the thread's numbers of a step exist (i1), or None if all do.
+
+        In the last step, the warp or some of its threads may be past the end of the columns.
+        """
+        job = self.job
+        if (step + 1) * job.splits * _CHUNK <= job.depth:
+            return None
+        chunk = _plus(self.split, step * job.splits)
+        own = _times_integer(self.across, 0 if job.is_float8 else job.format.block[1])
+        at = arith.addi(_times_integer(chunk, _CHUNK), own)
+        return mosaic.below(at, mosaic.i32(job.depth))
+
+    def load(self, step: int) -> tuple[list[list[Value]], list[Value]]:
+        """Starts to load the thread's numbers of a step.
+
+        Returns the words of each of the thread's two columns; and the scales of both columns, as
+        float32, or in MXFP4 as codes. If the numbers do not exist, the words are zero, and the
+        scales those of other numbers that the columns have.
+        """
+        job, inside = self.job, self.inside(step)
+        chunk = step * job.splits
+
+        columns = []
+        for i in range(2):
+            words = []
+            for at in range(0, self.chunk_bytes, _QUAD * VECTOR_BYTES):
+                start = chunk * self.chunk_bytes + at + i * _APART * self.column_bytes
+                words += _load(_LOAD_ONCE, 4, "r", self.values, start, inside)
+            if inside is not None:
+                words = [arith.select(inside, word, mosaic.i32(0)) for word in words]
+            columns.append(words)
+        if job.is_float8:
+            scale = _load("ld.global.nc.f32", 1, "f", self.scales, 4 * chunk, inside)
+            return columns, [scale, scale]
+        starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
+        return columns, [
+            _load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts
+        ]
+
+    def decode(
+        self, loaded: tuple[list[list[Value]], list[Value]]
+    ) -> tuple[list[list[Value]], list[Value]]:
+        """Returns the result of `load` as pairs of float16 in words, and scales as float32.
+
+        In MXFP4, the numbers of each word get another order: 0, 2, 4, 6, 1, 3, 5, 7.
+        """
+        columns, scales = loaded
+        if not self.job.is_float8:
+            columns = [[part for w in words for part in _float8_of_float4(w)] for words in columns]
+            scales = [_float_of_e8m0(scale) for scale in scales]
+        return [
+            [pair for w in words for pair in _float16_of_float8(w)] for words in columns
+        ], scales
+
+    def multiply(
+        self,
+        decoded: tuple[list[list[Value]], list[Value]],
+        rows: Sequence[Value],
+        scales_of_rows: Sequence[Value],
+        first: int,
+    ) -> None:
+        """Adds the products of a step with up to two rows, from row `first` on, to the sums.
+
+        `decoded` is a result of `decode`; `rows` and `scales_of_rows` are those of
+        `_Job.load_rows`.
+        """
+        (here, apart), scales = decoded
+        sums = [mosaic.f32(0.0)] * 4
+        for i in range(0, len(here), 2):
+            four = [here[i], apart[i], here[i + 1], apart[i + 1]]
+            sums = _multiplied(four, rows[i : i + 2], sums)
+        for row, of_row in enumerate(scales_of_rows):
+            if not self.job.is_float8:
+                of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
+            for i in range(2):
+                scaled = arith.mulf(sums[2 * i + row], of_row)
+                total = self.totals[first + row][i]
+                self.totals[first + row][i] = llvm.intr_fma(scaled, scales[i], total)
+
+
+# A load of matrices, which are used once.
+_LOAD_ONCE = "ld.global.nc.L1::no_allocate.v4.b32"
+# The bits of a float4 number, placed in a float8, give the number divided by _FLOAT4.
+_FLOAT4 = 64.0
+
+
+def _float8_of_float4(word: Value) -> list[Value]:
+    """Converts the 8 float4 numbers in a word to float8, divided by 64: two words, first the even.
+
+    Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8.
+    """
+
+    def merged(signs: Value, sizes: Value) -> Value:
+        sign = arith.andi(signs, mosaic.i32(0x80808080))
+        return arith.ori(sign, arith.andi(sizes, mosaic.i32(0x1C1C1C1C)))
+
+    even = merged(arith.shli(word, mosaic.i32(4)), arith.shli(word, mosaic.i32(2)))
+    return [even, merged(word, arith.shrui(word, mosaic.i32(2)))]
+
+
+def _float16_of_float8(word: Value) -> list[Value]:
+    """Converts the four float8_e4m3fn numbers in a word to float16, two in a word."""
+    word_type = mosaic.integer_type(32)
+    halves = ("low", "high")
+    return [
+        llvm.inline_asm(
+            word_type,
+            [word],
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $1; "
+            f"cvt.rn.f16x2.{PTX_TYPE}x2 $0, {half}; }}",
+            "=r,r",
+        )
+        for half in halves
+    ]
+
+
+def _float16_pair(low: Value, high: Value) -> Value:
+    """Rounds two float32 numbers to float16, in a word."""
+    word = mosaic.integer_type(32)
+    return llvm.inline_asm(word, [low, high], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f")
+
+
+def _load_shared(memref: Value, at: Value) -> list[Value]:
+    """Loads four words from shared memory, from byte `at` on."""
+    pointer = mosaic.element_pointer(mosaic.pointer(memref), at, mosaic.integer_type(8))
+    address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
+    return _load("ld.shared.v4.b32", 4, "r", address, 0)
+
+
+def _float_of_e8m0(code: Value) -> Value:
+    """Returns the scale 2^(code - 127), or NaN for code 255, as float32.
+
+    2^-127, the scale with code 0, is a subnormal number.
+    """
+    bits = arith.shli(code, mosaic.i32(23))
+    bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(0x400000), bits)
+    bits = arith.select(mosaic.equal(code, mosaic.i32(255)), mosaic.i32(0x7FC00000), bits)
+    return arith.bitcast(mosaic.float_type(), bits)
+
+
+def _divided(value: Value, by: int) -> tuple[Value, Value]:
+    return arith.divui(value, mosaic.i32(by)), arith.remui(value, mosaic.i32(by))
+
+
+def _plus(value: Value, number: int) -> Value:
+    return arith.addi(value, mosaic.i32(number))
+
+
+def _times_integer(value: Value, number: int) -> Value:
+    return arith.muli(value, mosaic.i32(number))
+
+
+def _offset(row: Value, width: int, column: Value) -> Value:
+    """Returns row * width + column as a 64-bit integer."""
+    wide = mosaic.integer_type(64)
+    return arith.addi(
+        arith.muli(arith.extui(wide, row), mosaic.i64(width)), arith.extui(wide, column)
+    )
+
+
+def _address(memref: Value, index: Value, size: int) -> Value:
+    """Returns the address of element `index` of an array of elements of `size` bytes."""
+    return arith.addi(mosaic.address(memref), arith.muli(index, mosaic.i64(size)))
+
+
+def _load(
+    instruction: str,
+    count: int,
+    constraint: str,
+    address: Value,
+    offset: int,
+    inside: Value | None = None,
+) -> Any:
+    """Loads `count` numbers from `address` + `offset`; a list of them if they are several.
+
+    Where `inside` is false, loads from `address` instead.
+    """
+    if inside is not None:
+        address = arith.addi(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
+        offset = 0
+    element = mosaic.float_type() if constraint == "f" else mosaic.integer_type(32)
+    names = ", ".join(f"${i}" for i in range(count))
+    found = llvm.inline_asm(
+        mosaic.struct_type([element] * count) if count > 1 else element,
+        [address],
+        f"{instruction} {'{' + names + '}' if count > 1 else names}, [${count}+{offset}];",
+        ",".join([f"={constraint}"] * count + ["r" if "shared" in instruction else "l"]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found
+
+
+def _widened(word: Value) -> list[Value]:
+    """Converts the two bfloat16 numbers in a word to float32; the low half comes first."""
+    halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
+    return [arith.bitcast(mosaic.float_type(), half) for half in halves]
+
+
+def _multiplied(four: Sequence[Value], two: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+    """Multiplies 16 columns by 8 rows, 16 numbers each, and adds the products to sums.
+
+    `four`, `two` and `sums` are those of a thread: pairs of float16 of columns and rows, and sums.
+    """
+    f32 = mosaic.float_type()
+    found = llvm.inline_asm(
+        mosaic.struct_type([f32] * 4),
+        [*four, *two, *sums],
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
+        "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
+    )
+    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+
+
+def _rounded(number: Value) -> Value:
+    """Rounds a float32 number to bfloat16, and returns it as float32."""
+    narrow = arith.truncf(mosaic.element_type(jnp.bfloat16), number)
+    return arith.extf(mosaic.float_type(), narrow)
