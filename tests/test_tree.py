@@ -44,6 +44,7 @@ ELSEWHERE = {
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/weight_only_pallas.py": "tests/matmul/test_weight_only.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
     # The tests of `info` check the versions that it prints.
