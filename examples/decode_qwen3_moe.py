@@ -113,7 +113,7 @@ _QUANTIZED = flags.DEFINE_enum(
     "How experts stay in memory. keep: as the files hold them. float8, mxfp4: quantized while they "
     "are loaded. Default: not quantized, which takes two to four times the memory. A step "
     "dequantizes quantized experts before each matmul, unless they are float8 and --matmul_dtype "
-    "is given, or one GPU decodes up to 16 sequences.",
+    "is given, or one Hopper GPU decodes up to 16 sequences.",
 )
 _MATMUL_DTYPE = flags.DEFINE_enum(
     "matmul_dtype",
@@ -244,7 +244,7 @@ def bytes_of_step(
     A device reads its replicated weights, the weights of the experts that some token chose
     (averaged over the devices), and the keys and values of the tokens that are attended to. If the
     step dequantizes experts first, it also reads all experts of the device and writes the results.
-    One GPU with up to 16 sequences multiplies by experts as they are stored.
+    One Hopper GPU with up to 16 sequences multiplies by experts as they are stored.
 
     Returns:
         The bytes on one device, and the number of experts chosen in a layer, averaged over layers.

@@ -30,7 +30,8 @@ def there_are_gpus() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Makes runs on CPUs without slow tests compile fast, since compiling takes most of their time.
 
-    LLVM then runs only its cheapest passes. With `-m ''`, tests compile as users' programs do.
+    LLVM then runs only its cheapest passes. With `-m ''`, tests compile as users' programs do,
+    unless JAX_DISABLE_MOST_OPTIMIZATIONS is set, as CI does.
     """
     if config.option.markexpr == "not slow" and not there_are_gpus():
         processes.compile_fast(os.environ)

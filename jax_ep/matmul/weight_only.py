@@ -1,9 +1,9 @@
 """Multiplies a few rows by matrices that are stored quantized, without quantizing the rows.
 
 A few rows choose groups (`pallas_kernels.matmul.chosen_groups`), and each chosen group multiplies
-all rows by its matrix. "pallas" reads the matrices of these groups as they are stored, if a kernel
-knows their format; everything else first dequantizes them, and only them. The matrices and the rows
-have no gradients here.
+all rows by its matrix. "pallas" reads the matrices of these groups as they are stored, if its
+kernel knows their format. Otherwise XLA first dequantizes the matrices of the chosen groups, or all
+matrices if they are fewer. The functions of this module have no gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def product(
     Args:
       rows: [T, K] floating for all S groups, or [S * height, K]: the T rows of each group begin at
         row s * height.
-      matrices: one or two quantized arrays [L, K, N], of one format.
+      matrices: one or two quantized arrays [L, K, N].
       biases: for each of `matrices`, [L, N] floating, or None.
       groups: the chosen groups.
       num_rows: T.
@@ -56,7 +56,7 @@ def product(
         groups.table,
         height=groups.height,
         num_rows=num_rows,
-        format=matrices[0].format,
+        formats=tuple(each.format for each in matrices),
         has_bias=tuple(bias is not None for bias in biases),
         gating=gating,
         implementation=implementation,
@@ -66,7 +66,7 @@ def product(
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("height", "num_rows", "format", "has_bias", "gating", "implementation", "platform"),
+        *("height", "num_rows", "formats", "has_bias", "gating", "implementation", "platform"),
     ),
 )
 def _compute(
@@ -74,7 +74,7 @@ def _compute(
     *others: jax.Array,
     height: int,
     num_rows: int,
-    format: Format,
+    formats: tuple[Format, ...],
     has_bias: tuple[bool, ...],
     gating: Any,
     implementation: Implementation,
@@ -85,7 +85,8 @@ def _compute(
     left = iter(of_biases)
     biases = [next(left) if each else None for each in has_bias]
     matrices = [
-        QuantizedArray(others[i], others[i + 1], format, rows.dtype) for i in range(0, count, 2)
+        QuantizedArray(others[2 * i], others[2 * i + 1], format, rows.dtype)
+        for i, format in enumerate(formats)
     ]
     problem = Problem(matrices[0].shape[1:], rows.dtype, platform, rows.shape[0])
     backend = IMPLEMENTATIONS.select(implementation, problem)
@@ -112,26 +113,41 @@ def _by_dequantizing(
     if len(groups.table) - 1 < matrices[0].shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
+    dense = [dequantized_as_stored(each, rows.dtype) for each in matrices]
+    if gating is not None and len(dense) == 2 and list(biases) == [None, None]:
+        (gate, gate_is_transposed), (up, up_is_transposed) = dense
+        if not gate_is_transposed and not up_is_transposed:
+            return backend.gated_product(
+                rows, (gate, up), groups, gating, False, zero_unused=False
+            )[0]
     numbers = []
-    for each, bias in zip(matrices, biases, strict=True):
-        # To dequantize a matrix and to transpose it would take another pass over it.
-        is_transposed = isinstance(each.format, Transposed)
-        if isinstance(each.format, Transposed):
-            each = QuantizedArray(each.values, each.scales, each.format.transposes, each.dtype)
-        # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and
-        # leave out the rounding to the rows' dtype.
-        dense = lax.optimization_barrier(each.dequantize())
+    for (each, is_transposed), bias in zip(dense, biases, strict=True):
         number = backend.sum_of_products(
-            [(rows, dense)], groups, transpose_rhs=is_transposed, zero_unused=False
+            [(rows, each)], groups, transpose_rhs=is_transposed, zero_unused=False
         ).astype(wide)
         numbers.append(number if bias is None else number + bias.astype(wide)[of_rows])
     result = numbers[0] if gating is None else gating(*numbers)
     return result.astype(rows.dtype)
 
 
-def _type(rows, values, *others, height, format, **_):
+def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Array, bool]:
+    """Dequantizes matrices to `dtype`, in the axis order in which they are stored.
+
+    To dequantize a matrix and to transpose it would take another pass over it. Also returns whether
+    the result holds the transposes of the matrices.
+    """
+    is_transposed = isinstance(matrices.format, Transposed)
+    if isinstance(matrices.format, Transposed):
+        format = matrices.format.transposes
+        matrices = QuantizedArray(matrices.values, matrices.scales, format, matrices.dtype)
+    # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave
+    # out the rounding to `dtype`.
+    return lax.optimization_barrier(matrices.dequantize(dtype)), is_transposed
+
+
+def _type(rows, values, *others, height, formats, **_):
     num_rows = output_rows(joined_groups(others[-1], height), rows.shape[0])
-    return num_rows, format.numbers_shape(tuple(values.shape))[2]
+    return num_rows, formats[0].numbers_shape(tuple(values.shape))[2]
 
 
 weight_only_p = make_primitive("weight_only_matmul", _type, _compute, several=False)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep.formats import QuantizedArray, Transposed
 from jax_ep.matmul.pallas import emitted
+from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels
 from pallas_kernels.matmul.chosen_groups import ChosenGroups
 from pallas_kernels.matmul.quantized_tiles import Scaled
@@ -21,28 +22,41 @@ def product(
     biases: Sequence[jax.Array | None],
     groups: ChosenGroups,
     num_rows: int,
-    function: Any,
+    gating: Any,
 ) -> jax.Array | None:
     """Computes `jax_ep.matmul.weight_only.product` by one kernel, or returns None if it cannot."""
-    format, (depth, width) = matrices[0].format, matrices[0].shape[1:]
-    if rows.dtype != jnp.bfloat16 or not isinstance(format, Transposed):
+    (format, *others), (depth, width) = map(_kernel_format, matrices), matrices[0].shape[1:]
+    if rows.dtype != jnp.bfloat16 or format is None or any(each != format for each in others):
         return None
-    if kernels.unsupported_reason(format.transposes, num_rows, depth, width):
+    if kernels.unsupported_reason(format, num_rows, depth, width):
         return None
-    narrow = jnp.bfloat16, jnp.float32
+    supported = jnp.bfloat16, jnp.float32
     with jax.enable_x64(False):
-        gating = None if function is None else emitted(function, len(matrices))
-        if function is not None and gating is None:
+        function = None if gating is None else emitted(gating, len(matrices))
+        if gating is not None and function is None:
             return None
         return kernels.product(
             rows,
-            [Scaled(each.values, each.scales) for each in matrices],
+            [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
             [
-                bias if bias is None or bias.dtype in narrow else bias.astype(jnp.float32)
+                bias if bias is None or bias.dtype in supported else bias.astype(jnp.float32)
                 for bias in biases
             ],
             groups,
             num_rows=num_rows,
-            format=format.transposes,
-            gating=gating,
+            format=format,
+            gating=function,
         )
+
+
+def _kernel_format(matrices: QuantizedArray) -> Format | None:
+    """Returns the format in which the kernel takes the transposes of matrices, or None if in none.
+
+    The scales of float8 may have any dtype that can be cast to float32 exactly.
+    """
+    if not isinstance(matrices.format, Transposed):
+        return None
+    format, blocks = matrices.format.transposes, kernels.FLOAT8_BLOCKS
+    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    is_float8 = (format.dtype, format.block) == (blocks.dtype, blocks.block) and exact
+    return blocks if is_float8 else format

@@ -36,6 +36,7 @@ from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Groups
 from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.matmul.weight_only import dequantized_as_stored
 from jax_ep.moe.traced import Traced
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
@@ -346,21 +347,14 @@ class DequantizedMatmuls(Matmuls):
         transpose_rhs: bool = False,
         zero_unused: bool,
     ) -> jax.Array:
-        """Multiplies rows by dequantized matrices, in the axis order in which they are stored.
-
-        To dequantize a matrix and to transpose it would take another pass over it.
-        """
-        if isinstance(matrices.format, Transposed):
-            transpose_rhs = not transpose_rhs
-            matrices = QuantizedArray(
-                matrices.values, matrices.scales, matrices.format.transposes, matrices.dtype
-            )
+        """Multiplies rows by dequantized matrices, in the axis order in which they are stored."""
+        dense, is_transposed = dequantized_as_stored(matrices, matrices.dtype)
         return api.product(
             rows,
-            dequantized(matrices, matrices.dtype),
+            dense,
             groups,
             self.implementation,
-            transpose_rhs=transpose_rhs,
+            transpose_rhs=transpose_rhs != is_transposed,
             zero_unused=zero_unused,
         )
 

@@ -6,8 +6,9 @@ seven launches. Here, each chosen expert computes all tokens instead, and each t
 the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of
 experts that are not quantized has the same bits as with a dispatch.
 
-Quantized experts are read as they are stored, and tokens are not quantized
-(`jax_ep.matmul.weight_only`), except that several tokens are, if `matmul_dtype` is float8.
+Quantized matrices are read as they are stored (`jax_ep.matmul.weight_only`); those in a format that
+the kernel does not know are dequantized. With `matmul_dtype`, more than MOST_UNQUANTIZED_TOKENS
+tokens are quantized, too.
 
 Only the kernels for Hopper GPUs can do this. Programs for other platforms, and the backward pass,
 use a dispatch and a combine.
@@ -84,6 +85,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `by_dispatch` returns, computed without a dispatch where `supports` allows it.
 
+    With quantized experts, the output is the same up to rounding.
+
     Args:
       by_dispatch: a function of the next four arguments that computes the output [T, H] and each
         expert's number of dropped rows [L] int32 by a dispatch and a combine. Gradients, and
@@ -136,8 +139,8 @@ def run(
     return compute(*jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes)))
 
 
-def _weight_only(
-    experts: Experts, matmul_dtype: Any, num_tokens: int
+def _matrices_of_weight_only(
+    experts: Experts, matmul_dtype: Any, tokens: jax.Array
 ) -> list[QuantizedArray] | None:
     """Returns the quantized matrices by which unquantized tokens are multiplied, wo last.
 
@@ -146,7 +149,7 @@ def _weight_only(
     if matmul_dtype is None:
         stored = [*experts.wi, experts.wo]
         return stored if isinstance(experts.wo, QuantizedArray) else None
-    if num_tokens > MOST_UNQUANTIZED_TOKENS:
+    if len(tokens) > MOST_UNQUANTIZED_TOKENS or tokens.dtype != jnp.bfloat16:
         return None
     assert experts.quantized is not None
     format = Transposed.of(FLOAT8_MATRICES)
@@ -177,7 +180,7 @@ def output(
         like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
         unit = traced_unit(options, like_hidden, experts)
         matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
-        stored = _weight_only(experts, options.matmul_dtype, len(tokens))
+        stored = _matrices_of_weight_only(experts, options.matmul_dtype, tokens)
         if stored is None:
             y, _ = forward(
                 pad_rows(tokens), experts, groups, unit, matmuls, keep=False, zero_unused=False

@@ -181,7 +181,8 @@ class _OneProduct(Computer):
     def run(self) -> None:
         total = self.rows.count * self.kernel.tile_columns
         used = self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
-        # Every arrival at a barrier must be waited for, the last one, too.
+        # Warpgroup 0 has arrived for the last product, too. Warpgroup 1 waits for this arrival, so
+        # that none is left at the end.
         pl.when((self.number == 1) & (used > 0))(lambda: plgpu.barrier_wait(self.passed.empty))
         self._zero_unused()
 

@@ -16,18 +16,18 @@ shared memory. With 4 splits, the warps of a block divide the matrix like this:
   16 columns    |  4  |  5  |  6  |  7  |  4  |  5  |
                 +-----+-----+-----+-----+-----+-----+
 
-**Tensor cores multiply float16.** Numbers of float8 and float4 are float16 numbers times powers of
-two, and a few instructions convert them. A number of a row is divided by a scale, a power of two
-for each chunk, so that float16 represents it exactly unless it is tiny.
+**Tensor cores multiply float16.** float16 represents every float8_e4m3fn number, and every float4
+number divided by 64; a few instructions convert them. A number of a row is divided by a scale, a
+power of two for each chunk, so that float16 represents it exactly unless it is tiny.
 
 **Each thread scales its own sums.** The instruction `mma.sync` multiplies 16 columns by 8 rows, and
 sums over 16 numbers: 4 numbers of each thread of a quad (PTX ISA, "Matrix fragments for
 mma.m16n8k16"). A thread loads 16 bytes of each of its two columns, c and c + 8, where c = lane / 4.
 These numbers lie next to each other, and have a scale of their own in MXFP4. So each thread of a
-quad needs its own sum. Therefore an instruction multiplies only two rows of the matmul: its rows
-2 * t and 2 * t + 1 have the numbers that thread t of each quad holds, and zeros for those of the
-other threads. The instruction gives the sums with these two rows to thread t of each quad, which
-knows their scale.
+quad needs its own sum. Therefore an instruction multiplies only two rows of the matmul. Of its 8
+rows, rows 2 * t and 2 * t + 1 hold the two rows' numbers at thread t's places in K, and zeros
+elsewhere. The instruction gives the sums with these two rows to thread t of each quad, which knows
+their scale.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LARGEST = 12
 _ROW_LOADS = 4
 # The most vectors of 16 bytes of matrices that a thread loads ahead of their multiplication.
 _AHEAD = 16
-# The bytes of zeros in shared memory, as many as a thread loads of a vector of float8 numbers.
+# The bytes of zeros in shared memory: 16 float16 numbers, which replace 16 numbers of a row.
 _ZEROS = 32
 # The most rows that a matmul may have.
 MOST_ROWS = 16
@@ -85,10 +85,15 @@ def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) ->
     """
     if format not in (FLOAT8_BLOCKS, MXFP4):
         return f"it decodes float8_e4m3fn with blocks of 128 x 128, and MXFP4, not {format.name}"
-    if depth < _CHUNK or depth % format.block[1] or width % max(_COLUMNS, format.block[0]):
-        return f"the matrices have {depth} rows and {width} columns"
-    if num_rows > MOST_ROWS or 2 * num_rows * depth > _MOST_BYTES:
-        return f"{num_rows} rows of {depth} numbers are too many"
+    of_depth, of_width = format.block[1], max(_COLUMNS, format.block[0])
+    if depth < _CHUNK or depth % of_depth or width % of_width:
+        return (
+            f"matrices must have a multiple of {of_depth} rows, at least {_CHUNK}, and a multiple "
+            f"of {of_width} columns, but have {depth} and {width}"
+        )
+    padded = -(-depth // _CHUNK) * _CHUNK
+    if not 0 < num_rows <= MOST_ROWS or 2 * num_rows * padded > _MOST_BYTES:
+        return f"it does not support {num_rows} rows of {depth} numbers"
     return None
 
 
@@ -106,7 +111,8 @@ def product(
     """Multiplies all rows by the matrices of each chosen group, and applies `gating`.
 
     In each chunk of 128 of a row, a number is represented exactly if its magnitude is at least
-    2^-30 times the largest one, and else with an error of at most 2^-37 times the largest one.
+    2^-29 times the largest one, and else with an error of at most 2^-37 times the largest one.
+    `ChosenGroups` describes the S chosen groups and the height of their tiles.
 
     Args:
       rows: [T, K] bfloat16 for all S groups, or [S * height, K]: T rows of each group, from row
@@ -126,6 +132,8 @@ def product(
       rounded to bfloat16 before biases are added. Only T rows of each tile are written.
     """
     depth, width = rows.shape[1], matrices[0].values.shape[1]
+    if reason := unsupported_reason(format, num_rows, depth, width):
+        raise ValueError(f"the kernel cannot multiply: {reason}.")
     total = output_rows(groups, len(rows))
     job = _Job(
         num_rows,
@@ -209,8 +217,8 @@ class _Job:
     def splits(self) -> int:
         """The number of warps that together compute the same columns.
 
-        It is the largest number with which each warp has two whole chunks, so that it has enough to
-        load at a time; or 1.
+        It is the largest of 8, 4 and 2 with which each warp has at least two whole chunks of K, so
+        that it has enough to load at a time, or else 1.
         """
         return next((n for n in (8, 4, 2) if self.depth // _CHUNK >= 2 * n), 1)
 
@@ -221,12 +229,12 @@ class _Job:
 
     @property
     def parts(self) -> int:
-        """How many times 16 columns the warps of a block compute at the same time."""
+        """The number of groups of 16 columns that a thread block computes at a time."""
         return _WARPS // self.splits
 
     @property
     def rounds(self) -> int:
-        """How many times a thread block does so, one after the other.
+        """The number of groups of 16 * `parts` columns that a thread block computes in turn.
 
         Every block scales all rows. With more rows, this takes longer, and a block then computes
         more columns.
@@ -324,6 +332,7 @@ class _Job:
                     for j, total in enumerate(totals):
                         at = self.place(warp, i, row, _plus(down, j * _APART))
                         share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
+        # All warps have stored their sums.
         mosaic.block_barrier()
         results = self.parts * self.num_rows * _COLUMNS
         for start in range(0, results, _WARPS * WARP):
@@ -387,7 +396,7 @@ class _Job:
     ) -> None:
         """Scales a chunk of a row, and stores it as float16 in shared memory.
 
-        `words` are those of `load_chunk`, whose last arguments are the same.
+        `words` is the result of `load_chunk` for the same `warp`, `lane` and `start`.
         """
         index, exists, row, own = self.chunk_of_row(warp, lane, start)
         numbers = [number for word in words for number in _widened(word)]
@@ -403,8 +412,7 @@ class _Job:
         pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
         start = _times_integer(arith.addi(_times_integer(row, self.chunks * _CHUNK), own), 2)
         if not self.is_float8:
-            of_eight = _times_integer(arith.andi(own, mosaic.i32(4)), 2)
-            start = arith.subi(start, arith.shrui(of_eight, mosaic.i32(1)))
+            start = arith.subi(start, arith.andi(own, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
             at = _plus(start, i * (4 if self.is_float8 else 8))
             pointer = mosaic.element_pointer(mosaic.pointer(rows), at, mosaic.integer_type(8))
@@ -413,6 +421,19 @@ class _Job:
                 llvm.store(both, pointer, alignment=4)
         with mosaic.when(arith.andi(exists, mosaic.equal(lane, mosaic.i32(0)))):
             share(scales, index, [scale])
+
+    def inside(self, step: int, split: Value, across: Value) -> Value | None:
+        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do.
+
+        In the last step, the warp or some of its threads may be past the end of K. `across` is the
+        index of the thread in its quad.
+        """
+        if (step + 1) * self.splits * _CHUNK <= self.depth:
+            return None
+        chunk = _plus(split, step * self.splits)
+        own = _times_integer(across, 0 if self.is_float8 else self.format.block[1])
+        at = arith.addi(_times_integer(chunk, _CHUNK), own)
+        return mosaic.below(at, mosaic.i32(self.depth))
 
     def load_rows(
         self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
@@ -433,8 +454,10 @@ class _Job:
         own = _times_integer(across, 16 if self.is_float8 else 32)
         at = arith.addi(_times_integer(row, self.chunks), chunk)
         at = _times_integer(arith.addi(_times_integer(at, _CHUNK), own), 2)
-        # For the numbers of the other threads, the thread loads zeros.
+        # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
         is_own = mosaic.equal(of_thread, across)
+        if (inside := self.inside(step, split, across)) is not None:
+            is_own = arith.andi(is_own, inside)
         at = arith.select(is_own, at, mosaic.i32(self.zeros))
         apart = arith.select(
             is_own, mosaic.i32(2 * 64 if self.is_float8 else 2 * 16), mosaic.i32(0)
@@ -499,19 +522,29 @@ class _Job:
 
         `refs` are references to the operands without the table, and to the output.
         """
+        count = self.parts * self.rounds
+
+        def compute(i: Any, _: Any) -> None:
+            begin = (block * count + i) * _COLUMNS
+
+            @pl.when(begin < self.width)
+            def _() -> None:
+                self.interpreted_columns(refs, group, first, begin)
+
+        lax.fori_loop(0, count, compute, None)
+
+    def interpreted_columns(self, refs: Any, group: Any, first: Any, begin: Any) -> None:
+        """Computes 16 columns of the output, from column `begin` on, as `interpreted` does."""
         rows_ref, *others, out = refs
-        count = min(_COLUMNS * self.parts * self.rounds, self.width)
-        # The last block's columns may overlap those of the block before it, with the same numbers.
-        begin = jnp.minimum(block * count, self.width - count)
-        columns = pl.ds(begin, count)
+        columns = pl.ds(begin, _COLUMNS)
         rows = rows_ref[pl.ds(0 if self.shared_rows else first, self.num_rows)]
         biases = iter(others[2 * self.matrices :])
         numbers = []
         for i in range(self.matrices):
             values, scales = others[2 * i][group, columns], others[2 * i + 1]
             if self.is_float8:
-                of_blocks = scales[group][(begin + jnp.arange(count)) // _CHUNK]
-                decoded = values.astype(jnp.float32) * jnp.repeat(of_blocks, _CHUNK, axis=1)
+                of_columns = jnp.repeat(scales[group, lax.div(begin, _CHUNK)], _CHUNK)
+                decoded = values.astype(jnp.float32) * of_columns
             else:
                 of_columns = bitcast(scales[group, columns], E8M0)
                 decoded = self.format.decode((values, of_columns), jnp.float32)
@@ -569,27 +602,14 @@ class _Operand:
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
 
-    def inside(self, step: int) -> Value | None:
-        """Returns whether the thread's numbers of a step exist (i1), or None if all do.
-
-        In the last step, the warp or some of its threads may be past the end of the columns.
-        """
-        job = self.job
-        if (step + 1) * job.splits * _CHUNK <= job.depth:
-            return None
-        chunk = _plus(self.split, step * job.splits)
-        own = _times_integer(self.across, 0 if job.is_float8 else job.format.block[1])
-        at = arith.addi(_times_integer(chunk, _CHUNK), own)
-        return mosaic.below(at, mosaic.i32(job.depth))
-
     def load(self, step: int) -> tuple[list[list[Value]], list[Value]]:
         """Starts to load the thread's numbers of a step.
 
         Returns the words of each of the thread's two columns; and the scales of both columns, as
-        float32, or in MXFP4 as codes. If the numbers do not exist, the words are zero, and the
-        scales those of other numbers that the columns have.
+        float32, or in MXFP4 as codes. If the numbers do not exist, the words are zero. The scales
+        are then 1 in MXFP4, and in float8 that of other numbers of the same columns.
         """
-        job, inside = self.job, self.inside(step)
+        job, inside = self.job, self.job.inside(step, self.split, self.across)
         chunk = step * job.splits
 
         columns = []
@@ -605,9 +625,10 @@ class _Operand:
             scale = _load("ld.global.nc.f32", 1, "f", self.scales, 4 * chunk, inside)
             return columns, [scale, scale]
         starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
-        return columns, [
-            _load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts
-        ]
+        scales = [_load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts]
+        if inside is not None:
+            scales = [arith.select(inside, scale, mosaic.i32(_CODE_OF_ONE)) for scale in scales]
+        return columns, scales
 
     def decode(
         self, loaded: tuple[list[list[Value]], list[Value]]
@@ -636,10 +657,10 @@ class _Operand:
         `decoded` is a result of `decode`; `rows` and `scales_of_rows` are those of
         `_Job.load_rows`.
         """
-        (here, apart), scales = decoded
+        (left, right), scales = decoded
         sums = [mosaic.f32(0.0)] * 4
-        for i in range(0, len(here), 2):
-            four = [here[i], apart[i], here[i + 1], apart[i + 1]]
+        for i in range(0, len(left), 2):
+            four = [left[i], right[i], left[i + 1], right[i + 1]]
             sums = _multiplied(four, rows[i : i + 2], sums)
         for row, of_row in enumerate(scales_of_rows):
             if not self.job.is_float8:
@@ -652,6 +673,8 @@ class _Operand:
 
 # A load of matrices, which are used once.
 _LOAD_ONCE = "ld.global.nc.L1::no_allocate.v4.b32"
+# The code of the scale 1 in MXFP4.
+_CODE_OF_ONE = 127
 # The bits of a float4 number, placed in a float8, give the number divided by _FLOAT4.
 _FLOAT4 = 64.0
 
@@ -743,7 +766,7 @@ def _load(
     offset: int,
     inside: Value | None = None,
 ) -> Any:
-    """Loads `count` numbers from `address` + `offset`; a list of them if they are several.
+    """Loads `count` numbers from `address` + `offset`; returns a list of them if `count` > 1.
 
     Where `inside` is false, loads from `address` instead.
     """

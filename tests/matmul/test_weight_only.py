@@ -9,7 +9,7 @@ import pytest
 from support.kernels import needs_kernels
 from support.selection import quick
 
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Transposed, quantize
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed, quantize
 from jax_ep.matmul import weight_only
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
@@ -20,6 +20,7 @@ FORMATS = {
     "float8 in order": FLOAT8_MATRICES,
     "mxfp4 in order": MXFP4,
     "rows": FLOAT8_ROWS,
+    "bfloat16 scales": Transposed.of(Float8.of(jnp.float8_e4m3fn, (128, 128), jnp.bfloat16)),
 }
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]], 8: [[0, 1, 2, 3, 4, 5]] * 8}
 DTYPES = {jnp.bfloat16: 2**-7, jnp.float32: 2**-16}
@@ -71,6 +72,22 @@ def test_products(name, num_rows, implementation, dtype):
             np.testing.assert_allclose(out[at], want, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("other", ["float8 in order", "mxfp4", "bfloat16 scales"])
+def test_each_matrix_has_a_format_of_its_own(other):
+    x, (gate, up), _, groups, rows = case(FORMATS["float8"], 3)
+    up = quantize(up.dequantize(), FORMATS[other])
+
+    def product(x, gate, up, groups):
+        return weight_only.product(x, [gate, up], [None, None], groups, 3, gating=swiglu)
+
+    out = np.asarray(product(x, gate, up, groups)).astype(np.float64)
+    for row, choice in np.argwhere(np.asarray(CHOICES[3]) >= 0):
+        own, group = np.asarray(x[row]).astype(np.float32), CHOICES[3][row][choice]
+        want = swiglu(*(own @ each.dequantize(jnp.float32)[group] for each in (gate, up)))
+        atol = 2**-6 * np.abs(want).max()
+        np.testing.assert_allclose(out[rows[row, choice]], want, rtol=0, atol=atol)
+
+
 def test_under_vmap_each_element_is_a_product_of_its_own():
     x, stored, biases, groups, _ = case(FORMATS["mxfp4"], 3)
     several = jnp.stack([x, -x, 2 * x])
@@ -89,6 +106,7 @@ def test_under_vmap_each_element_is_a_product_of_its_own():
     [
         ("float8", jnp.bfloat16, True),
         ("mxfp4", jnp.bfloat16, True),
+        ("bfloat16 scales", jnp.bfloat16, True),
         ("mxfp4 in order", jnp.bfloat16, False),
         ("rows", jnp.bfloat16, False),
         ("mxfp4", jnp.float16, False),

@@ -267,6 +267,17 @@ def test_only_chosen_experts_are_dequantized():
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_float8_experts_of_other_dtypes_quantize_their_tokens(dtype):
+    config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8, dtype=dtype)
+    params = jax.eval_shape(lambda: stored(make_params(), Transposed.of(FLOAT8_MATRICES)))
+    layer = on_mesh(config, cuda_mesh((1,), ("expert",)))
+    lowered = layer.trace(params, jax.ShapeDtypeStruct((1, H), dtype))
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert "grouped_matmul_float8_gated" in text and "weight_only" not in text
+
+
+@needs_kernels
 def test_several_ranks_dispatch():
     assert kernels(CONFIG, 8, num_ranks=2) == LARGE | {"ep_dispatch"}
 

@@ -22,9 +22,10 @@ from pallas_kernels.matmul.quantized_tiles import Scaled
 L = 4
 # No row chooses group 1, and -1 chooses no group.
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]], 9: [[3, 0]] * 8 + [[2, 2]]}
-# The contraction dimension K and the width N: one chunk of 128 and a part of one, or several
-# warps that share a sum; a block of columns, or parts of it.
-SIZES = [(256, 128), (384, 256), (2048, 256)]
+# The contraction dimension K and the width N. A sum is shared by 1, 2 or 8 warps, or by 4 in MXFP4.
+# The number of chunks of 128 may be uneven, and in MXFP4 the last chunk may be shorter.
+SIZES = [(256, 128), (640, 256), (2048, 256)]
+SIZES_OF_MXFP4 = {640: (1120, 144)}
 FORMATS = {"float8": FLOAT8_MATRICES, "mxfp4": MXFP4}
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -108,9 +109,8 @@ runs_kernels = needs_kernels if ON_GPU else simulated
     ),
 )
 def test_products(name, num_rows, depth, width, matrices, shared, with_bias):
-    if name == "mxfp4" and depth == 384:
-        # The last chunk of K has three pieces of 32 numbers, not four; a block computes 16 columns.
-        depth, width = 352, 144
+    if name == "mxfp4":
+        depth, width = SIZES_OF_MXFP4.get(depth, (depth, width))
     x, stored, biases, groups, rows = case(
         FORMATS[name], num_rows, depth, width, matrices, shared, with_bias
     )
@@ -130,21 +130,25 @@ def test_products(name, num_rows, depth, width, matrices, shared, with_bias):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", FORMATS)
-def test_nan_and_infinity_stay_in_their_rows_and_columns(name):
-    num_rows, (depth, width) = 3, SIZES[0]
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    quick([("float8", 256), ("float8", 640), ("mxfp4", 256), ("mxfp4", 352)], ("mxfp4", 352)),
+)
+def test_nan_and_infinity_stay_in_their_rows_and_columns(name, depth):
+    num_rows, width = 3, 128
     x, stored, biases, groups, rows = case(FORMATS[name], num_rows, depth, width, 1, True, False)
     matrix = np.array(stored[0].dequantize(jnp.float32))
     # MXFP4 has no NaN: the whole block of 32 becomes NaN, but only of this column.
-    matrix[0, 5, 7] = np.nan
+    matrix[0, 5, 100] = np.nan
     numbers = quantize(jnp.asarray(matrix), FORMATS[name])
     x = x.at[1, 3].set(jnp.nan).at[2, 200].set(jnp.inf)
     out = run(x, [numbers], biases, groups, num_rows, None)
     of_group_0 = [out[rows[row, choice]] for row, choice in ((0, 1), (1, 0))]
+    # A thread computes columns 5 and 13.
     others = np.arange(width) != 5
     assert np.isnan(of_group_0[0][5]) and np.isfinite(of_group_0[0][others]).all()
     assert np.isnan(of_group_0[1]).all()
-    assert np.isfinite(out[rows[0, 0]]).all() if rows[0, 0] != rows[0, 1] else True
+    assert np.isfinite(out[rows[0, 0]]).all()
     assert not np.isfinite(out[rows[2, 0]]).any()
 
 
@@ -171,10 +175,18 @@ def test_lowers_for_cuda(name, num_rows):
     ("format", "num_rows", "depth", "width", "reason"),
     [
         (FLOAT8_ROWS, 1, 256, 128, "not float8_e4m3fn"),
-        (FLOAT8_MATRICES, 1, 320, 128, "320 rows and 128 columns"),
-        (MXFP4, 1, 320, 120, "320 rows and 120 columns"),
-        (MXFP4, 17, 256, 128, "17 rows of 256 numbers are too many"),
-        (MXFP4, 16, 8192, 128, "16 rows of 8192 numbers are too many"),
+        (
+            FLOAT8_MATRICES,
+            1,
+            320,
+            128,
+            "128 rows, at least 128, and a multiple of 128",
+        ),
+        (MXFP4, 1, 320, 120, "but have 320 and 120"),
+        (MXFP4, 1, 96, 128, "at least 128"),
+        (MXFP4, 0, 256, 128, "0 rows of 256 numbers"),
+        (MXFP4, 17, 256, 128, "17 rows of 256 numbers"),
+        (MXFP4, 16, 8192, 128, "16 rows of 8192 numbers"),
         (MXFP4, 16, 2880, 2880, None),
         (FLOAT8_MATRICES, 1, 7168, 2048, None),
     ],
