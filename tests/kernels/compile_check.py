@@ -37,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.formats import MXFP4, QuantizedArray, Transposed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.meshes import cuda_mesh
@@ -169,6 +170,23 @@ def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: A
     return jax_ep.moe_layer(params, x, config)[0]
 
 
+def few_mxfp4_tokens(x: Any, gate: Any, *parts: Any) -> Any:
+    """Does what `few_tokens` does, with experts that are stored as MXFP4, with biases."""
+    format = Transposed.of(MXFP4)
+    biases, parts = parts[:3], parts[3:]
+    stored = [
+        QuantizedArray(values, jax.lax.bitcast_convert_type(codes, format.scale_dtype), format)
+        for values, codes in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    params = jax_ep.MoEParams.of(
+        gate=gate,
+        **dict(zip(("wi_0", "wi_1", "wo"), stored, strict=True)),
+        **dict(zip(("wi_0_bias", "wi_1_bias", "wo_bias"), biases, strict=True)),
+    )
+    config = jax_ep.MoEConfig(num_experts=gate.shape[1], num_experts_per_token=4, expert_axis=AXIS)
+    return jax_ep.moe_layer(params, x, config)[0]
+
+
 def collective(name: str, algorithm: str | None, x: Any) -> Any:
     return getattr(jax_ep.collectives, name)(x, AXIS, algorithm=algorithm)
 
@@ -208,6 +226,11 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         operands = [((tokens, 2048), jnp.bfloat16), ((2048, 128), jnp.float32), *matrices]
         name = f"{'' if dtype is None else 'float8 '}layer, T={tokens}, qwen3-moe"
         yield name, 1, functools.partial(few_tokens, dtype), operands
+    for tokens in (1, 16):
+        operands = [((tokens, 2880), jnp.bfloat16), ((2880, 32), jnp.float32)]
+        operands += [((32, 2880), jnp.bfloat16)] * 3
+        operands += [((32, 2880, 1440), jnp.uint8), ((32, 2880, 90), jnp.uint8)] * 3
+        yield f"MXFP4 layer, T={tokens}, gpt-oss", 1, few_mxfp4_tokens, operands
     for name, rows, hidden, ffn, held in (
         ("qwen3-moe, T=4096", 32768, 2048, 768, 64),
         ("qwen3-moe, T=128", 1024, 2048, 768, 64),
