@@ -36,6 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import QuantizedArray, formats
 from jax_ep.bench.floor import memory_bandwidth
+from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
 _QWEN3 = {
@@ -259,7 +260,7 @@ def bytes_of_step(
     experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
     layers = model.moe if isinstance(model.moe, list) else [model.moe]
     of_experts, others = 0, bytes_of((model.shared, model.layers))
-    few = config.mesh.size == 1 and len(lengths) <= 16 and jax.default_backend() == "gpu"
+    few = config.mesh.size == 1 and len(lengths) <= MOST_TOKENS and jax.default_backend() == "gpu"
     dequantizes = config.moe.matmul_dtype is None and not few
     for params in layers:
         for name, values in params._asdict().items():

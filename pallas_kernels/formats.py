@@ -356,6 +356,7 @@ RowFormat = Format | Plain
 
 PLAIN = Plain()
 FLOAT8_ROWS = Float8.of(jnp.float8_e4m3fn, (1, 128))
+FLOAT8_MATRICES = Float8.of(jnp.float8_e4m3fn, (128, 128))
 
 
 def _bytes(parts: list[tuple[int, DType]]) -> int:

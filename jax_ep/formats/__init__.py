@@ -38,14 +38,18 @@ largest magnitude. Magnitudes above 6 times the scale are stored as 6 times the 
 has NaN or an infinity, all of its numbers become NaN.
 """
 
-import jax.numpy as _jnp
-
 from jax_ep.formats.quantized_array import QuantizedArray, quantize
 from jax_ep.formats.transposed import Transposed
-from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Float8, Format, Plain, RowFormat
+from pallas_kernels.formats import (
+    FLOAT8_MATRICES,
+    FLOAT8_ROWS,
+    PLAIN,
+    Float8,
+    Format,
+    Plain,
+    RowFormat,
+)
 from pallas_kernels.mxfp4 import MXFP4, MXFloat4
-
-FLOAT8_MATRICES = Float8.of(_jnp.float8_e4m3fn, (128, 128))
 
 __all__ = [
     "FLOAT8_MATRICES",

@@ -35,7 +35,7 @@ from jax_ep.matmul.backend import (
     split_groups,
 )
 from jax_ep.runtime import jax_compat
-from pallas_kernels.formats import Float8
+from pallas_kernels.formats import Float8, Format
 from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
@@ -57,6 +57,17 @@ class QuantizedMatrices(NamedTuple):
 
     matrices: QuantizedArray
     transposed: QuantizedArray
+
+
+def is_operand_format(format: Format) -> bool:
+    """Returns whether matrices in `format` can be multiplied without quantizing them again.
+
+    Their dtype and the shape of their blocks must be those of `FLOAT8_MATRICES`. Their scales are
+    cast to float32, which must be exact, as it is for bfloat16 and float16.
+    """
+    wanted = FLOAT8_MATRICES.dtype, FLOAT8_MATRICES.block
+    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    return (format.dtype, format.block) == wanted and exact
 
 
 def quantize_matrices(

@@ -130,6 +130,15 @@ def _by_dequantizing(
     return result.astype(rows.dtype)
 
 
+def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
+    """Returns matrices as an array of `dtype`: casts an array, dequantizes a `QuantizedArray`."""
+    if not isinstance(matrices, QuantizedArray):
+        return matrices.astype(dtype)
+    # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave
+    # out the rounding to `dtype`.
+    return lax.optimization_barrier(matrices.dequantize(dtype))
+
+
 def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Array, bool]:
     """Dequantizes matrices to `dtype`, in the axis order in which they are stored.
 
@@ -140,9 +149,7 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     if isinstance(matrices.format, Transposed):
         format = matrices.format.transposes
         matrices = QuantizedArray(matrices.values, matrices.scales, format, matrices.dtype)
-    # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave
-    # out the rounding to `dtype`.
-    return lax.optimization_barrier(matrices.dequantize(dtype)), is_transposed
+    return dequantized(matrices, dtype), is_transposed
 
 
 def _type(rows, values, *others, height, formats, **_):

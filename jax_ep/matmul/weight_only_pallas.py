@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.formats import QuantizedArray, Transposed
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, Transposed
+from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.pallas import emitted
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels
@@ -52,11 +53,9 @@ def product(
 def _kernel_format(matrices: QuantizedArray) -> Format | None:
     """Returns the format in which the kernel takes the transposes of matrices, or None if in none.
 
-    The scales of float8 may have any dtype that can be cast to float32 exactly.
+    It is `FLOAT8_MATRICES`, too, where `is_operand_format` holds: only the scales are then cast.
     """
     if not isinstance(matrices.format, Transposed):
         return None
-    format, blocks = matrices.format.transposes, kernels.FLOAT8_BLOCKS
-    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-    is_float8 = (format.dtype, format.block) == (blocks.dtype, blocks.block) and exact
-    return blocks if is_float8 else format
+    format = matrices.format.transposes
+    return FLOAT8_MATRICES if is_operand_format(format) else format

@@ -36,7 +36,7 @@ from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Groups
 from jax_ep.matmul.float8 import QuantizedMatrices
-from jax_ep.matmul.weight_only import dequantized_as_stored
+from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
 from jax_ep.moe.traced import Traced
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
@@ -376,15 +376,6 @@ class StoredFloat8Matmuls(Float8Matmuls):
         return dtokens, (None,) * len(dpre), None
 
 
-def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
-    """Returns matrices as an array of `dtype`: casts an array, dequantizes a `QuantizedArray`."""
-    if not isinstance(matrices, QuantizedArray):
-        return matrices.astype(dtype)
-    # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave
-    # out the rounding to `dtype`.
-    return lax.optimization_barrier(matrices.dequantize(dtype))
-
-
 def _dequantized(experts: Experts) -> Experts:
     wi_0, wi_1, wo = (
         None if matrices is None else dequantized(matrices, matrices.dtype)
@@ -547,15 +538,12 @@ def quantize_experts_of_rank(
 def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
     """Returns stored matrices as operands of float8 matmuls, without quantizing them again.
 
-    Returns None if their dtype or the shape of their blocks is not that of `FLOAT8_MATRICES`, or if
-    their scales cannot be cast to float32 exactly, as bfloat16 and float16 can.
+    Returns None if `float8.is_operand_format` does not hold for their format.
     """
     format, is_transposed = stored.format, False
     if isinstance(format, Transposed):
         format, is_transposed = format.transposes, True
-    wanted = FLOAT8_MATRICES.dtype, FLOAT8_MATRICES.block
-    exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-    if (format.dtype, format.block) != wanted or not exact:
+    if not float8.is_operand_format(format):
         return None
     scales = stored.scales.astype(jnp.float32)
     kept = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)

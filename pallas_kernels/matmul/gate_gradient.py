@@ -50,6 +50,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     share,
     shared_numbers,
     store_kept,
+    two_numbers,
     with_shuffled,
     word_at,
 )
@@ -281,7 +282,7 @@ class _Tile(Tile):
         mosaic.block_barrier()
 
         for result, of_result in enumerate(words):
-            numbers = [[number for w in two for number in _two(w)] for two in of_result]
+            numbers = [[number for w in two for number in two_numbers(w)] for two in of_result]
             if result < _WITH_ROWS:
                 factors = shared_numbers(
                     shared, arith.addi(row, i32(result * _SIDES * BLOCK)), _PATCH
@@ -316,7 +317,7 @@ class _Tile(Tile):
 
         at = pointer_to(dhidden, row, self.width, left, 2)
         two = llvm.load(mosaic.vector_type(2, word), at, alignment=8)
-        grads = [n for i in range(2) for n in _two(vector.extract(two, [], [i]))]
+        grads = [n for i in range(2) for n in two_numbers(vector.extract(two, [], [i]))]
         pre = []
         for values, scales in ((gate, gate_scales), (up, up_scales)):
             at = pointer_to(values, row, self.width, left, 1)
@@ -441,9 +442,3 @@ def _bfloat16s(low: Value, high: Value) -> Value:
     """Rounds two float32 numbers to bfloat16, and packs them into a word, `low` in the low half."""
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return mosaic.asm(text, "=r,f,f", low, high, returns=mosaic.integer_type(32))
-
-
-def _two(word: Value) -> list[Value]:
-    """Converts the two bfloat16 numbers in a word to float32; the low half comes first."""
-    halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
-    return [arith.bitcast(mosaic.float_type(), half) for half in halves]

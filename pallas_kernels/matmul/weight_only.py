@@ -47,10 +47,18 @@ from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.formats import E8M0, Float8, Format, bitcast
+from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, bitcast
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import quotient_and_rest
-from pallas_kernels.matmul.quantized_tiles import PTX_TYPE, Scaled, max_of, share, shared_numbers
+from pallas_kernels.matmul.quantized_tiles import (
+    PTX_TYPE,
+    Scaled,
+    max_of,
+    pointer_to,
+    share,
+    shared_numbers,
+    two_numbers,
+)
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP
 from pallas_kernels.mxfp4 import MXFP4
 
@@ -75,7 +83,6 @@ _ZEROS = 32
 MOST_ROWS = 16
 # The most bytes of shared memory for the scaled rows.
 _MOST_BYTES = 128 * 1024
-FLOAT8_BLOCKS = Float8.of(jnp.float8_e4m3fn, (_CHUNK, _CHUNK))
 
 
 def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) -> str | None:
@@ -83,7 +90,7 @@ def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) ->
 
     `format` is the format in which the transposes of the matrices are stored. `num_rows` is T.
     """
-    if format not in (FLOAT8_BLOCKS, MXFP4):
+    if format not in (FLOAT8_MATRICES, MXFP4):
         return f"it decodes float8_e4m3fn with blocks of 128 x 128, and MXFP4, not {format.name}"
     of_depth, of_width = format.block[1], max(_COLUMNS, format.block[0])
     if depth < _CHUNK or depth % of_depth or width % of_width:
@@ -206,7 +213,7 @@ class _Job:
 
     @property
     def is_float8(self) -> bool:
-        return self.format == FLOAT8_BLOCKS
+        return self.format == FLOAT8_MATRICES
 
     @property
     def chunks(self) -> int:
@@ -381,7 +388,7 @@ class _Job:
         inside = mosaic.below(own, mosaic.i32(self.depth))
         own = arith.select(inside, own, mosaic.i32(0))
         row = row if self.shared_rows else arith.addi(first, row)
-        address = _address(source, _offset(row, self.depth, own), 2)
+        address = _address(source, row, self.depth, own, 2)
         words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
@@ -399,7 +406,7 @@ class _Job:
         `words` is the result of `load_chunk` for the same `warp`, `lane` and `start`.
         """
         index, exists, row, own = self.chunk_of_row(warp, lane, start)
-        numbers = [number for word in words for number in _widened(word)]
+        numbers = [number for word in words for number in two_numbers(word)]
         largest = mosaic.warp_max(max_of(float8.magnitude(number)[1] for number in numbers))
         # The scale is a power of two: the exponent of the largest number, less _LARGEST.
         exponent = arith.maxui(
@@ -505,14 +512,13 @@ class _Job:
         result = numbers[0] if self.gating is None else self.gating.emit(*numbers)
         narrow = mosaic.element_type(jnp.bfloat16)
         with mosaic.when(mosaic.below(column, mosaic.i32(self.width))):
-            at = _offset(arith.addi(first, row), self.width, column)
-            pointer = mosaic.element_pointer(mosaic.pointer(out), at, narrow)
+            pointer = pointer_to(out, arith.addi(first, row), self.width, column, 2)
             llvm.store(arith.truncf(narrow, result), pointer)
 
     def bias(self, memref: Value, group: Value, column: Value) -> Value:
         kind = mosaic.element_of(memref)
-        at = _offset(group, self.width, column)
-        bias = llvm.load(kind, mosaic.element_pointer(mosaic.pointer(memref), at, kind))
+        at = pointer_to(memref, group, self.width, column, mosaic.bytes_of(kind))
+        bias = llvm.load(kind, at)
         return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
 
     # ------------------------------------------------------------------------ interpreted
@@ -584,21 +590,21 @@ class _Operand:
         of_group = arith.muli(group, mosaic.i32(job.width))
         own = arith.addi(of_group, arith.addi(column, down))
         # The bytes of a chunk, and of a column.
-        self.chunk_bytes = _CHUNK // job.format.numbers_per_value if not job.is_float8 else _CHUNK
+        self.chunk_bytes = _CHUNK // job.format.numbers_per_value
         self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
         begin = arith.addi(
             arith.muli(split, mosaic.i32(self.chunk_bytes)),
             _times_integer(self.across, VECTOR_BYTES),
         )
-        self.values = _address(values, _offset(own, self.column_bytes, begin), 1)
+        self.values = _address(values, own, self.column_bytes, begin, 1)
         if job.is_float8:
             block = arith.divui(arith.addi(of_group, column), mosaic.i32(_CHUNK))
-            self.scales = _address(scales, _offset(block, job.chunks, split), 4)
+            self.scales = _address(scales, block, job.chunks, split, 4)
         else:
             # The number of scales of a column.
             self.column_scales = job.depth // job.format.block[1]
             begin = arith.addi(_times_integer(split, _QUAD), self.across)
-            self.scales = _address(scales, _offset(own, self.column_scales, begin), 1)
+            self.scales = _address(scales, own, self.column_scales, begin, 1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
 
@@ -611,7 +617,6 @@ class _Operand:
         """
         job, inside = self.job, self.job.inside(step, self.split, self.across)
         chunk = step * job.splits
-
         columns = []
         for i in range(2):
             words = []
@@ -745,17 +750,10 @@ def _times_integer(value: Value, number: int) -> Value:
     return arith.muli(value, mosaic.i32(number))
 
 
-def _offset(row: Value, width: int, column: Value) -> Value:
-    """Returns row * width + column as a 64-bit integer."""
-    wide = mosaic.integer_type(64)
-    return arith.addi(
-        arith.muli(arith.extui(wide, row), mosaic.i64(width)), arith.extui(wide, column)
-    )
-
-
-def _address(memref: Value, index: Value, size: int) -> Value:
-    """Returns the address of element `index` of an array of elements of `size` bytes."""
-    return arith.addi(mosaic.address(memref), arith.muli(index, mosaic.i64(size)))
+def _address(memref: Value, row: Value, width: int, column: Value, size: int) -> Value:
+    """Returns the address of element (row, column) of an array; see `pointer_to`."""
+    pointer = pointer_to(memref, row, width, column, size)
+    return llvm.ptrtoint(mosaic.integer_type(64), pointer)
 
 
 def _load(
@@ -783,12 +781,6 @@ def _load(
         has_side_effects=True,
     )
     return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found
-
-
-def _widened(word: Value) -> list[Value]:
-    """Converts the two bfloat16 numbers in a word to float32; the low half comes first."""
-    halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
-    return [arith.bitcast(mosaic.float_type(), half) for half in halves]
 
 
 def _multiplied(four: Sequence[Value], two: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
