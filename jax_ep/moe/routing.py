@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe import few_logits
 from jax_ep.moe.options import (
     check_options,
     documented,
@@ -34,9 +35,6 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# The logits of up to this number of tokens are computed by one float32 product, without splitting
-# the gate into bfloat16 parts: XLA for GPUs needs two launches for it, and three with a split gate.
-_FEW_TOKENS = 16
 # If a token's largest logit is lower than this, a constant is added to the token's logits before
 # `Routing.probs` are computed, so that the largest becomes this number. Otherwise all sigmoids of
 # the token could underflow to 0.
@@ -69,12 +67,12 @@ def router_logits(
 ) -> jax.Array:
     """Returns the router's logits, x @ gate + bias, in float32.
 
-    For a bfloat16 x of more than 16 tokens, the float32 gate is split into three bfloat16 parts,
-    which add up to it exactly, and the three products are summed in float32. (One float32 product
-    would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass splits its
-    float32 operands into only two bfloat16 parts, which keep 16 bits (Henry, Tang and Heinecke,
-    arXiv:1904.06376). If x has another dtype, x and gate are multiplied as float32, in the
-    precision of `jax.default_matmul_precision`.
+    A bfloat16 x of up to 16 tokens is multiplied as float32. For more tokens, the float32 gate is
+    split into three bfloat16 parts, which add up to it exactly, and the three products are summed
+    in float32. (One float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.)
+    The backward pass splits its float32 operands into only two bfloat16 parts, which keep 16 bits
+    (Henry, Tang and Heinecke, arXiv:1904.06376). If x has another dtype, x and gate are multiplied
+    as float32, in the precision of `jax.default_matmul_precision`.
 
     Args:
         x: [T, H] floating: the tokens.
@@ -115,10 +113,8 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    if not checks.is_symbolic(x.shape[0]) and x.shape[0] <= _FEW_TOKENS:
-        return lax.dot(
-            x.astype(jnp.float32), gate.astype(jnp.float32), precision=lax.Precision.HIGHEST
-        )
+    if not checks.is_symbolic(x.shape[0]) and x.shape[0] <= few_logits.MOST_TOKENS:
+        return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]

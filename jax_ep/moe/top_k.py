@@ -594,27 +594,14 @@ class _TopK(Implementation):
 
 def _kernel_reason(problem: _Problem) -> str | None:
     """Returns why the GPU kernel cannot run in the program of `problem`, or None if it can."""
-    program = problem.program
-    num_tokens, num_experts = program.operand_types[0].shape
-    if program.platforms != ("cuda",):
-        platforms = ", ".join(program.platforms) or "an unknown platform"
-        return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
-    if program.for_export:
-        return (
-            "the program is exported, and JAX does not guarantee that exported kernels keep working"
-        )
-    if not program.is_of_one_device:
-        return "it runs on one device, and XLA partitions this program over several"
+    num_tokens, num_experts = problem.program.operand_types[0].shape
     if not isinstance(num_tokens, int):
         return f"the number of tokens is symbolic, {num_tokens}"
     if not 0 < num_tokens * num_experts <= checks.MAX_INT32:
         return f"it supports 1 to {checks.MAX_INT32} logits, not {num_tokens} x {num_experts}"
-    return (
-        plan.unavailable_reason(num_experts, problem.k)
-        or availability.jax_unavailable_reason()
-        or availability.mosaic_unavailable_reason()
-        or (availability.unavailable_reason() if jax.default_backend() == "gpu" else None)
-    )
+    return plan.unavailable_reason(
+        num_experts, problem.k
+    ) or availability.one_device_unavailable_reason(problem.program)
 
 
 # The implementations, in the order in which they are tried. Callers cannot choose one, because all

@@ -110,6 +110,27 @@ def traced_devices_unavailable_reason() -> str | None:
     return None
 
 
+def one_device_unavailable_reason(program: jax_compat.Program) -> str | None:
+    """Returns why a kernel that runs on one device cannot run in a program, or None if it can.
+
+    Such a kernel does not communicate. The program is being lowered.
+    """
+    if program.platforms != ("cuda",):
+        platforms = ", ".join(program.platforms) or "an unknown platform"
+        return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
+    if program.for_export:
+        return (
+            "the program is exported, and JAX does not guarantee that exported kernels keep working"
+        )
+    if not program.is_of_one_device:
+        return "it runs on one device, and XLA partitions this program over several"
+    return (
+        jax_unavailable_reason()
+        or mosaic_unavailable_reason()
+        or (unavailable_reason() if jax.default_backend() == "gpu" else None)
+    )
+
+
 def program_unavailable_reason(
     program: jax_compat.Program, axis_name: tuple[str, ...], ranks_per_host: int | None = None
 ) -> str | None:

@@ -1,0 +1,84 @@
+"""Multiplies a few bfloat16 tokens by the router's gate, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.implementations import Implementation, Implementations
+from jax_ep.runtime import availability
+from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
+
+# The most tokens that are "a few": for more, XLA multiplies in bfloat16 (`routing.router_logits`).
+MOST_TOKENS = 16
+
+
+def few_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns x @ gate, [T, E] float32, for x [T, H] bfloat16 and gate [H, E] float32 or bfloat16.
+
+    T is at most 16. Both arrays have the same varying mesh axes (vma). There is no gradient.
+    """
+    (logits,) = _few_logits_p.bind(x, gate)
+    return logits
+
+
+def _by_xla(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
+    wide = x.astype(jnp.float32), gate.astype(jnp.float32)
+    return [lax.dot(*wide, precision=lax.Precision.HIGHEST)]
+
+
+def _by_kernel(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
+    from pallas_kernels.routing import logits
+
+    with jax.enable_x64(False):
+        return [logits.logits(x, gate)]
+
+
+def _kernel_reason(program: Program) -> str | None:
+    """Returns why the GPU kernel cannot run in `program`, or None if it can."""
+    if reason := availability.one_device_unavailable_reason(program):
+        return reason
+    from pallas_kernels.routing import logits
+
+    x, gate = program.operand_types
+    return logits.unavailable_reason(x.shape[0], x.shape[1], gate.shape[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Logits(Implementation):
+    """An implementation of `few_logits`; `compute` computes the primitive's results."""
+
+    compute: Callable[..., Any]
+
+
+# The implementations, in the order in which they are tried. Callers cannot choose one.
+IMPLEMENTATIONS = Implementations(
+    (
+        _Logits(name="pallas", unavailable_reason=_kernel_reason, compute=_by_kernel),
+        _Logits(name="xla", compute=_by_xla),
+    )
+)
+
+
+def _lower(program: Program, *operands: Any) -> Any:
+    return program.lower(IMPLEMENTATIONS.select(None, program).compute, *operands)
+
+
+def _batch(operands: Any, axes: Any) -> Any:
+    """Runs the primitive for `jax.vmap`: XLA multiplies the tokens of all elements of the batch."""
+    return jax.vmap(_by_xla, axes)(*operands), [0]
+
+
+_few_logits_p = define_primitive(
+    "ep_few_logits",
+    abstract_eval=lambda x, gate: [result_type(x, (x.shape[0], gate.shape[1]), jnp.float32)],
+    lower=_lower,
+    inline=_by_xla,
+    batch=_batch,
+    platforms=(None, "cuda"),
+)

@@ -1,0 +1,180 @@
+"""Kernel of the router's logits for a few tokens: x @ gate, in float32.
+
+In decoding, this product takes the time to read the gate, and XLA needs two launches for it. Here a
+thread block computes 4 columns of the logits for all tokens. Its 256 threads divide the H rows of
+the gate among them: in each step, a thread reads 4 numbers of one row.
+
+          gate [H, E]                          logits [T, E]
+          4 columns
+         +--+--+--+--+
+  row 0  |  thread 0 |   the sums of all threads, added up
+  row 1  |  thread 1 |   -------------------------------->   +--+--+--+--+
+  ...    |           |                                       |           |  T rows
+         +--+--+--+--+                                       +--+--+--+--+
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+
+_THREADS = 256
+_WARPS = _THREADS // WARP
+# A thread reads this many numbers of a row of the gate at a time.
+_COLUMNS = 4
+# How many numbers of tokens a thread loads before it multiplies.
+_AHEAD = 32
+# The most tokens; their sums are in registers.
+MOST_TOKENS = 16
+
+
+def unavailable_reason(num_tokens: int, hidden: int, num_experts: int) -> str | None:
+    """Returns why the kernel does not support tokens [T, H] and E experts, or None if it does."""
+    if not 0 < num_tokens <= MOST_TOKENS:
+        return f"it supports 1 to {MOST_TOKENS} tokens, not {num_tokens}"
+    if num_experts % _COLUMNS or not 0 < hidden <= 2**14:
+        return f"it does not support a gate [{hidden}, {num_experts}]"
+    return None
+
+
+def logits(x: jax.Array, gate: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """Multiplies tokens by the router's gate; products and sums are float32.
+
+    Args:
+      x: [T, H] bfloat16, T from 1 to 16.
+      gate: [H, E] float32 or bfloat16; 4 divides E.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [T, E] float32.
+    """
+    job = _Job(x.shape[0], x.shape[1], gate.shape[1], jnp.dtype(gate.dtype))
+
+    def kernel(x_ref: Any, gate_ref: Any, out: Any, shared: Any) -> None:
+        block = lax.axis_index("columns")
+        if interpret:
+            columns = pl.ds(block * _COLUMNS, _COLUMNS)
+
+            @pl.when(lax.axis_index("warpgroup") == 0)
+            def _() -> None:
+                numbers = gate_ref[:, columns].astype(jnp.float32)
+                out[:, columns] = jnp.dot(x_ref[...].astype(jnp.float32), numbers)
+
+            return
+        operands = [x_ref, gate_ref, out, shared, block]
+        layouts = [mosaic.REFERENCE] * 4 + [mosaic.SCALAR]
+        mosaic.inline(job.emit, operands, layouts)
+
+    return mosaic.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((job.num_tokens, job.num_experts), jnp.float32),
+        scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.sums,), jnp.float32)),
+        num_threads=_THREADS // LANES,
+        thread_name="warpgroup",
+        grid=(job.num_experts // _COLUMNS,),
+        grid_names=("columns",),
+        auto_barriers=False,
+        interpret=interpret,
+        kernel_name="router_logits",
+    )(x, gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The kernel of `logits`, for tokens [num_tokens, hidden] and a gate [hidden, num_experts]."""
+
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    dtype: Any
+
+    @property
+    def sums(self) -> int:
+        """The number of logits that a thread block computes."""
+        return self.num_tokens * _COLUMNS
+
+    def emit(
+        self, x_ref: Value, gate_ref: Value, out: Value, shared: Value, block: mosaic.Array
+    ) -> None:
+        """Emits the code of one thread. `block` is the index of the block's columns."""
+        i32, f32 = mosaic.i32, mosaic.float_type()
+        thread = mosaic.thread()
+        column = arith.muli(mosaic.scalar(block), i32(_COLUMNS))
+        sums = [[mosaic.f32(0.0)] * _COLUMNS for _ in range(self.num_tokens)]
+        steps = -(-self.hidden // _THREADS)
+        together = max(1, min(8, _AHEAD // self.num_tokens))
+        for start in range(0, steps, together):
+            of_steps = range(start, min(start + together, steps))
+            rows = [self.row(thread, step) for step in of_steps]
+            loaded = [self.load(x_ref, gate_ref, row, exists, column) for row, exists in rows]
+            for numbers, gate in loaded:
+                sums = [
+                    [llvm.intr_fma(x, w, total) for w, total in zip(gate, of_token, strict=True)]
+                    for x, of_token in zip(numbers, sums, strict=True)
+                ]
+        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
+        totals = [mosaic.warp_sum(each, WARP) for of_token in sums for each in of_token]
+        base = mosaic.pointer(shared)
+        with mosaic.when(mosaic.equal(lane, i32(0))):
+            for i, total in enumerate(totals):
+                at = arith.addi(arith.muli(warp, i32(self.sums)), i32(i))
+                llvm.store(total, mosaic.element_pointer(base, at, f32))
+        mosaic.block_barrier()
+        with mosaic.when(mosaic.below(thread, i32(self.sums))):
+            places = (arith.addi(thread, i32(i * self.sums)) for i in range(_WARPS))
+            parts = [llvm.load(f32, mosaic.element_pointer(base, at, f32)) for at in places]
+            token, number = (op(thread, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
+            at = arith.addi(arith.muli(token, i32(self.num_experts)), arith.addi(column, number))
+            total = functools.reduce(arith.addf, parts)
+            llvm.store(total, mosaic.element_pointer(mosaic.pointer(out), at, f32))
+
+    def row(self, thread: Value, step: int) -> tuple[Value, Value | None]:
+        """Returns the row of the gate that a thread reads in a step, and whether it exists (i1).
+
+        None instead of an i1 means that the rows of all threads exist. A thread whose row does not
+        exist reads row 0.
+        """
+        row = arith.addi(thread, mosaic.i32(step * _THREADS))
+        if (step + 1) * _THREADS <= self.hidden:
+            return row, None
+        exists = mosaic.below(row, mosaic.i32(self.hidden))
+        return arith.select(exists, row, mosaic.i32(0)), exists
+
+    def load(
+        self, x_ref: Value, gate_ref: Value, row: Value, exists: Value | None, column: Value
+    ) -> tuple[list[Value], list[Value]]:
+        """Loads a number of each token, and 4 numbers of a row of the gate, as float32.
+
+        If the row does not exist, all of them are zero.
+        """
+        f32, zero = mosaic.float_type(), mosaic.f32(0.0)
+        element = mosaic.element_type(self.dtype)
+        at = arith.addi(arith.muli(row, mosaic.i32(self.num_experts)), column)
+        pointer = mosaic.element_pointer(mosaic.pointer(gate_ref), at, element)
+        four = llvm.load(
+            mosaic.vector_type(_COLUMNS, element), pointer, alignment=_COLUMNS * self.dtype.itemsize
+        )
+        gate = [vector.extract(four, [], [i]) for i in range(_COLUMNS)]
+        if self.dtype != jnp.float32:
+            gate = [arith.extf(f32, each) for each in gate]
+        narrow = mosaic.element_type(jnp.bfloat16)
+        numbers = []
+        for token in range(self.num_tokens):
+            at = arith.addi(row, mosaic.i32(token * self.hidden))
+            pointer = mosaic.element_pointer(mosaic.pointer(x_ref), at, narrow)
+            numbers.append(arith.extf(f32, llvm.load(narrow, pointer)))
+        if exists is not None:
+            gate = [arith.select(exists, each, zero) for each in gate]
+            numbers = [arith.select(exists, each, zero) for each in numbers]
+        return numbers, gate
