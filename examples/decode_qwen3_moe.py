@@ -107,14 +107,16 @@ _RANDOM_WEIGHTS = flags.DEFINE_enum(
     "Without --checkpoint: the model that random weights have the shape of.",
 )
 _FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
+# Hopper GPUs multiply any number of tokens by experts in this format without dequantizing them.
+_AS_STORED = formats.Transposed.of(formats.MXFP4)
 _QUANTIZED = flags.DEFINE_enum(
     "quantized",
     None,
     ["keep", *_FORMATS],
     "How experts stay in memory. keep: as the files hold them. float8, mxfp4: quantized while they "
-    "are loaded. Default: not quantized, which takes two to four times the memory. A step "
-    "dequantizes quantized experts before each matmul, unless they are float8 and --matmul_dtype "
-    "is given, or one Hopper GPU decodes up to 16 sequences.",
+    "are loaded. Default: not quantized, which takes two to four times the memory. Hopper GPUs "
+    "read mxfp4 as it is stored. A step dequantizes float8 before each matmul, unless "
+    "--matmul_dtype is given, or one Hopper GPU decodes up to 16 sequences.",
 )
 _MATMUL_DTYPE = flags.DEFINE_enum(
     "matmul_dtype",
@@ -245,7 +247,7 @@ def bytes_of_step(
     A device reads its replicated weights, the weights of the experts that some token chose
     (averaged over the devices), and the keys and values of the tokens that are attended to. If the
     step dequantizes experts first, it also reads all experts of the device and writes the results.
-    One Hopper GPU with up to 16 sequences multiplies by experts as they are stored.
+    Hopper GPUs multiply by MXFP4 as it is stored; one of them, with up to 16 sequences, by float8.
 
     Returns:
         The bytes on one device, and the number of experts chosen in a layer, averaged over layers.
@@ -260,11 +262,14 @@ def bytes_of_step(
     experts = float((np.asarray(chosen) > 0).sum(axis=1).mean())
     layers = model.moe if isinstance(model.moe, list) else [model.moe]
     of_experts, others = 0, bytes_of((model.shared, model.layers))
-    few = config.mesh.size == 1 and len(lengths) <= MOST_TOKENS and jax.default_backend() == "gpu"
+    on_gpus = jax.default_backend() == "gpu"
+    few = on_gpus and config.mesh.size == 1 and len(lengths) <= MOST_TOKENS
     dequantizes = config.moe.matmul_dtype is None and not few
     for params in layers:
         for name, values in params._asdict().items():
-            if isinstance(values, QuantizedArray) and dequantizes:
+            quantized = isinstance(values, QuantizedArray)
+            as_stored = quantized and on_gpus and values.format == _AS_STORED
+            if quantized and dequantizes and not as_stored:
                 # A step reads all experts of a device and writes them dequantized. It then reads
                 # the dequantized weights of the chosen experts.
                 numbers = math.prod(values.shape) * values.dtype.itemsize

@@ -27,6 +27,7 @@ from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
+    from pallas_kernels.matmul.quantized_tiles import Scaled
 
 # _MULTIPLES[has_scales] holds the dtypes that the kernels multiply, for operands with or without
 # scales. It maps each dtype to a number that must divide both dimensions of each group's matrix.
@@ -37,6 +38,11 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
+# If groups have at least this many rows on average, the tiles for matrices in MXFP4 are as high as
+# possible. Measured with 64 and 128 rows.
+_MANY_ROWS = 96
+# The heights of such tiles.
+_HIGH = (64, 128, 144, 176, 208, 256)
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
 HOPPER_CORES = 132
 
@@ -105,7 +111,7 @@ def product(
 
 
 def sum_of_products(
-    pairs: Pairs,
+    pairs: Pairs | Sequence[tuple[jax.Array, Scaled]],
     groups: Groups,
     *,
     transpose_rhs: bool,
@@ -114,21 +120,24 @@ def sum_of_products(
 ) -> jax.Array:
     """Computes `Backend.sum_of_products` by one kernel.
 
-    The kernel adds the products of all pairs in the same float32 accumulators. If `tiles` is None,
-    `product_tiles` or `chosen_tiles` chooses the tile sizes.
+    The kernel adds the products of all pairs in the same float32 accumulators. With
+    `transpose_rhs`, the rhs of an only pair may be `Scaled` transposes in MXFP4. If `tiles` is
+    None, `product_tiles` or `chosen_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     lhs, rhs = pairs[0]
-    num_cols = rhs.shape[1 if transpose_rhs else 2]
-    if isinstance(groups, ChosenGroups):
-        tiles = tiles or chosen_tiles(groups, num_cols)
+    num_groups, num_cols, is_quantized = _sizes(rhs, transpose_rhs)
+    if tiles is None and isinstance(groups, ChosenGroups):
+        tiles = chosen_tiles(groups, num_cols, is_quantized=is_quantized)
+    elif tiles is None:
+        tiles = product_tiles(lhs.shape[0], num_groups, num_cols, is_quantized=is_quantized)
     with jax.enable_x64(False):
         return kernels.product(
             [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
             groups,
             transpose_rhs=transpose_rhs,
-            tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
+            tiles=tiles,
             num_blocks=core_count(),
             zero_unused=zero_unused,
         )[: output_rows(groups, lhs.shape[0])]
@@ -136,7 +145,7 @@ def sum_of_products(
 
 def gated_product(
     lhs: jax.Array,
-    rhs: tuple[jax.Array, jax.Array],
+    rhs: tuple[jax.Array, jax.Array] | tuple[Scaled, Scaled],
     groups: Groups,
     gating: Gating,
     keep: bool,
@@ -146,15 +155,17 @@ def gated_product(
 ) -> tuple[jax.Array, ...] | None:
     """Computes `Backend.gated_product` by one kernel.
 
-    Returns None if the kernel does not support the operations of `gating`. If `tiles` is None,
-    `gated_tiles` or `chosen_tiles` chooses the tile sizes.
+    Each rhs may be `Scaled` transposes in MXFP4. Returns None if the kernel does not support the
+    operations of `gating`. If `tiles` is None, `gated_tiles` or `chosen_tiles` chooses the tile
+    sizes.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 
-    num_cols = rhs[0].shape[2]
-    if isinstance(groups, ChosenGroups):
-        tiles = tiles or chosen_tiles(groups, num_cols, matrices=2)
-    tiles = tiles or gated_tiles(lhs.shape[0], rhs[0].shape[0], num_cols)
+    num_groups, num_cols, is_quantized = _sizes(rhs[0], False)
+    if tiles is None and isinstance(groups, ChosenGroups):
+        tiles = chosen_tiles(groups, num_cols, matrices=2, is_quantized=is_quantized)
+    elif tiles is None:
+        tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, is_quantized=is_quantized)
     with jax.enable_x64(False):
         if (function := emitted(gating)) is None:
             return None
@@ -205,51 +216,82 @@ def drhs_of_each(
         )
 
 
-def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
+def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, bool]:
+    """Returns (number of groups, columns of a group's matrix, whether rhs is in MXFP4)."""
+    if not isinstance(rhs, jax.Array):
+        return *rhs.values.shape[:2], True
+    return rhs.shape[0], rhs.shape[1 if transpose_rhs else 2], False
+
+
+def product_tiles(
+    num_rows: int, num_groups: int, num_cols: int, *, is_quantized: bool = False
+) -> Tiles:
     """Chooses tile sizes for `product`, whose result is [num_rows, num_cols].
 
     Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
-    multiprocessors, so a small product gets smaller tiles.
+    multiprocessors, so a small product gets smaller tiles. If the matrices are in MXFP4
+    (`is_quantized`), higher tiles decode them fewer times, and wider ones have fewer steps.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     values = num_rows * num_cols
     heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
     block_n = 128
-    if num_rows < _FEW_ROWS * num_groups:
+    if is_quantized and num_rows >= _FEW_ROWS * num_groups:
+        heights = _HIGH
+        if num_cols % 256 == 0 and num_rows < _MANY_ROWS * num_groups:
+            heights, block_n = (64, 128), 256
+    elif num_rows < _FEW_ROWS * num_groups:
         wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         heights, block_n = (32, 64), 256 if wide else 128
     elif values < HOPPER_CORES * 256 * 128:
         heights = (64, 128)
-    return Tiles.fitting(heights, block_n, band(num_cols, block_n, 16))
+    columns = band(num_cols, block_n, 16)
+    return Tiles.fitting(heights, block_n, columns, is_quantized=is_quantized)
 
 
-def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
+def gated_tiles(
+    num_rows: int, num_groups: int, num_cols: int, *, is_quantized: bool = False
+) -> Tiles:
     """Chooses tile sizes for `gated_product`, whose two products are [num_rows, num_cols] each.
 
     A block of threads accumulates one tile of each of the two products at the same time, so the
-    tiles are smaller than those of `product_tiles`.
+    tiles are smaller than those of `product_tiles`. If the matrices are in MXFP4 (`is_quantized`),
+    many rows get narrow and high tiles, which decode the matrices fewer times.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
-    heights = (32, 64) if few_rows or few_tiles else (64, 96, 112, 128, 136, 144)
-    return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
+    heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
+    block_n = 128
+    if few_rows or few_tiles:
+        heights = (32, 64)
+    elif is_quantized and num_rows < _MANY_ROWS * num_groups:
+        heights = (64, 96, 112, 128)
+    elif is_quantized:
+        heights, block_n = _HIGH, 64
+    columns = band(num_cols, block_n, 8)
+    return Tiles.fitting(heights, block_n, columns, matrices=2, is_quantized=is_quantized)
 
 
-def chosen_tiles(groups: ChosenGroups, num_cols: int, *, matrices: int = 1) -> Tiles:
+def chosen_tiles(
+    groups: ChosenGroups, num_cols: int, *, matrices: int = 1, is_quantized: bool = False
+) -> Tiles:
     """Chooses tile sizes for a product of chosen groups, of `num_cols` columns.
 
-    `matrices` is the number of matrices of each group by which rows are multiplied.
+    `matrices` is the number of matrices of each group by which rows are multiplied, and
+    `is_quantized` says whether they are in MXFP4.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    heights, num_tiles = (groups.height,), (len(groups.table) - 1) * -(-num_cols // 128)
-    # Tiles of 64 columns would leave half of the multiprocessors without a tile otherwise.
-    if matrices > 1 and num_tiles <= HOPPER_CORES // 2:
-        return Tiles.fitting(heights, 64, band(num_cols, 64, 8), matrices=matrices)
-    return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=matrices)
+    num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
+    # Tiles of 128 columns would leave half of the multiprocessors without a tile.
+    block_n = 64 if matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
+    columns = band(num_cols, block_n, 8)
+    return Tiles.fitting(
+        (groups.height,), block_n, columns, matrices=matrices, is_quantized=is_quantized
+    )
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:

@@ -1,13 +1,16 @@
-"""Multiplies a few rows by matrices that are stored quantized, without quantizing the rows.
+"""Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
-A few rows choose groups (`pallas_kernels.matmul.chosen_groups`), and each chosen group multiplies
-all rows by its matrix. "pallas" reads the matrices of these groups as they are stored, if its
-kernel knows their format. Otherwise XLA first dequantizes the matrices of the chosen groups, or all
-matrices if they are fewer. The functions of this module have no gradients.
+The rows are those of groups, as in a grouped matmul, or a few rows that choose groups
+(`pallas_kernels.matmul.chosen_groups`): then each chosen group multiplies all rows by its matrix.
+
+"pallas" reads matrices as they are stored, if one of its kernels knows their format: MXFP4, and
+float8 with blocks of 128 x 128 for a few rows. Otherwise matrices are first dequantized; of chosen
+groups only the matrices of these groups, if they are fewer than all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,117 +20,254 @@ from jax import lax
 
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import QuantizedArray, Transposed
+from jax_ep.matmul import api
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import Backend, Problem, group_of_row, joined_groups
+from jax_ep.matmul.backend import (
+    Backend,
+    Gating,
+    Groups,
+    Problem,
+    group_of_row,
+    joined_groups,
+    split_groups,
+)
+from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, of_gathered, output_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The static parameters of a matmul.
+
+    Attributes:
+      formats: the format of each array of matrices.
+      has_bias: for each array of matrices, whether it has a bias.
+      gating: None, or an elementwise function of the products.
+      keep: whether the products are results, too.
+      num_rows: the number of rows if they choose groups, else None.
+      zero_unused: whether the result's rows past the last group are zero.
+      implementation: the implementation of the matmul.
+    """
+
+    formats: tuple[Format, ...]
+    has_bias: tuple[bool, ...]
+    gating: Gating | None
+    keep: bool
+    num_rows: int | None
+    zero_unused: bool
+    implementation: Implementation
 
 
 def product(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
     biases: Sequence[jax.Array | None],
-    groups: ChosenGroups,
-    num_rows: int,
+    groups: Groups,
+    num_rows: int | None = None,
     gating: Any = None,
     implementation: Implementation = None,
+    *,
+    zero_unused: bool = False,
 ) -> jax.Array:
-    """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each chosen group.
+    """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each row's group.
 
     Args:
-      rows: [T, K] floating for all S groups, or [S * height, K]: the T rows of each group begin at
-        row s * height.
+      rows: [R, K] floating, in group order. For S chosen groups, [T, K] for all of them, or
+        [S * height, K]: the T rows of each group begin at row s * height.
       matrices: one or two quantized arrays [L, K, N].
       biases: for each of `matrices`, [L, N] floating, or None.
-      groups: the chosen groups.
-      num_rows: T.
+      groups: [L] int32, the number of rows of each group; or the chosen groups.
+      num_rows: T for chosen groups, else None.
       gating: None, or an elementwise function of the products, as float32 or wider.
       implementation: the implementation of the matmuls.
+      zero_unused: whether rows past the last group are zero.
 
     Returns:
-      [S * height, N], the dtype of `rows`. Products are rounded to this dtype before biases are
-      added. Rows that are not of the T rows of a group are undefined.
+      [R, N], or [S * height, N], the dtype of `rows`. Products are rounded to this dtype before
+      biases are added. Without `zero_unused`, rows that belong to no group are undefined.
     """
-    return bind(
-        weight_only_p,
-        rows,
-        *(part for each in matrices for part in (each.values, each.scales)),
-        *(bias for bias in biases if bias is not None),
-        groups.table,
-        height=groups.height,
-        num_rows=num_rows,
-        formats=tuple(each.format for each in matrices),
-        has_bias=tuple(bias is not None for bias in biases),
-        gating=gating,
-        implementation=implementation,
+    return _results(
+        rows, matrices, biases, groups, num_rows, gating, False, zero_unused, implementation
+    )[0]
+
+
+def gated_product(
+    rows: jax.Array,
+    matrices: Sequence[QuantizedArray],
+    groups: jax.Array,
+    gating: Gating,
+    keep: bool,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Computes `api.gated_product` for two quantized arrays [L, K, N], without `zero_unused`."""
+    biases = [None] * len(matrices)
+    return _results(rows, matrices, biases, groups, None, gating, keep, False, implementation)
+
+
+def _results(
+    rows, matrices, biases, groups, num_rows, gating, keep, zero_unused, implementation
+) -> tuple[jax.Array, ...]:
+    options = _Options(
+        tuple(each.format for each in matrices),
+        tuple(bias is not None for bias in biases),
+        gating,
+        keep,
+        num_rows,
+        zero_unused or looks_for_nans(),
+        implementation,
+    )
+    return _multiply(rows, tuple(matrices), tuple(biases), groups, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _multiply(rows, matrices, biases, groups, options: _Options):
+    array, height = split_groups(groups)
+    return tuple(
+        bind(
+            weight_only_p,
+            rows,
+            *(part for each in matrices for part in (each.values, each.scales)),
+            *(bias for bias in biases if bias is not None),
+            array,
+            height=height,
+            options=options,
+        )
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("height", "num_rows", "formats", "has_bias", "gating", "implementation", "platform"),
-    ),
-)
+def _multiply_fwd(rows, matrices, biases, groups, options):
+    return _multiply(rows, matrices, biases, groups, options), (rows, matrices, biases, groups)
+
+
+def _multiply_bwd(options, saved, cotangents):
+    rows, matrices, biases, groups = saved
+
+    def dense(rows, biases):
+        products = []
+        for each in matrices:
+            numbers, is_transposed = dequantized_as_stored(each, rows.dtype)
+            products.append(
+                api.product(rows, numbers, groups, options.implementation, is_transposed)
+            )
+        return _finished(products, biases, groups, options)
+
+    drows, dbiases = jax.vjp(dense, rows, biases)[1](cotangents)
+    return drows, None, dbiases, None
+
+
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
+
+
+def _finished(
+    products: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    groups: Groups,
+    options: _Options,
+) -> tuple[jax.Array, ...]:
+    """Returns the results, given the products: adds biases, and applies the gating function."""
+    dtype = products[0].dtype
+    wide, numbers = wide_dtype(dtype), []
+    for number, bias in zip(products, biases, strict=True):
+        number = number.astype(wide)
+        if bias is not None:
+            number += bias.astype(wide)[group_of_row(groups, len(number))]
+        numbers.append(number)
+    result = numbers[0] if options.gating is None else options.gating(*numbers)
+    return (result.astype(dtype), *(products if options.keep else ()))
+
+
+@functools.partial(jax.jit, static_argnames=("height", "options", "platform"))
 def _compute(
     rows: jax.Array,
     *others: jax.Array,
-    height: int,
-    num_rows: int,
-    formats: tuple[Format, ...],
-    has_bias: tuple[bool, ...],
-    gating: Any,
-    implementation: Implementation,
+    height: int | None,
+    options: _Options,
     platform: str,
-) -> jax.Array:
-    count = 2 * len(has_bias)
-    *of_biases, table = others[count:]
+) -> tuple[jax.Array, ...]:
+    count = 2 * len(options.formats)
+    *of_biases, array = others[count:]
     left = iter(of_biases)
-    biases = [next(left) if each else None for each in has_bias]
+    biases = [next(left) if each else None for each in options.has_bias]
     matrices = [
         QuantizedArray(others[2 * i], others[2 * i + 1], format, rows.dtype)
-        for i, format in enumerate(formats)
+        for i, format in enumerate(options.formats)
     ]
+    groups = joined_groups(array, height)
     problem = Problem(matrices[0].shape[1:], rows.dtype, platform, rows.shape[0])
-    backend = IMPLEMENTATIONS.select(implementation, problem)
-    groups = joined_groups(table, height)
-    if backend.name == "pallas":
+    backend = IMPLEMENTATIONS.select(options.implementation, problem)
+    if backend.name == "pallas" and options.num_rows is not None:
         from jax_ep.matmul import weight_only_pallas
 
-        out = weight_only_pallas.product(rows, matrices, biases, groups, num_rows, gating)
+        out = weight_only_pallas.few_rows(
+            rows, matrices, biases, groups, options.num_rows, options.gating
+        )
         if out is not None:
-            return out
-    return _by_dequantizing(backend, rows, matrices, biases, groups, gating)
+            return (out,)
+    if len(matrices) == 2 and options.gating is not None and biases == [None, None]:
+        results = _gated(backend, rows, matrices, groups, options)
+        if results is not None:
+            return results
+    products = [_product(backend, rows, each, groups, options) for each in matrices]
+    return _finished(products, biases, groups, options)
 
 
-def _by_dequantizing(
+def _gated(
     backend: Backend,
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    groups: ChosenGroups,
-    gating: Any,
+    groups: Groups,
+    options: _Options,
+) -> tuple[jax.Array, ...] | None:
+    """Computes gating(rows @ matrices[0], rows @ matrices[1]) at once.
+
+    Returns None if the products must be computed one by one.
+    """
+    if backend.name == "pallas":
+        from jax_ep.matmul import weight_only_pallas
+
+        results = weight_only_pallas.gated_product(
+            rows, matrices, groups, options.gating, options.keep, options.zero_unused
+        )
+        if results is not None:
+            return results
+    if any(isinstance(each.format, Transposed) for each in matrices):
+        return None
+    assert options.gating is not None
+    dense = [_gathered(each, groups, rows.dtype) for each in matrices]
+    (gate, _, groups), (up, _, _) = dense
+    return backend.gated_product(
+        rows, (gate, up), groups, options.gating, options.keep, zero_unused=options.zero_unused
+    )
+
+
+def _product(
+    backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
-    """Dequantizes the matrices of the chosen groups, or all if they are fewer, and multiplies."""
-    wide, of_rows = wide_dtype(rows.dtype), group_of_row(groups, len(rows))
-    if len(groups.table) - 1 < matrices[0].shape[0]:
+    """Computes the product of the rows with one array of matrices."""
+    if backend.name == "pallas":
+        from jax_ep.matmul import weight_only_pallas
+
+        out = weight_only_pallas.product(rows, matrices, groups, options.zero_unused)
+        if out is not None:
+            return out
+    dense, is_transposed, groups = _gathered(matrices, groups, rows.dtype)
+    return backend.sum_of_products(
+        [(rows, dense)], groups, transpose_rhs=is_transposed, zero_unused=options.zero_unused
+    )
+
+
+def _gathered(
+    matrices: QuantizedArray, groups: Groups, dtype: Any
+) -> tuple[jax.Array, bool, Groups]:
+    """Dequantizes matrices to `dtype`: of chosen groups only theirs, if they are fewer than all.
+
+    Returns the matrices, whether they are transposes, and the groups for these matrices.
+    """
+    if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
-    dense = [dequantized_as_stored(each, rows.dtype) for each in matrices]
-    if gating is not None and len(dense) == 2 and list(biases) == [None, None]:
-        (gate, gate_is_transposed), (up, up_is_transposed) = dense
-        if not gate_is_transposed and not up_is_transposed:
-            return backend.gated_product(
-                rows, (gate, up), groups, gating, False, zero_unused=False
-            )[0]
-    numbers = []
-    for (each, is_transposed), bias in zip(dense, biases, strict=True):
-        number = backend.sum_of_products(
-            [(rows, each)], groups, transpose_rhs=is_transposed, zero_unused=False
-        ).astype(wide)
-        numbers.append(number if bias is None else number + bias.astype(wide)[of_rows])
-    result = numbers[0] if gating is None else gating(*numbers)
-    return result.astype(rows.dtype)
+    return *dequantized_as_stored(matrices, dtype), groups
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
@@ -152,9 +292,10 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     return dequantized(matrices, dtype), is_transposed
 
 
-def _type(rows, values, *others, height, formats, **_):
+def _shapes(rows, values, *others, height, options):
     num_rows = output_rows(joined_groups(others[-1], height), rows.shape[0])
-    return num_rows, formats[0].numbers_shape(tuple(values.shape))[2]
+    width = options.formats[0].numbers_shape(tuple(values.shape))[2]
+    return [(num_rows, width)] * (1 + len(options.formats) * options.keep)
 
 
-weight_only_p = make_primitive("weight_only_matmul", _type, _compute, several=False)
+weight_only_p = make_primitive("weight_only_matmul", _shapes, _compute)

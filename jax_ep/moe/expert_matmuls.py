@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
-from jax_ep.matmul import api, float8
+from jax_ep.matmul import api, float8, weight_only
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Groups
 from jax_ep.matmul.float8 import QuantizedMatrices
@@ -321,41 +321,41 @@ class Float8Matmuls(Matmuls):
 class DequantizedMatmuls(Matmuls):
     """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
-    Each matmul dequantizes its matrices right before it multiplies. The matrices get no gradient.
+    In the forward pass, the matmuls read matrices as they are stored, if a kernel knows their
+    format. All other matmuls dequantize matrices right before they multiply. The matrices get no
+    gradient.
     """
 
-    def gated(self, rows, experts, *others):
-        return super().gated(rows, _dequantized(experts), *others)
+    def gated(self, rows, experts, groups, unit, keep):
+        return weight_only.gated_product(rows, experts.wi, groups, unit, keep, self.implementation)
 
     def up(self, rows, experts, groups):
         return [self._product(rows, wi, groups, zero_unused=False) for wi in experts.wi]
 
     def down(self, hidden, experts, groups, dtype, zero_unused):
-        return self._product(hidden, experts.wo, groups, zero_unused=zero_unused)
-
-    def dhidden(self, grad_rows, experts, group_sizes, dtype):
-        return self._product(
-            grad_rows, experts.wo, group_sizes, transpose_rhs=True, zero_unused=False
-        )
+        return self._product(hidden, experts.wo, groups, zero_unused)
 
     def _product(
-        self,
-        rows: jax.Array,
-        matrices: QuantizedArray,
-        groups: Groups,
-        *,
-        transpose_rhs: bool = False,
-        zero_unused: bool,
+        self, rows: jax.Array, matrices: QuantizedArray, groups: Groups, zero_unused: bool
     ) -> jax.Array:
-        """Multiplies rows by dequantized matrices, in the axis order in which they are stored."""
-        dense, is_transposed = dequantized_as_stored(matrices, matrices.dtype)
-        return api.product(
+        return weight_only.product(
             rows,
-            dense,
+            [matrices],
+            [None],
             groups,
-            self.implementation,
-            transpose_rhs=transpose_rhs != is_transposed,
+            implementation=self.implementation,
             zero_unused=zero_unused,
+        )
+
+    def dhidden(self, grad_rows, experts, group_sizes, dtype):
+        dense, is_transposed = dequantized_as_stored(experts.wo, experts.wo.dtype)
+        return api.product(
+            grad_rows,
+            dense,
+            group_sizes,
+            self.implementation,
+            transpose_rhs=not is_transposed,
+            zero_unused=False,
         )
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):

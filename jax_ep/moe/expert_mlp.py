@@ -127,7 +127,9 @@ def expert_mlp(
     over Explicit axes of a mesh, call this function inside a `shard_map` over these axes.
 
     The three matrices may each be a `QuantizedArray`, which has no gradient. Without
-    `matmul_dtype`, each matmul dequantizes its matrix to the tokens' dtype. With
+    `matmul_dtype`, "pallas" reads matrices as they are stored if they are in
+    `jax_ep.formats.Transposed.of(jax_ep.formats.MXFP4)` and tokens are bfloat16. Otherwise, and in
+    the backward pass, each matmul dequantizes its matrix to the tokens' dtype. With
     `matmul_dtype=jnp.float8_e4m3fn`, a matrix in the format `jax_ep.formats.FLOAT8_MATRICES`, or in
     its `Transposed` form, is multiplied as it is stored. One in another format is dequantized and
     quantized to float8.

@@ -466,6 +466,24 @@ def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None)
     return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
 
 
+def opaque(words: Sequence[Value]) -> list[Value]:
+    """Emits nothing, but hides from the compiler that the results are the given 32-bit words.
+
+    So code that computes something from the results stays behind this point, and behind the inline
+    PTX before it. Such code may overwrite registers that tensor cores have read before a wait in
+    PTX, of which LLVM does not know.
+    """
+    word = integer_type(32)
+    found = llvm.inline_asm(
+        struct_type([word] * len(words)),
+        list(words),
+        "",
+        ",".join(["=r"] * len(words) + [str(i) for i in range(len(words))]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(word, found, [i]) for i in range(len(words))]
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 
@@ -523,6 +541,24 @@ def array_of(
         _registers=np.array(list(values), dtype=object),
         _layout=mgpu.WGStridedFragLayout(tuple(shape), elements),
         _is_signed=is_signed,
+    )
+
+
+def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) -> Array:
+    """Returns a float array in the layout `plgpu.Layout.WGMMA`, made of one thread's MLIR vectors.
+
+    Args:
+      values: the thread's vectors of two neighbouring elements of a row: for each 64 rows, for each
+        8 columns, for row r = lane / 4 of the warp's 16 rows and row r + 8.
+      shape: the array's shape, [rows, columns].
+      kind: the MLIR type of an element.
+    """
+    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
+    like = mgpu.FragmentedArray.splat(zero, tuple(shape), mgpu.WGMMA_LAYOUT)
+    return mgpu.FragmentedArray(
+        _registers=np.array(list(values), dtype=object).reshape(like.registers.shape),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
     )
 
 
@@ -998,12 +1034,7 @@ def float8_matmul(
             vector.from_elements(vector_type(2, float_type()), values[i : i + 2])
             for i in range(0, registers, 2)
         ]
-        like = mgpu.FragmentedArray.splat(f32(0.0), (64, 128), mgpu.WGMMA_LAYOUT)
-        return mgpu.FragmentedArray(
-            _registers=np.array(pairs, dtype=object).reshape(like.registers.shape),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
+        return tensor_core_array(pairs, (64, 128), float_type())
 
     offsets = [
         jnp.int32(stage * (ref.shape[1] * 128) + first * 128)

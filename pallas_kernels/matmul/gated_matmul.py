@@ -25,15 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles
+from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles, parts
 from pallas_kernels.matmul.kernel import CHUNK, STEP, launch, transposed
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import table_of
 from pallas_kernels.matmul.store import Place
 
 
 def gated_product(
     lhs: jax.Array,
-    rhs: tuple[jax.Array, jax.Array],
+    rhs: tuple[jax.Array, jax.Array] | tuple[Scaled, Scaled],
     groups: jax.Array | ChosenGroups,
     gating: Elementwise,
     *,
@@ -50,7 +51,8 @@ def gated_product(
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
+      rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part. For bfloat16 rows,
+        they may instead be the transposes of two such arrays in MXFP4.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is `tiles.heights` and R.
       gating: an elementwise function of the two products.
@@ -64,27 +66,30 @@ def gated_product(
       The gated product, [R, N] of lhs's dtype, or [S * height, N] for S chosen groups; with `keep`
       also the two products, of the same shape.
     """
-    num_rows, depth, width = output_rows(groups, lhs.shape[0]), lhs.shape[1], rhs[0].shape[2]
+    num_rows, depth = output_rows(groups, lhs.shape[0]), lhs.shape[1]
+    is_quantized = isinstance(rhs[0], Scaled)
+    width = rhs[0].values.shape[1] if isinstance(rhs[0], Scaled) else rhs[0].shape[2]
     kernel = _GatedProduct(
         tiles,
         num_blocks,
         bool(interpret),
         width,
         (depth,),
-        transpose_rhs=False,
+        transpose_rhs=is_quantized,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
         gating=gating,
         keep=keep,
+        is_quantized=is_quantized,
     )
     table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
         [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
-        "grouped_matmul_gated",
+        f"grouped_matmul_gated{'_mxfp4' if is_quantized else ''}",
         interpret,
-    )(lhs, *rhs, table)
+    )(lhs, *(part for each in rhs for part in parts(each)), table)
     return hidden, *products
 
 
@@ -191,6 +196,10 @@ class _OneProduct(Computer):
         # Both warpgroups compute all columns of a tile.
         return 0
 
+    @property
+    def _encoded_parts(self) -> list[tuple[tuple[int, int], Any, Any]]:
+        return [((0, 0), self.number, 0)]
+
     def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
         place, kind = tile
         steps = sum(self.kernel.depths) // STEP
@@ -222,8 +231,6 @@ class _OneProduct(Computer):
             return self.passed.product[...]
         return plgpu.load(self.passed.product, layout=plgpu.Layout.WGMMA, optimized=False)
 
-    def _multiply_rows(self, accumulator: Any, stage: jax.Array, height: int) -> None:
+    def _staged_columns(self, stage: jax.Array) -> list[Any]:
         matrix = self.ring.right.at[stage, self.number]
-        rows = transposed(self.ring.left.at[stage, :height])
-        columns = matrix if self.kernel.transpose_rhs else transposed(matrix)
-        plgpu.wgmma(accumulator.at[:, :height], columns, rows)
+        return [matrix if self.kernel.transpose_rhs else transposed(matrix)]

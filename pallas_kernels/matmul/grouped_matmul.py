@@ -21,6 +21,9 @@ Rows of other groups are multiplied, too, but their products are not stored.
 copies tiles of the rows and of their group's matrix into a ring in shared memory. The two compute
 warpgroups (`Computer`) multiply them, and store the sums by `pallas_kernels.matmul.store`. A
 kernel with another epilogue, or with several matrices for each group, is a subclass of `Product`.
+
+Matrices may be stored in MXFP4. The compute warpgroups then decode them
+(`pallas_kernels.matmul.decoder`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.matmul.decoder import COLUMN_BYTES, NUMBER_BYTES, Decoder, Staged
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -52,6 +57,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
+from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
@@ -82,7 +88,13 @@ class Tiles:
 
     @classmethod
     def fitting(
-        cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
+        cls,
+        heights: tuple[int, ...],
+        block_n: int,
+        band: int = 1,
+        *,
+        matrices: int = 1,
+        is_quantized: bool = False,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
@@ -92,10 +104,15 @@ class Tiles:
         Args:
           heights, block_n, band: attributes of the result.
           matrices: the number of matrices of each group; a stage holds a tile of each of them.
+          is_quantized: whether the matrices are in MXFP4.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
-        stage = operand * (heights[-1] + matrices * block_n)
+        of_column = COLUMN_BYTES if is_quantized else operand
+        stage = operand * heights[-1] + of_column * matrices * block_n
+        if block_n < COMPUTERS * CHUNK:
+            # A compute warpgroup passes its product to the other one.
+            room -= 2 * block_n * heights[-1]
         stages = min((room - COMPUTERS * (1 + matrices) * chunk) // stage, 6)
         buffers = min((room - stages * stage) // (COMPUTERS * chunk), 8)
         return cls(heights, block_n, stages, buffers, band)
@@ -127,7 +144,7 @@ class Tiles:
 
 
 def product(
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    pairs: Sequence[tuple[jax.Array, jax.Array | Scaled]],
     groups: jax.Array | ChosenGroups,
     *,
     transpose_rhs: bool,
@@ -143,7 +160,8 @@ def product(
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where lhs holds the rows and rhs[l] is
         the matrix of group l. All are bfloat16, or all float16. With `transpose_rhs`, rhs is
-        [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs.
+        [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs. With
+        `transpose_rhs`, the only rhs may be in MXFP4, if lhs is bfloat16.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is `tiles.heights`. R is then the height or, if each of the S groups has its own rows, S
         times the height.
@@ -158,7 +176,8 @@ def product(
       are summed in float32, and each sum is rounded once.
     """
     lhs, rhs = pairs[0]
-    num_rows, width = output_rows(groups, lhs.shape[0]), rhs.shape[1 if transpose_rhs else 2]
+    is_quantized, num_rows = isinstance(rhs, Scaled), output_rows(groups, lhs.shape[0])
+    width = jax.tree.leaves(rhs)[0].shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
     kernel = Product(
         tiles,
@@ -169,15 +188,21 @@ def product(
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
+        is_quantized=is_quantized,
     )
     table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     return launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
         jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
-        "grouped_matmul",
+        f"grouped_matmul{'_mxfp4' if is_quantized else ''}",
         interpret,
-    )(*(operand for pair in pairs for operand in pair), table)
+    )(*(operand for lhs, rhs in pairs for operand in (lhs, *parts(rhs))), table)
+
+
+def parts(matrices: jax.Array | Scaled) -> list[jax.Array]:
+    """Returns the operands of the kernel for an array of matrices, quantized or not."""
+    return [bitcast(x, jnp.uint8) if x.dtype == E8M0 else x for x in jax.tree.leaves(matrices)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,12 +218,14 @@ class Product(Kernel):
       transpose_rhs: whether the matrices are [L, N, K] instead of [L, K, N].
       zero_unused: whether the kernel zeroes the rows past the last group.
       shared_rows: whether all row tiles multiply the same rows, the first ones of each lhs.
+      is_quantized: whether the matrices are in MXFP4, as values and scales.
     """
 
     depths: tuple[int, ...]
     transpose_rhs: bool
     zero_unused: bool
     shared_rows: bool
+    is_quantized: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def matrices(self) -> int:
@@ -216,7 +243,8 @@ class Product(Kernel):
         If so, its registers hold the finished tile's results next to the accumulators of the next
         tile. If not, it stores each tile before it multiplies the next one.
         """
-        return True
+        # Decoding needs registers, too.
+        return not (self.is_quantized and self.tiles.block_m > 128)
 
     def results(
         self, total: jax.Array, dtype: Any, columns: slice, rows: slice
@@ -253,22 +281,46 @@ class Product(Kernel):
         # A compute warpgroup stores a 32 x 64 chunk of every output at a time, each through its own
         # buffer. So it needs at least as many buffers as there are outputs.
         num_buffers = max(tiles.num_buffers, self.outputs)
-        return dict(
+        types: dict[str, Any] = dict(
             ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
         )
+        if self.is_quantized:
+            stages, several = tiles.num_stages, (self.matrices,) if self.matrices > 1 else ()
+            types["ring"] = dataclasses.replace(
+                types["ring"],
+                right=plgpu.SMEM((stages, *several, tiles.block_n, NUMBER_BYTES), jnp.uint8),
+                # The loader also arrives when it has stored the scales.
+                full=plgpu.Barrier(num_arrivals=2 + self.matrices, num_barriers=stages),
+            )
+            columns, parts = self.matrices * tiles.block_n, self.matrices * tiles.part // CHUNK
+            types["staged"] = Staged.types(stages, columns, parts, self.interpreted)
+        return types
 
-    def __call__(self, *refs: Any, ring: Ring, buffers: Buffers, **scratch: Any) -> None:
+    def __call__(
+        self,
+        *refs: Any,
+        ring: Ring,
+        buffers: Buffers,
+        staged: Staged | None = None,
+        **scratch: Any,
+    ) -> None:
         *operands, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         last = table.shape[0] - 1
         tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
-        loader = _Loader(self, ring, tiles, operands)
+        decoder, loader = None, _Loader(self, ring, tiles, operands)
+        if staged is not None:
+            lhs, *others = operands
+            matrices = [Scaled(*others[i : i + 2]) for i in range(0, len(others), 2)]
+            decoder = Decoder(matrices, ring.right, staged, self.tiles.block_n)
+            operands = [lhs, *(values for values, _ in matrices)]
+            loader = _QuantizedLoader(self, ring, tiles, operands, decoder)
 
         def compute(number: jax.Array) -> None:
             sizes = self.tiles.block_m, self.tiles.part
             store = Store(outs, buffers.of(number), *sizes, self.interpreted)
-            self.computer(ring, tiles, store, number, **scratch).run()
+            self.computer(ring, tiles, store, number, decoder, **scratch).run()
 
         self.take_roles(loader.run, compute)
 
@@ -346,12 +398,42 @@ class _Loader:
         self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
     ) -> jax.Array:
         group, first, left_edge, kind = tile
-        inner = pl.ds(i * STEP, STEP)
+        inner = of_rhs = pl.ds(i * STEP, STEP)
+        if self.kernel.is_quantized:
+            of_rhs = pl.ds(i * NUMBER_BYTES, NUMBER_BYTES)
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
-        place = (columns, inner) if self.kernel.transpose_rhs else (inner, columns)
+        place = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
         of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
         rights = [Choice([matrix.at[group, *place]]) for matrix in rhs]
         return self.ring.fill(used, Choice(of_heights, kind), rights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizedLoader(_Loader):
+    """The loader warpgroup's work where matrices are in MXFP4: it also copies their scales.
+
+    Bulk copies cannot copy two bytes of each column, so the threads of the warpgroup do. They load
+    the scales of a step before they store those of the step before it.
+    """
+
+    decoder: Decoder
+
+    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
+        (lhs, *rhs), decoder = self.operands, self.decoder
+        group, _, left_edge, _ = tile
+        steps = sum(self.kernel.depths) // STEP
+
+        def one_step(i: jax.Array, carry: Any) -> Any:
+            used, codes = carry
+            following = decoder.load_scales(group, left_edge, jnp.minimum(i + 1, steps - 1))
+            stage = self.ring.stage_of(used)
+            used = self._fill_stage(tile, lhs, rhs, i, used)
+            decoder.stage_scales(stage, codes)
+            plgpu.barrier_arrive(self.ring.full.at[stage])
+            return used, following
+
+        codes = decoder.load_scales(group, left_edge, jnp.int32(0))
+        return lax.fori_loop(0, steps, one_step, (used, codes))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +441,7 @@ class Computer:
     """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
 
     `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
-    writes results to the outputs.
+    writes results to the outputs. `decoder` decodes quantized matrices, and is None for others.
     """
 
     kernel: Product
@@ -367,6 +449,7 @@ class Computer:
     rows: _RowTiles
     store: Store
     number: jax.Array
+    decoder: Decoder | None
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
@@ -461,18 +544,64 @@ class Computer:
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
         """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
-        multiply = functools.partial(self._multiply_rows, accumulator, stage)
-        lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
+        multiply = functools.partial(self._multiply_rows, kind, accumulator, stage)
+        if self.decoder is None:
+            staged = enumerate(self._staged_columns(stage))
+            multiply([((0, i * self.kernel.tiles.block_m), each) for i, each in staged])
+            return
+        # The tensor cores may read registers until their matmul is complete. So before a part is
+        # decoded, the matmul of the part that these registers held last must be complete.
+        places, matrices, columns = zip(*self._encoded_parts, strict=True)
+        loaded = self.decoder.load(stage, matrices[0], columns[0])
+        for i, place in enumerate(places):
+            plgpu.wgmma_wait(len(places) - 1)
+            decoded = self.decoder.decode(loaded, self.number, i)
+            if i + 1 < len(places):
+                loaded = self.decoder.load(stage, matrices[i + 1], columns[i + 1])
+            multiply([(place, decoded)])
 
-    def _multiply_rows(self, accumulator: Any, stage: jax.Array, height: int) -> None:
+    @property
+    def _encoded_parts(self) -> list[tuple[tuple[int, int], Any, Any]]:
+        """The parts in which this warpgroup decodes its columns of each matrix, 64 columns each.
+
+        A part is described by (the first column and row of its product in the accumulator, the
+        index of the matrix, the first column in the tile).
+        """
         tiles = self.kernel.tiles
-        mine = pl.ds(self._first_column, tiles.part)
-        rows = transposed(self.ring.left.at[stage, :height])
-        for i, matrix in enumerate(self.ring.right_tiles(stage)):
-            transpose = self.kernel.transpose_rhs
-            columns = matrix.at[mine] if transpose else transposed(matrix.at[:, mine])
-            first = i * tiles.block_m
-            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
+        return [
+            ((first, i * tiles.block_m), i, self._first_column + first)
+            for i in range(self.kernel.matrices)
+            for first in range(0, tiles.part, CHUNK)
+        ]
+
+    def _staged_columns(self, stage: jax.Array) -> list[Any]:
+        """Returns references to this warpgroup's columns of each matrix, [part, 64], in a stage."""
+        mine = pl.ds(self._first_column, self.kernel.tiles.part)
+        tiles = self.ring.right_tiles(stage)
+        if self.kernel.transpose_rhs:
+            return [tile.at[mine] for tile in tiles]
+        return [transposed(tile.at[:, mine]) for tile in tiles]
+
+    def _multiply_rows(
+        self,
+        kind: jax.Array,
+        accumulator: Any,
+        stage: jax.Array,
+        columns: Sequence[tuple[tuple[int, int], Any]],
+    ) -> None:
+        """Starts the matmuls of heights[kind] rows in a stage by some columns of matrices.
+
+        `columns` has pairs of a place in the accumulator, the first column and row of a product,
+        and the columns, [count, 64].
+        """
+
+        def multiply(height: int) -> None:
+            rows = transposed(self.ring.left.at[stage, :height])
+            for (top, left), each in columns:
+                place = slice(top, top + each.shape[0]), slice(left, left + height)
+                plgpu.wgmma(accumulator.at[place], each, rows)
+
+        lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:

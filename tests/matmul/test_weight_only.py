@@ -1,6 +1,8 @@
-"""Tests of matmuls of a few unquantized rows by matrices that are stored quantized."""
+"""Tests of matmuls of unquantized rows by matrices that are stored quantized."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,17 @@ import pytest
 from support.kernels import needs_kernels
 from support.selection import quick
 
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed, quantize
-from jax_ep.matmul import weight_only
+from jax_ep.formats import (
+    FLOAT8_MATRICES,
+    FLOAT8_ROWS,
+    MXFP4,
+    Float8,
+    QuantizedArray,
+    Transposed,
+    quantize,
+)
+from jax_ep.matmul import api, weight_only
+from jax_ep.matmul.backend import gated
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
 L, K, N = 6, 256, 128
@@ -23,7 +34,18 @@ FORMATS = {
     "bfloat16 scales": Transposed.of(Float8.of(jnp.float8_e4m3fn, (128, 128), jnp.bfloat16)),
 }
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]], 8: [[0, 1, 2, 3, 4, 5]] * 8}
+# The number of rows, which is no multiple of 8, and those of each group.
+NUM_ROWS, SIZES = 37, [3, 0, 21, 0, 7, 2]
+USED = sum(SIZES)
 DTYPES = {jnp.bfloat16: 2**-7, jnp.float32: 2**-16}
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture
+def highest_precision():
+    """Multiplies float32 as float32 on GPUs, too, where XLA otherwise multiplies TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def swiglu(gate, up):
@@ -35,20 +57,59 @@ def case(format, num_rows, matrices=2, shared=True, with_bias=True, dtype=jnp.bf
     groups, rows = chosen_groups(jnp.asarray(CHOICES[num_rows], jnp.int32), L)
     count = num_rows if shared else (len(groups.table) - 1) * groups.height
     x = jnp.asarray(rng.standard_normal((count, K)), dtype)
-    stored = [
-        quantize(jnp.asarray(rng.standard_normal((L, K, N)) / np.sqrt(K), dtype), format)
-        for _ in range(matrices)
-    ]
+    stored, biases = matrices_and_biases(rng, format, matrices, with_bias, dtype)
+    return x, stored, biases, groups, np.asarray(rows)
+
+
+def matrices_and_biases(rng, format, matrices, with_bias, dtype):
+    # NumPy quantizes without compiling anything.
+    numbers = rng.standard_normal((matrices, L, K, N)) / np.sqrt(K)
+    stored = [jax.tree.map(jnp.asarray, quantize(each.astype(dtype), format)) for each in numbers]
     biases = [
         jnp.asarray(rng.standard_normal((L, N)), dtype) if with_bias else None for _ in stored
     ]
-    return x, stored, biases, groups, np.asarray(rows)
+    return stored, biases
+
+
+def dequantized(stored):
+    """Dequantizes arrays of matrices on the host, as float64."""
+    on_host = jax.tree.map(np.asarray, stored)
+    return [each.dequantize(jnp.float32).astype(np.float64) for each in on_host]
+
+
+def sized_case(format, matrices=2, with_bias=True, dtype=jnp.bfloat16):
+    """Returns rows, which are NaN past the last group, matrices, biases, and the group sizes."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((NUM_ROWS, K))
+    x[USED:] = np.nan
+    stored, biases = matrices_and_biases(rng, format, matrices, with_bias, dtype)
+    return jnp.asarray(x, dtype), stored, biases, jnp.asarray(SIZES, jnp.int32)
+
+
+def products_of_groups(x, stored, biases):
+    """Computes the products of the rows of groups, with biases, in float64."""
+    rows = np.split(np.asarray(x[:USED]).astype(np.float64), np.cumsum(SIZES)[:-1])
+    products = []
+    for dense, bias in zip(dequantized(stored), biases, strict=True):
+        product = np.concatenate([own @ matrix for own, matrix in zip(rows, dense, strict=True)])
+        if bias is not None:
+            product += np.asarray(bias).astype(np.float64).repeat(SIZES, axis=0)
+        products.append(product)
+    return products
+
+
+def assert_close(got, want, dtype, factor=2):
+    """Asserts that no element differs by more than `factor` roundings of the largest element."""
+    assert got.dtype == dtype and got.shape == want.shape
+    got, want = (np.asarray(each).astype(np.float64) for each in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=factor * DTYPES[dtype] * abs(want).max())
 
 
 @pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
 @pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
 @pytest.mark.parametrize("num_rows", quick(list(CHOICES), 3))
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("highest_precision")
 def test_products(name, num_rows, implementation, dtype):
     for shared, matrices, gating in ((True, 2, swiglu), (False, 1, None), (False, 1, jax.nn.silu)):
         x, stored, biases, groups, rows = case(
@@ -59,10 +120,11 @@ def test_products(name, num_rows, implementation, dtype):
         )
         assert out.dtype == dtype
         out, given = np.asarray(out).astype(np.float64), np.asarray(CHOICES[num_rows])
+        dense = dequantized(stored)
         for row, choice in np.argwhere(given >= 0):
             at, group = rows[row, choice], given[row, choice]
             own = np.asarray(x[row if shared else at]).astype(np.float64)
-            products = [own @ np.asarray(each.dequantize(jnp.float32)[group]) for each in stored]
+            products = [own @ each[group] for each in dense]
             products = [
                 product if bias is None else product + np.asarray(bias[group]).astype(np.float64)
                 for product, bias in zip(products, biases, strict=True)
@@ -72,18 +134,200 @@ def test_products(name, num_rows, implementation, dtype):
             np.testing.assert_allclose(out[at], want, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
+@pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
+@pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4", "float8", "rows"))
+@pytest.mark.usefixtures("highest_precision")
+def test_products_of_groups(name, implementation, dtype):
+    for matrices, gating, with_bias in ((2, swiglu, True), (2, swiglu, False), (1, None, False)):
+        x, stored, biases, sizes = sized_case(FORMATS[name], matrices, with_bias, dtype)
+        out = weight_only.product(
+            x,
+            stored,
+            biases,
+            sizes,
+            gating=gating,
+            implementation=implementation,
+            zero_unused=not with_bias,
+        )
+        products = products_of_groups(x, stored, biases)
+        want = products[0] if gating is None else np.asarray(gating(*products))
+        assert_close(out[:USED], want, dtype)
+        assert out.shape == (NUM_ROWS, N)
+        assert with_bias or not np.any(out[USED:])
+
+
+@pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
+@pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
+@pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4", "mxfp4 in order"))
+@pytest.mark.usefixtures("highest_precision")
+def test_gated_products(name, implementation, dtype):
+    x, stored, biases, sizes = sized_case(FORMATS[name], with_bias=False, dtype=dtype)
+    products = products_of_groups(x, stored, biases)
+    want = [np.asarray(swiglu(*products)), *products]
+    for keep in (True, False):
+        got = weight_only.gated_product(x, tuple(stored), sizes, swiglu, keep, implementation)
+        assert len(got) == (3 if keep else 1)
+        for mine, theirs in zip(got, want, strict=False):
+            assert mine.shape == (NUM_ROWS, N)
+            assert_close(mine[:USED], theirs, dtype)
+        # XLA for GPUs may leave out the rounding of its products before it applies the function.
+        if keep and not (ON_GPU and implementation == "xla"):
+            again = jax.jit(gated, static_argnums=0)(swiglu, *got[1:])
+            np.testing.assert_array_equal(got[0][:USED], again[:USED])
+
+
+def of_dequantized(x, stored, biases, gating, keep=False):
+    """Computes the results for the rows of groups by `api.product` of dequantized matrices."""
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    products = [api.product(x, each.dequantize(x.dtype), sizes, None) for each in stored]
+    numbers = [product.astype(jnp.float32) for product in products]
+    for i, bias in enumerate(biases):
+        if bias is not None:
+            # In float32, so that the gradient sums over rows in float32.
+            wide = bias.astype(jnp.float32)
+            numbers[i] += jnp.repeat(wide, sizes, axis=0, total_repeat_length=USED)
+    result = numbers[0] if gating is None else gating(*numbers)
+    return result.astype(x.dtype), *(products if keep else ())
+
+
+def gradients(function, x, biases, cotangents):
+    return jax.jit(lambda *args: jax.vjp(function, *args[:2])[1](args[2]))(x, biases, cotangents)
+
+
+@pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
+@pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
+@pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4"))
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.usefixtures("highest_precision")
+def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation, dtype):
+    """Gradients of rows and biases must not depend on anything past the last group."""
+    x, stored, biases, sizes = sized_case(FORMATS[name], with_bias=not keep, dtype=dtype)
+
+    def results(x, biases):
+        if keep:
+            pair = tuple(stored)
+            return weight_only.gated_product(x, pair, sizes, swiglu, True, implementation)
+        out = weight_only.product(
+            x, stored, biases, sizes, gating=swiglu, implementation=implementation
+        )
+        return (out,)
+
+    def wanted(x, biases):
+        return of_dequantized(x, stored, biases, swiglu, keep)
+
+    grads = np.random.default_rng(1).standard_normal((3 if keep else 1, NUM_ROWS, N))
+    grads[:, USED:] = np.nan
+    grads = tuple(jnp.asarray(each, dtype) for each in grads)
+    dx, dbiases = gradients(results, x, biases, grads)
+    of_used = tuple(each[:USED] for each in grads)
+    want_dx, want_dbiases = gradients(wanted, x[:USED], biases, of_used)
+    assert_close(dx[:USED], want_dx, dtype)
+    assert not np.any(dx[USED:]) and len(jax.tree.leaves(dbiases)) == (0 if keep else 2)
+    for mine, theirs in zip(*map(jax.tree.leaves, (dbiases, want_dbiases)), strict=True):
+        assert_close(mine, theirs, dtype)
+
+
+@pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4"))
+@pytest.mark.usefixtures("highest_precision")
+def test_gradients_of_gradients(name):
+    x, stored, biases, sizes = sized_case(FORMATS[name], dtype=jnp.float32)
+
+    def product(x, biases):
+        return weight_only.product(x, stored, biases, sizes, gating=swiglu)
+
+    def wanted(x, biases):
+        return of_dequantized(x, stored, biases, swiglu)[0]
+
+    def second(function):
+        def squared(x, biases):
+            def value(x, biases):
+                return jnp.sum(jnp.sin(function(x, biases)))
+
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(value, (0, 1))(x, biases)))
+
+        return jax.tree.leaves(jax.jit(jax.grad(squared, (0, 1)))(x[:USED], biases))
+
+    got, want = second(product), second(wanted)
+    assert len(got) == 3
+    for mine, theirs in zip(got, want, strict=True):
+        assert_close(mine, theirs, jnp.float32)
+        assert np.any(theirs)
+
+
+def special_matrices(rng):
+    """Returns matrices [2, K, N] in MXFP4, transposed, with every scale and every float4 number.
+
+    Half of the columns of the second matrix have NaN or several infinities; all others are finite.
+    """
+    codes = np.tile(np.arange(16, dtype=np.uint8), (2, N, K // 32, 2))
+    codes = rng.permuted(codes, axis=-1)
+    # The scale with the code 0 is 2^-127, and that with the code 254 is 2^127.
+    scales = rng.permuted(np.arange(2 * N * K // 32) % 255).astype(np.uint8)
+    scales = scales.reshape(2, N, K // 32)
+    scales[1, ::2, -1] = np.resize([253, 254, 255], N // 2)
+    # A number of 2^128 or more overflows. It is replaced by 1.5 or less.
+    sizes, of_number = codes & 7, scales[..., None]
+    overflows = (of_number == 254) & (sizes > 3) | (of_number == 253) & (sizes > 5)
+    overflows[1, ::2] = False
+    codes = np.where(overflows, codes & 0b1011, codes).reshape(2, N, K)
+    values = codes[..., ::2] | codes[..., 1::2] << 4
+    return QuantizedArray(values, scales.view(MXFP4.scale_dtype), Transposed.of(MXFP4))
+
+
+def assert_selected(got, matrices):
+    """Asserts that `got` [2, K, N] is the product of the identity matrix with each of `matrices`.
+
+    In a column with NaN, or with infinities in several rows, all products are NaN.
+    """
+    with np.errstate(all="ignore"):
+        want = matrices.dequantize(jnp.bfloat16).astype(np.float64)
+    spoiled = ~np.isfinite(want).all(axis=1, keepdims=True)
+    want = np.where(spoiled, np.nan, want)
+    assert spoiled[1, 0, ::2].all() and spoiled.sum() == N // 2
+    got = np.asarray(got).astype(np.float64)
+    # XLA for CPUs treats numbers below 2^-126 as zero. Only the scale 2^-127 with float4 numbers up
+    # to 1.5, and 2^-126 with 0.5, make such numbers.
+    flushed = (np.abs(want) < 2.0**-126) & (got == 0)
+    np.testing.assert_array_equal(np.where(flushed, want, got), want)
+
+
+def test_every_scale_and_number_of_mxfp4():
+    """Rows that each select one row of a matrix must give its numbers exactly."""
+    gate, up = (special_matrices(np.random.default_rng(seed)) for seed in range(2))
+    stored = [jax.tree.map(jnp.asarray, each) for each in (gate, up)]
+    x = jnp.tile(jnp.eye(K, dtype=jnp.bfloat16), (2, 1))
+    sizes = jnp.full(2, K, jnp.int32)
+    out = weight_only.product(x, stored[:1], [None], sizes)
+    assert_selected(out.reshape(2, K, N), gate)
+    _, *products = weight_only.gated_product(x, tuple(stored), sizes, swiglu, True, None)
+    for each, matrices in zip(products, (gate, up), strict=True):
+        assert_selected(each.reshape(2, K, N), matrices)
+
+    groups, rows = chosen_groups(jnp.asarray([[0, 1]] * 8, jnp.int32), 2)
+
+    @jax.jit
+    def of_eight(x, stored):
+        return weight_only.product(x, [stored], [None], groups, 8)[rows.T]
+
+    out = [of_eight(x[first : first + 8], stored[0]) for first in range(0, K, 8)]
+    assert_selected(np.concatenate(out, axis=1), gate)
+
+
 @pytest.mark.parametrize("other", ["float8 in order", "mxfp4", "bfloat16 scales"])
 def test_each_matrix_has_a_format_of_its_own(other):
-    x, (gate, up), _, groups, rows = case(FORMATS["float8"], 3)
-    up = quantize(up.dequantize(), FORMATS[other])
+    x, stored, _, groups, rows = case(FORMATS["float8"], 3)
+    numbers = dequantized(stored)[1].astype(jnp.bfloat16)
+    stored[1] = jax.tree.map(jnp.asarray, quantize(numbers, FORMATS[other]))
 
-    def product(x, gate, up, groups):
-        return weight_only.product(x, [gate, up], [None, None], groups, 3, gating=swiglu)
+    def product(x, stored, groups):
+        return weight_only.product(x, stored, [None, None], groups, 3, gating=swiglu)
 
-    out = np.asarray(product(x, gate, up, groups)).astype(np.float64)
+    out = np.asarray(product(x, stored, groups)).astype(np.float64)
+    dense = dequantized(stored)
     for row, choice in np.argwhere(np.asarray(CHOICES[3]) >= 0):
-        own, group = np.asarray(x[row]).astype(np.float32), CHOICES[3][row][choice]
-        want = swiglu(*(own @ each.dequantize(jnp.float32)[group] for each in (gate, up)))
+        own, group = np.asarray(x[row]).astype(np.float64), CHOICES[3][row][choice]
+        want = np.asarray(swiglu(*(own @ each[group] for each in dense)))
         atol = 2**-6 * np.abs(want).max()
         np.testing.assert_allclose(out[rows[row, choice]], want, rtol=0, atol=atol)
 
@@ -100,25 +344,67 @@ def test_under_vmap_each_element_is_a_product_of_its_own():
         np.testing.assert_array_equal(each, product(x))
 
 
+WEIGHT_ONLY, GATED, PRODUCT = KERNELS = (
+    "weight_only_gated",
+    "grouped_matmul_gated_mxfp4",
+    "grouped_matmul_mxfp4",
+)
+
+
 @needs_kernels
 @pytest.mark.parametrize(
-    ("name", "dtype", "is_weight_only"),
-    [
-        ("float8", jnp.bfloat16, True),
-        ("mxfp4", jnp.bfloat16, True),
-        ("bfloat16 scales", jnp.bfloat16, True),
-        ("mxfp4 in order", jnp.bfloat16, False),
-        ("rows", jnp.bfloat16, False),
-        ("mxfp4", jnp.float16, False),
-    ],
+    ("name", "num_rows", "with_bias", "dtype", "kernels"),
+    quick(
+        {
+            "few rows, float8": ("float8", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
+            "few rows, MXFP4": ("mxfp4", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
+            "few rows, bfloat16 scales": ("bfloat16 scales", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
+            "few rows, in order": ("mxfp4 in order", 3, True, jnp.bfloat16, []),
+            "few rows, rows": ("rows", 3, True, jnp.bfloat16, []),
+            "few rows, float16": ("mxfp4", 3, True, jnp.float16, []),
+            "8 rows, float8": ("float8", 8, True, jnp.bfloat16, [WEIGHT_ONLY]),
+            "8 rows": ("mxfp4", 8, False, jnp.bfloat16, [GATED]),
+            "8 rows, biases": ("mxfp4", 8, True, jnp.bfloat16, [PRODUCT, PRODUCT]),
+            "8 rows, in order": ("mxfp4 in order", 8, False, jnp.bfloat16, []),
+            "groups": ("mxfp4", None, False, jnp.bfloat16, [GATED]),
+            "groups, biases": ("mxfp4", None, True, jnp.bfloat16, [PRODUCT, PRODUCT]),
+            "groups, in order": ("mxfp4 in order", None, False, jnp.bfloat16, []),
+            "groups, float8": ("float8", None, True, jnp.bfloat16, []),
+            "groups, float16": ("mxfp4", None, False, jnp.float16, []),
+        },
+        "few rows, float8",
+        "few rows, MXFP4",
+        "few rows, bfloat16 scales",
+        "few rows, float16",
+        "8 rows",
+        "8 rows, biases",
+        "groups",
+        "groups, in order",
+    ),
 )
-def test_which_matrices_a_kernel_reads_as_they_are_stored(name, dtype, is_weight_only):
-    x, stored, biases, groups, _ = case(FORMATS[name], 3, dtype=dtype)
+def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bias, dtype, kernels):
+    """If a kernel does so, there must be no array of dequantized numbers.
+
+    `num_rows` is the number of rows that choose groups; None stands for group sizes.
+    """
+    if num_rows is None:
+        x, stored, biases, groups = sized_case(FORMATS[name], with_bias=with_bias, dtype=dtype)
+    else:
+        x, stored, biases, groups, _ = case(
+            FORMATS[name], num_rows, with_bias=with_bias, dtype=dtype
+        )
 
     def product(x, stored, biases, groups):
-        return weight_only.product(x, stored, biases, groups, 3, gating=swiglu)
+        return weight_only.product(x, stored, biases, groups, num_rows, gating=swiglu)
 
     traced = jax.jit(product).trace(x, stored, biases, groups)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("weight_only_gated" in text) == is_weight_only
-    assert text.count("@mosaic_gpu") == (1 if is_weight_only else 2)
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    assert [kernel for line in calls for kernel in KERNELS if kernel in line] == kernels
+    # For group sizes, a kernel computes the table of row tiles.
+    tables = 1 if num_rows is None else 0
+    assert len(calls) == len(kernels) + tables if kernels else len(calls) > tables
+    shapes = re.findall(r"tensor<((?:\d+x)+)(?:bf16|f16|f32)>", text)
+    largest = max(np.prod([int(n) for n in shape.split("x")[:-1]]) for shape in shapes)
+    # Rows and results have fewer numbers than a matrix.
+    assert (largest < K * N) == bool(kernels)
