@@ -170,8 +170,8 @@ def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: A
     return jax_ep.moe_layer(params, x, config)[0]
 
 
-def few_mxfp4_tokens(x: Any, gate: Any, *parts: Any) -> Any:
-    """Does what `few_tokens` does, with experts that are stored as MXFP4, with biases."""
+def mxfp4_layer(x: Any, gate: Any, *parts: Any) -> Any:
+    """Computes a layer whose experts are stored as MXFP4, with biases."""
     format = Transposed.of(MXFP4)
     biases, parts = parts[:3], parts[3:]
     stored = [
@@ -226,11 +226,11 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         operands = [((tokens, 2048), jnp.bfloat16), ((2048, 128), jnp.float32), *matrices]
         name = f"{'' if dtype is None else 'float8 '}layer, T={tokens}, qwen3-moe"
         yield name, 1, functools.partial(few_tokens, dtype), operands
-    for tokens in (1, 16):
+    for tokens in (1, 16, 512):
         operands = [((tokens, 2880), jnp.bfloat16), ((2880, 32), jnp.float32)]
         operands += [((32, 2880), jnp.bfloat16)] * 3
         operands += [((32, 2880, 1440), jnp.uint8), ((32, 2880, 90), jnp.uint8)] * 3
-        yield f"MXFP4 layer, T={tokens}, gpt-oss", 1, few_mxfp4_tokens, operands
+        yield f"MXFP4 layer, T={tokens}, gpt-oss", 1, mxfp4_layer, operands
     for name, rows, hidden, ffn, held in (
         ("qwen3-moe, T=4096", 32768, 2048, 768, 64),
         ("qwen3-moe, T=128", 1024, 2048, 768, 64),
