@@ -237,14 +237,15 @@ def product_tiles(
     values = num_rows * num_cols
     heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
     block_n = 128
-    if is_quantized and num_rows >= _FEW_ROWS * num_groups:
+    is_large = values >= HOPPER_CORES * 256 * 128
+    if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
         heights = _HIGH
         if num_cols % 256 == 0 and num_rows < _MANY_ROWS * num_groups:
             heights, block_n = (64, 128), 256
     elif num_rows < _FEW_ROWS * num_groups:
         wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         heights, block_n = (32, 64), 256 if wide else 128
-    elif values < HOPPER_CORES * 256 * 128:
+    elif not is_large:
         heights = (64, 128)
     columns = band(num_cols, block_n, 16)
     return Tiles.fitting(heights, block_n, columns, is_quantized=is_quantized)

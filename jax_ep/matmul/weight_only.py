@@ -81,7 +81,7 @@ def product(
       num_rows: T for chosen groups, else None.
       gating: None, or an elementwise function of the products, as float32 or wider.
       implementation: the implementation of the matmuls.
-      zero_unused: whether rows past the last group are zero.
+      zero_unused: whether rows past the last group are zero, or gating(0, 0) with `gating`.
 
     Returns:
       [R, N], or [S * height, N], the dtype of `rows`. Products are rounded to this dtype before
@@ -142,6 +142,8 @@ def _multiply_fwd(rows, matrices, biases, groups, options):
 
 def _multiply_bwd(options, saved, cotangents):
     rows, matrices, biases, groups = saved
+    if isinstance(groups, ChosenGroups):
+        raise NotImplementedError("rows that choose groups have no gradient.")
 
     def dense(rows, biases):
         products = []
@@ -171,7 +173,8 @@ def _finished(
     for number, bias in zip(products, biases, strict=True):
         number = number.astype(wide)
         if bias is not None:
-            number += bias.astype(wide)[group_of_row(groups, len(number))]
+            of_rows = group_of_row(groups, number.shape[0])
+            number += bias.astype(wide).at[of_rows].get(mode="fill", fill_value=0)
         numbers.append(number)
     result = numbers[0] if options.gating is None else options.gating(*numbers)
     return (result.astype(dtype), *(products if options.keep else ()))
@@ -298,4 +301,17 @@ def _shapes(rows, values, *others, height, options):
     return [(num_rows, width)] * (1 + len(options.formats) * options.keep)
 
 
-weight_only_p = make_primitive("weight_only_matmul", _shapes, _compute)
+def _without_unused_products(used, params):
+    """Adapts the primitive to a program that uses none of the products, only their function.
+
+    The arguments and results are those of `api._without_unused_products`.
+    """
+    options = params["options"]
+    if options.keep and not any(used[1:]):
+        return params | {"options": dataclasses.replace(options, keep=False)}, [0], None
+    return params, range(len(used)), None
+
+
+weight_only_p = make_primitive(
+    "weight_only_matmul", _shapes, _compute, unused=_without_unused_products
+)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles, parts
@@ -210,7 +211,10 @@ class _OneProduct(Computer):
         @pl.when(self.number == 1)
         def _pass():
             pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.empty))
-            self.passed.product[...] = product
+            if self.kernel.interpreted:
+                self.passed.product[...] = product
+            else:
+                mosaic.store_plain(self.passed.product, product)
             plgpu.barrier_arrive(self.passed.full)
 
         @pl.when(self.number == 0)

@@ -32,11 +32,14 @@ class Scaled(NamedTuple):
     """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
 
     A value stands for a number: the value times the scale of its block. In rows, a block is 128
-    columns of one row; in matrices, it is 128 rows by 128 columns.
+    columns of one row; in matrices, it is 128 rows by 128 columns. Matrices may also be in MXFP4
+    (`pallas_kernels.mxfp4`), which has other values, scales and blocks.
 
     Attributes:
-      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
-      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32.
+      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128. Or matrices
+        in MXFP4, [L, N, K / 2] uint8.
+      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32. Or those of
+        MXFP4, [L, N, K / 32] float8_e8m0fnu.
     """
 
     values: Any
