@@ -34,7 +34,7 @@ from pallas_kernels.fabric.hardware import LANES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
-from pallas_kernels.matmul.quantized_tiles import Scaled, pointer_to
+from pallas_kernels.matmul.quantized_tiles import Scaled, bits_of_e8m0, pointer_to
 from pallas_kernels.mxfp4 import MXFP4
 
 # In a stage, a column has this many bytes of numbers, and this many scales, each in a word.
@@ -301,14 +301,8 @@ def _operand(pairs: Sequence[Value]) -> Any:
 
 
 def _scale_of(code: Value) -> Value:
-    """Returns the scale 2^(code - 127), or NaN for code 255, as a word of two equal bfloat16.
-
-    2^-127, the scale with code 0, is a subnormal number.
-    """
-    bits = arith.shli(code, mosaic.i32(7))
-    bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(0x40), bits)
-    bits = arith.select(mosaic.equal(code, mosaic.i32(255)), mosaic.i32(0x7FC0), bits)
-    return arith.muli(bits, mosaic.i32(0x10001))
+    """Returns the scale with a code as a word of two equal bfloat16."""
+    return arith.muli(bits_of_e8m0(code, fraction_bits=7), mosaic.i32(0x10001))
 
 
 # The low and the high bytes of the float4 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bfloat16.

@@ -27,7 +27,7 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles, parts
-from pallas_kernels.matmul.kernel import CHUNK, STEP, launch, transposed
+from pallas_kernels.matmul.kernel import CHUNK, launch, transposed
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import table_of
 from pallas_kernels.matmul.store import Place
@@ -203,7 +203,7 @@ class _OneProduct(Computer):
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
         place, kind = tile
-        steps = sum(self.kernel.depths) // STEP
+        steps = self.kernel.steps
         multiply = functools.partial(self._multiply, kind)
         total = self.ring.accumulate(used, steps, self._shape, multiply, matmuls=1)
         product = total.astype(self._dtype)

@@ -237,6 +237,11 @@ class Product(Kernel):
         return 1
 
     @property
+    def steps(self) -> int:
+        """Returns the number of steps in which a tile is summed, over the depths of all pairs."""
+        return sum(self.depths) // STEP
+
+    @property
     def holds(self) -> bool:
         """Returns whether a compute warpgroup stores a tile while it multiplies the next one.
 
@@ -293,8 +298,12 @@ class Product(Kernel):
                 # The loader also arrives when it has stored the scales.
                 full=plgpu.Barrier(num_arrivals=2 + self.matrices, num_barriers=stages),
             )
-            columns, parts = self.matrices * tiles.block_n, self.matrices * tiles.part // CHUNK
-            types["staged"] = Staged.types(stages, columns, parts, self.interpreted)
+            types["staged"] = Staged.types(
+                stages,
+                columns=self.matrices * tiles.block_n,
+                parts=self.matrices * tiles.part // CHUNK,
+                interpreted=self.interpreted,
+            )
         return types
 
     def __call__(
@@ -421,7 +430,7 @@ class _QuantizedLoader(_Loader):
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         (lhs, *rhs), decoder = self.operands, self.decoder
         group, _, left_edge, _ = tile
-        steps = sum(self.kernel.depths) // STEP
+        steps = self.kernel.steps
 
         def one_step(i: jax.Array, carry: Any) -> Any:
             used, codes = carry
@@ -518,7 +527,7 @@ class Computer:
         """
         used, (place_before, held) = carry
         place, kind = tile
-        steps = sum(self.kernel.depths) // STEP
+        steps = self.kernel.steps
         own_steps = jnp.where(exists, steps, 0)
         num_chunks = self.store.num_chunks
         at_a_step = -(-num_chunks // steps)

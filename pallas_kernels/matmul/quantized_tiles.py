@@ -229,6 +229,19 @@ def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
     return [vector.extract(loaded, [], [j]) for j in range(count)]
 
 
+def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
+    """Returns the bits of the scale 2^(code - 127), or of NaN for code 255, as i32.
+
+    They are those of a float dtype with 8 exponent bits, such as float32, and `fraction_bits`
+    fraction bits. 2^-127, the scale with code 0, is a subnormal number.
+    """
+    half = 1 << (fraction_bits - 1)
+    bits = arith.shli(code, mosaic.i32(fraction_bits))
+    bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(half), bits)
+    nan = mosaic.i32(255 << fraction_bits | half)
+    return arith.select(mosaic.equal(code, mosaic.i32(255)), nan, bits)
+
+
 def max_of(sizes: Any) -> Value:
     return functools.reduce(arith.maxui, sizes)
 

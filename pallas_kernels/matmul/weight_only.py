@@ -53,6 +53,7 @@ from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
+    bits_of_e8m0,
     max_of,
     pointer_to,
     share,
@@ -645,7 +646,8 @@ class _Operand:
         columns, scales = loaded
         if not self.job.is_float8:
             columns = [[part for w in words for part in _float8_of_float4(w)] for words in columns]
-            scales = [_float_of_e8m0(scale) for scale in scales]
+            bits = (bits_of_e8m0(scale, fraction_bits=23) for scale in scales)
+            scales = [arith.bitcast(mosaic.float_type(), each) for each in bits]
         return [
             [pair for w in words for pair in _float16_of_float8(w)] for words in columns
         ], scales
@@ -725,17 +727,6 @@ def _load_shared(memref: Value, at: Value) -> list[Value]:
     pointer = mosaic.element_pointer(mosaic.pointer(memref), at, mosaic.integer_type(8))
     address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
     return _load("ld.shared.v4.b32", 4, "r", address, 0)
-
-
-def _float_of_e8m0(code: Value) -> Value:
-    """Returns the scale 2^(code - 127), or NaN for code 255, as float32.
-
-    2^-127, the scale with code 0, is a subnormal number.
-    """
-    bits = arith.shli(code, mosaic.i32(23))
-    bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(0x400000), bits)
-    bits = arith.select(mosaic.equal(code, mosaic.i32(255)), mosaic.i32(0x7FC00000), bits)
-    return arith.bitcast(mosaic.float_type(), bits)
 
 
 def _divided(value: Value, by: int) -> tuple[Value, Value]:
