@@ -726,98 +726,110 @@ def store_rows(
     inline(emit, [out, values, *numbers], layouts)
 
 
-def store_rows_of(
-    out: Any, room: Any, top: jax.Array, left: jax.Array, begin: jax.Array, end: jax.Array
-) -> None:
-    """Stores rows [begin, end) of an array in shared memory to global memory.
+# Maps a float8 dtype to its name in PTX.
+_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
 
-    No other row is written. A warpgroup stores 8 rows at a time, and a thread 8 bytes of a row.
+
+def store_rows_through(
+    room: Any,
+    out: Any,
+    values: jax.Array,
+    top: jax.Array,
+    left: jax.Array,
+    begin: jax.Array | None,
+    end: jax.Array | None,
+    *,
+    interpreted: bool,
+) -> None:
+    """Stores rows [begin, end) of an array from registers to global memory, through shared memory.
+
+    No other row is written. In registers, each thread has pieces of several rows. Each warp puts
+    its 16 rows into shared memory, and reads them such that 8 threads store 128 bytes of a row. The
+    warps need not wait for each other.
 
     Args:
-      out: a reference to the 2D output.
-      room: a reference to the array in shared memory. It has a multiple of 8 rows, of 128 bytes
-        each, with a 128-byte swizzle.
-      top: the row of `out` for row 0 of `room`.
-      left: the column of `out` for column 0 of `room`.
-      begin: the first row of `room` to store.
-      end: the row after the last one to store.
+      room: a reference to [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
+      out: a reference to the 2D output in global memory.
+      values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if `out`
+        is float8.
+      top: the row of `out` for row 0 of `values`.
+      left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
+        multiple of 16.
+      begin: the first row of `values` to store, or None to store all rows.
+      end: the row after the last one to store, or None.
+      interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
+    num_rows, columns = values.shape
+    if begin is None:
+        begin, end = jnp.int32(0), jnp.int32(num_rows)
+    if interpreted:
+        room[...] = values.astype(room.dtype)
+        whole = (begin <= 0) & (end >= num_rows)
 
-    def emit(out: Value, room: Value, *scalars: Array) -> None:
+        @pl.when(whole)
+        def _():
+            out[pl.ds(top, num_rows), pl.ds(left, columns)] = room[...]
+
+        def one_row(row, _):
+            @pl.when((row >= begin) & (row < end))
+            def _():
+                out[top + row, pl.ds(left, columns)] = room[row]
+
+        pl.when(~whole)(lambda: lax.fori_loop(0, num_rows, one_row, None))
+        return
+    size = jnp.dtype(out.dtype).itemsize
+    to_float8 = f"cvt.rn.satfinite.{_FLOAT8.get(jnp.dtype(out.dtype))}x2.f32 $0, $2, $1;"
+
+    def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
-        kind, byte = ir.MemRefType(out.type), integer_type(8)
-        size = bytes_of(kind.element_type)
-        row_of_eight = arith.shrui(lane(), i32(4))
-        # 16 threads copy a row of 128 bytes, and each of them copies one unit of 8 bytes. In row r
-        # of 8 rows, the swizzle moves the pair of units with the index p to the index p XOR r.
-        unit = arith.andi(lane(), i32(15))
-        swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)
-        offset = arith.addi(
-            arith.muli(row_of_eight, i32(128)),
-            arith.addi(arith.shli(swizzled, i32(4)), arith.shli(arith.andi(unit, i32(1)), i32(3))),
-        )
-        wide = integer_type(64)
-        left_bytes = arith.addi(arith.muli(left, i32(size)), arith.shli(unit, i32(3)))
-        sources, target = pointer(room), pointer(out)
-        for first in range(0, rows, 8):
-            row = arith.addi(row_of_eight, i32(first))
+        byte, word, wide = (integer_type(bits) for bits in (8, 32, 64))
+        line = vector_type(4, word)
+
+        def in_room(row: Value, column: Value) -> Value:
+            # The row's units of 16 bytes are swizzled, so that the threads of a warp access
+            # different banks of shared memory.
+            unit = arith.xori(arith.shrui(column, i32(4)), arith.andi(row, i32(7)))
+            offset = arith.ori(arith.shli(unit, i32(4)), arith.andi(column, i32(15)))
+            offset = arith.addi(arith.muli(row, i32(128)), offset)
+            return element_pointer(pointer(room), offset, byte)
+
+        for index, place in zip(
+            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
+        ):
+            row, column = (arith.index_cast(word, number) for number in place)
+            pair = values.registers[index]
+            if size == 1:
+                numbers = [vector.extract(pair, [], [i]) for i in range(2)]
+                pair = asm(to_float8, "=h,f,f", *numbers, returns=integer_type(16))
+            at = in_room(row, arith.muli(column, i32(size)))
+            llvm.store(pair, at, alignment=2 * size)
+        asm("bar.warp.sync 0xffffffff;", "~{memory}")
+
+        # A warp copies four rows at a time, and a thread 16 bytes of one of them.
+        number = lane()
+        first = arith.shli(arith.shrui(number, i32(5)), i32(4))
+        first = arith.addi(first, arith.andi(arith.shrui(number, i32(3)), i32(3)))
+        column = arith.shli(arith.andi(number, i32(7)), i32(4))
+        stride = i64(ir.MemRefType(out.type).shape[1] * size)
+        left_bytes = arith.addi(arith.muli(left, i32(size)), column)
+        for i in range(0, 16, 4):
+            row = arith.addi(first, i32(i))
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, begin),
                 arith.cmpi(arith.CmpIPredicate.slt, row, end),
             )
             with when(inside):
-                source = element_pointer(sources, arith.addi(offset, i32(first * 128)), byte)
-                value = llvm.load(wide, source, alignment=8)
-                place = arith.addi(
-                    arith.muli(arith.extui(wide, arith.addi(top, row)), i64(kind.shape[1] * size)),
+                value = llvm.load(line, in_room(row, column), alignment=16)
+                offset = arith.addi(
+                    arith.muli(arith.extui(wide, arith.addi(top, row)), stride),
                     arith.extui(wide, left_bytes),
                 )
-                llvm.store(value, element_pointer(target, place, byte), alignment=8)
+                llvm.store(value, element_pointer(pointer(out), offset, byte), alignment=16)
+        asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
-    rows = room.shape[0]
-    tile = (8, 128 // jnp.dtype(room.dtype).itemsize)
-    swizzled = plgpu.RefType((plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)))
     numbers = [top, left, begin, end]
-    inline(emit, [out, room, *numbers], [REFERENCE, swizzled, *[SCALAR] * len(numbers)])
-
-
-# Maps a float8 dtype to its name in PTX.
-_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
-
-
-def store_swizzled(ref: Any, values: jax.Array, *, interpreted: bool) -> None:
-    """Stores an array from registers to shared memory with a 128-byte swizzle.
-
-    The array has the layout `plgpu.Layout.WGMMA` of tensor core accumulators. `ref` has the same
-    shape, with rows of 128 bytes. The numbers are converted to the dtype of `ref`, and must be
-    float32 for float8.
-    """
-    if interpreted or ref.dtype.itemsize > 1:
-        ref[...] = values.astype(ref.dtype)
-        return
-    to_float8 = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(ref.dtype)]}x2.f32 $0, $2, $1;"
-
-    # Mosaic cannot store pairs of float8, so this function emits the stores. A warp stores 8 rows
-    # at a time, with four threads for each row. Because of the swizzle, the threads of different
-    # rows write to different banks.
-    def emit(ref: Value, values: Array) -> None:
-        byte, i32_type = integer_type(8), integer_type(32)
-        base = pointer(ref)
-        for index, place in zip(
-            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
-        ):
-            row, column = (arith.index_cast(i32_type, number) for number in place)
-            unit = arith.xori(arith.shrui(column, i32(4)), arith.andi(row, i32(7)))
-            offset = arith.addi(
-                arith.muli(row, i32(128)),
-                arith.addi(arith.shli(unit, i32(4)), arith.andi(column, i32(15))),
-            )
-            numbers = [vector.extract(values.registers[index], [], [i]) for i in range(2)]
-            pair = asm(to_float8, "=h,f,f", *numbers, returns=integer_type(16))
-            llvm.store(pair, element_pointer(base, offset, byte), alignment=2)
-
-    swizzled = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    inline(emit, [ref, values], [swizzled, plgpu.Layout.WGMMA])
+    layouts = [REFERENCE, REFERENCE, plgpu.Layout.WGMMA, *[SCALAR] * len(numbers)]
+    inline(emit, [room, out, values, *numbers], layouts)
 
 
 def store_column(
@@ -966,35 +978,69 @@ def store_plain(ref: Any, values: jax.Array) -> None:
 # ----------------------------------------------------------------------------------- tensor cores
 
 
-def float8_matmul(
-    left: Any, right: Any, stage: jax.Array, row: Any, column: Any, *, interpreted: bool
-) -> jax.Array:
-    """Multiplies 64 rows of a float8 tile by the transpose of 128 rows of another tile.
+def add_float8_products(
+    totals: Sequence[jax.Array],
+    left: Any,
+    right: Any,
+    stage: jax.Array,
+    row: Any,
+    first: Any,
+    count: Any,
+    row_scales: jax.Array | None,
+    block_scales: Sequence[Any],
+    *,
+    interpreted: bool,
+) -> tuple[jax.Array, ...]:
+    """Multiplies 64 rows of a float8 tile by other tiles, and adds the scaled products to totals.
 
-    The tensor cores compute the product, and this function waits until it is complete. Unlike
-    `plgpu.wgmma`, it does not add to an accumulator, so no registers need to be zeroed before.
+    A *block* is the transpose of 128 rows of `right`. The rows are multiplied by one block after
+    the other. The tensor cores compute a product, this function waits until it is complete, and
+    each thread then multiplies its elements of the product by their scales and adds them.
+
+    All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
+    products as values, ptxas would assign registers of its own to each, and spill the totals.
 
     Args:
+      totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
       left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
-      right: [stages, columns, 128] float8 in shared memory, swizzled like `left`.
+      right: [stages, 128 * blocks, 128] float8 in shared memory, swizzled like `left`.
       stage: the index of the stage to multiply.
       row: the first of the 64 rows of left[stage], a multiple of 8.
-      column: the first of the 128 rows of right[stage], a multiple of 8.
+      first: the index of the first block of right[stage] to multiply.
+      count: the number of blocks to multiply, from 1 to the number of `totals`.
+      row_scales: [64] float32, the scales of the rows, in the layout `plgpu.Layout.WGMMA.reduce(1)`;
+        None if they are 1.
+      block_scales: for each of the totals, the scale of the block that is multiplied for it.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
 
     Returns:
-      left[stage, row : row + 64] @ right[stage, column : column + 128].T, [64, 128] float32.
+      The new totals. totals[i] grew by left[stage, row : row + 64] @ block[first + i] times the
+      scales of rows and block, if i < count.
     """
+    columns = 128
     if interpreted:
         rows = left[stage, pl.ds(row, 64)].astype(jnp.float32)
-        columns = right[stage, pl.ds(column, 128)].astype(jnp.float32)
-        return jnp.dot(rows, columns.T)
-    kinds = [_FLOAT8[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    registers = 64
-    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
+        of_rows = 1.0 if row_scales is None else row_scales[:, None]
+        sums = []
+        for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
+            block = jnp.minimum(first + i, right.shape[1] // columns - 1)
+            matrix = right[stage, pl.ds(block * columns, columns)].astype(jnp.float32)
+            product = jnp.dot(rows, matrix.T)
+            sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
+        return tuple(sums)
 
-    def emit(left_ref: Value, right_ref: Value, *offsets: Array) -> Array:
+    kinds = [_FLOAT8[jnp.dtype(ref.dtype)] for ref in (left, right)]
+    products, num = 64 * columns // 128, len(totals)
+    num_totals = num * products
+
+    def emit(left_ref: Value, right_ref: Value, *arrays: Array) -> list[Array]:
+        offsets, count, arrays = arrays[:2], scalar(arrays[2]), arrays[3:]
+        sums, of_blocks = arrays[:num], [scalar(scale) for scale in arrays[num : 2 * num]]
         wide, f32_type = integer_type(64), vector_type(1, float_type())
+        # A thread holds elements of two rows.
+        of_rows = [None, None]
+        if len(arrays) > 2 * num:
+            of_rows = [vector.extract(each, [], [0]) for each in registers(arrays[2 * num])]
 
         def descriptor(ref: Value, offset: Array) -> Value:
             place = arith.addi(arith.trunci(integer_type(32), address(ref)), scalar(offset))
@@ -1003,64 +1049,84 @@ def float8_matmul(
             # says that tiles of 8 rows are 1024 bytes apart, with a 128-byte swizzle.
             return arith.ori(arith.extui(wide, start), i64(1 << 62 | 64 << 32 | 1 << 16))
 
-        names = "{" + ",".join(f"${i}" for i in range(registers)) + "}"
-        steps = []
-        # An element of the product is a sum over 128 columns. An instruction sums over 32 of them,
-        # so 4 instructions are needed.
-        for _ in range(4):
-            steps.append(
-                f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds[0]}.{kinds[1]} "
-                f"{names}, a, b, p, 1, 1; add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.b32 p, 0, 0;"
-            )
-        text = (
-            f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 a, ${registers}; "
-            f"mov.b64 b, ${registers + 1}; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"
-            + " ".join(steps)
-            + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
+        factors = [
+            scale if of_row is None else arith.mulf(of_row, scale)
+            for scale in of_blocks
+            for of_row in of_rows
+        ]
+        operands = [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])]
+        operands += [count, *factors]
+        of_operand = {i: f"${2 * num_totals + i}" for i in range(len(operands))}
+        names = "{" + ",".join(f"c{i}" for i in range(products)) + "}"
+        text = [
+            "{",
+            f".reg .f32 c<{products}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
+            "setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;",
+        ]
+        for block in range(num):
+            if block:
+                text.append(f"setp.le.s32 past, {of_operand[2]}, {block}; @past bra.uni done;")
+            text.append(f"mov.b64 a, {of_operand[0]};")
+            # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
+            text.append(f"add.s64 b, {of_operand[1]}, {block * columns * 128 // 16};")
+            text.append("wgmma.fence.sync.aligned;")
+            # An element of the product is a sum over 128 columns. An instruction sums over 32 of
+            # them, so 4 instructions are needed. The first one adds to nothing.
+            for i in range(4):
+                text.append(
+                    f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.{kinds[0]}.{kinds[1]} "
+                    f"{names}, a, b, {'more' if i else 'nothing'}, 1, 1;"
+                )
+                if i < 3:
+                    text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
+            text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
+            for i in range(products):
+                total = f"${block * products + i}"
+                # Of four neighbouring numbers, two belong to each of the thread's two rows.
+                factor = of_operand[3 + 2 * block + i // 2 % 2]
+                text.append(f"fma.rn.f32 {total}, c{i}, {factor}, {total};")
+        text.append("done: }")
+        inputs = [
+            vector.extract(register, [], [i])
+            for total in sums
+            for register in registers(total)
+            for i in range(2)
+        ]
+        constraints = (
+            *["=f"] * num_totals,
+            *map(str, range(num_totals)),
+            *["l", "l", "r"],
+            *["f"] * len(factors),
         )
-        sums = llvm.inline_asm(
-            struct_type([f32_type] * registers),
-            [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])],
-            text,
-            ",".join(["=f"] * registers + ["l", "l"]),
+        added = llvm.inline_asm(
+            struct_type([float_type()] * num_totals),
+            [*inputs, *operands],
+            " ".join(text),
+            ",".join(constraints),
             asm_dialect=0,
             has_side_effects=True,
         )
-        values = [
-            vector.extract(llvm.extractvalue(f32_type, sums, [i]), [], [0])
-            for i in range(registers)
-        ]
+        values = [llvm.extractvalue(float_type(), added, [i]) for i in range(num_totals)]
         pairs = [
             vector.from_elements(vector_type(2, float_type()), values[i : i + 2])
-            for i in range(0, registers, 2)
+            for i in range(0, num_totals, 2)
         ]
-        return tensor_core_array(pairs, (64, 128), float_type())
+        half = products // 2
+        return [
+            tensor_core_array(pairs[i : i + half], (64, columns), float_type())
+            for i in range(0, num * half, half)
+        ]
 
     offsets = [
-        jnp.int32(stage * (ref.shape[1] * 128) + first * 128)
-        for ref, first in ((left, row), (right, column))
+        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
+        for ref, begin in ((left, row), (right, first * columns))
     ]
-    result = plgpu.ShapeDtypeStruct((64, 128), jnp.float32, layout=plgpu.Layout.WGMMA)
-    return inline(emit, [left, right, *offsets], [tile, tile, SCALAR, SCALAR], result)
-
-
-def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
-    """Returns a * b + total, rounded once, by FMA instructions.
-
-    The arrays are float32, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators. If a
-    kernel used the operators `*` and `+` instead, LLVM could move the product out of a branch, and
-    then multiply and add by two instructions.
-    """
-    if interpreted:
-        return a * b + total
-
-    def emit(*arrays: Array) -> Array:
-        a, b, total = arrays
-        out = np.empty_like(total.registers)
-        for index in np.ndindex(out.shape):
-            out[index] = llvm.intr_fma(*(array.registers[index] for array in (a, b, total)))
-        return mgpu.FragmentedArray(_registers=out, _layout=total.layout, _is_signed=None)
-
+    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
     layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout)
-    return inline(emit, [a, b, total], [layout] * 3, result)
+    operands = [left, right, *offsets, jnp.int32(count), *totals, *block_scales]
+    layouts = [tile, tile, *[SCALAR] * 3, *[layout] * num, *[SCALAR] * num]
+    if row_scales is not None:
+        operands.append(row_scales)
+        layouts.append(layout.reduce(1))
+    result = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=layout)
+    return tuple(inline(emit, operands, layouts, [result] * num))

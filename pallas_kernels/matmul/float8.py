@@ -266,9 +266,7 @@ class _Float8Kernel(Kernel):
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
             right=plgpu.SMEM((stages, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
             block_scales=plgpu.SMEM((stages, _HALVES), jnp.float32),
-            staged=plgpu.SMEM(
-                (COMPUTERS, _ROWS, self.chunk), self.out_dtype, transforms=swizzled(self.out_dtype)
-            ),
+            staged=plgpu.SMEM((COMPUTERS, _ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(
                 num_arrivals=2 + self.rows_have_scales + self.matrices, num_barriers=stages
             ),
@@ -387,11 +385,15 @@ class _Float8Kernel(Kernel):
 
         `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
         dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
-        of `store`.
+        of `mosaic.store_rows_through`.
         """
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
-            self.store(part, out, room, top, left + i, begin, end)
+            self.store(room, out, part, top, left + i, begin, end)
+
+    def store(self, *args: Any) -> None:
+        """Calls `mosaic.store_rows_through`."""
+        mosaic.store_rows_through(*args, interpreted=self.interpreted)
 
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
         """Copies the operands of an output tile into the ring, step by step.
@@ -448,6 +450,9 @@ class _Float8Kernel(Kernel):
           `used` + 1.
         """
         stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
+        # The scales are loaded first, so that they arrive while the loader waits.
+        of_left = 1 if self.rows_have_scales else left_scales[...]
+        of_blocks = [scale[...] * of_left for scale in block_scales]
 
         @pl.when(used >= self.tiles.num_stages)
         def _():
@@ -461,9 +466,8 @@ class _Float8Kernel(Kernel):
         for i, right in enumerate(rights):
             at = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, at, full)
-        for half, scale in enumerate(block_scales):
-            of_left = 1 if self.rows_have_scales else left_scales[...]
-            scratch["block_scales"][stage, half] = scale[...] * of_left
+        for half, scale in enumerate(of_blocks):
+            scratch["block_scales"][stage, half] = scale
         plgpu.barrier_arrive(full)
         return used + 1
 
@@ -493,73 +497,47 @@ class _Float8Kernel(Kernel):
           sum is zero if `num_halves` is 1.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
-        last = num_halves - 1
         zero = jnp.zeros((_ROWS, BLOCK), jnp.float32)
         if not self.interpreted:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
 
-        def add_to(index):
-            def add(part, factor, *totals):
-                sums = list(totals)
-                sums[index] = mosaic.multiply_add(
-                    part, factor, totals[index], interpreted=self.interpreted
-                )
-                return tuple(sums)
-
-            return add
-
-        # An iteration of the loop computes one step of one half, so that the tensor core
-        # instructions are emitted once and use one set of registers. If an iteration computed both
-        # halves, ptxas would copy accumulators between registers and spill totals to memory.
         def step(i, totals):
-            half = i & last
-            stage = lax.rem(used + (i >> last), num_stages)
-
-            @pl.when(half == 0)
-            def _():
-                plgpu.barrier_wait(scratch["full"].at[stage])
-
-            factor = self.load_factor(scratch, stage, row, first_half + half)
-            part = mosaic.float8_matmul(
+            stage = lax.rem(used + i, num_stages)
+            plgpu.barrier_wait(scratch["full"].at[stage])
+            row_scales = None
+            if self.rows_have_scales:
+                row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, _ROWS)])
+            # If there is one half, the scale of the second one is not used.
+            block_scales = [
+                scratch["block_scales"][stage, jnp.minimum(first_half + half, _HALVES - 1)]
+                for half in range(_HALVES)
+            ]
+            totals = mosaic.add_float8_products(
+                totals,
                 scratch["left"],
                 scratch["right"],
                 stage,
                 row,
-                (first_half + half) * BLOCK,
+                first_half,
+                num_halves,
+                row_scales,
+                block_scales,
                 interpreted=self.interpreted,
             )
-
             # On a GPU the tensor cores read the operands. In Pallas' interpreter the threads do, so
             # there a fence must order their reads before the loader's next copies into the stage.
             if self.interpreted:
                 plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
+            return totals
 
-            @pl.when(half == last)
-            def _():
-                plgpu.barrier_arrive(scratch["empty"].at[stage])
+        return lax.fori_loop(0, steps, step, (zero,) * _HALVES)
 
-            return lax.cond(half == 0, add_to(0), add_to(1), part, factor, *totals)
-
-        return lax.fori_loop(0, steps << last, step, (zero,) * _HALVES)
-
-    def load_factor(self, scratch: Any, stage: Any, row: Any, half: Any) -> jax.Array:
-        """Returns the factors, [64, 128], by which a step's sums of float8 products are multiplied.
-
-        They are the scales of 64 rows times the scale of a half of the output tile's columns.
-        `stage` is the step's stage, `row` the first of the rows in the left operand's tile, and
-        `half` the index of the half. `scratch` has references to the ring's arrays.
-        """
-        shape = _ROWS, BLOCK
-        of_block = scratch["block_scales"][stage, half]
-        if not self.rows_have_scales:
-            factor = jnp.full(shape, of_block)
-            return factor if self.interpreted else plgpu.layout_cast(factor, plgpu.Layout.WGMMA)
-        rows = scratch["row_scales"].at[stage, pl.ds(row, _ROWS)]
+    def load_scales(self, scales: Any) -> jax.Array:
+        """Loads the scales of 64 rows from shared memory, as each thread needs them."""
         if self.interpreted:
-            of_rows = rows[...]
-        else:
-            of_rows = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return lax.broadcast_in_dim(of_rows * of_block, shape, (0,))
+            return scales[...]
+        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
         """Releases the ring's stages with the operands of an output tile, without multiplying them.
@@ -575,50 +553,6 @@ class _Float8Kernel(Kernel):
             plgpu.barrier_arrive(scratch["empty"].at[stage])
 
         lax.fori_loop(0, self.steps, step, None)
-
-    def store(
-        self, values: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
-    ) -> None:
-        """Stores rows [begin, end) of `values` to `out`, through shared memory.
-
-        Args:
-          values: [64, chunk] in registers, of `out`'s dtype, or float32 if `out` is float8.
-          out: reference to the output in global memory.
-          room: the [64, chunk] buffer in shared memory through which values are stored.
-          top: the row of `out` to which row 0 of `values` belongs.
-          left: the column of `out` to which column 0 of `values` belongs.
-          begin: the first row of `values` to store, or None to store all 64 rows.
-          end: the row of `values` after the last one to store.
-        """
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        mosaic.store_swizzled(room, values, interpreted=self.interpreted)
-        plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(left, self.chunk), self.chunk)
-
-        def copy():
-            plgpu.copy_smem_to_gmem(room, out.at[pl.ds(aligned(top), _ROWS), columns])
-
-        if begin is None:
-            copy()
-            return
-        whole = (begin <= 0) & (end >= _ROWS)
-        pl.when(whole)(copy)
-
-        @pl.when(jnp.logical_not(whole))
-        def _():
-            self.store_rows(out, room, top, left, begin, end)
-
-    def store_rows(self, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any) -> None:
-        if not self.interpreted:
-            mosaic.store_rows_of(out, room, top, left, begin, end)
-            return
-
-        def one_row(row, _):
-            @pl.when((row >= begin) & (row < end))
-            def _():
-                out[top + row, pl.ds(left, self.chunk)] = room[row]
-
-        lax.fori_loop(0, _ROWS, one_row, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -675,7 +609,7 @@ class _Product(_Float8Kernel):
             row, column = quotient_and_rest(worker + i * workers, columns)
             top = (first + row) * _ROWS
             begin, end = used_rows - top, out.shape[0] - top
-            self.store(nothing, out, room, top, column * self.chunk, begin, end)
+            self.store(room, out, nothing, top, column * self.chunk, begin, end)
 
         lax.fori_loop(0, lax.div(chunks - worker + (workers - 1), workers), zero_chunk, None)
 
@@ -712,7 +646,7 @@ class _GatedProduct(_Float8Kernel):
 
             def store(rows, index):
                 values, scales = _quantize(rows)
-                self.store(values, outs[2 * index], room, top, left_edge, begin - top, end - top)
+                self.store(room, outs[2 * index], values, top, left_edge, begin - top, end - top)
                 mosaic.store_column(
                     outs[2 * index + 1],
                     scales,
