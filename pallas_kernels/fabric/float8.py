@@ -6,6 +6,7 @@ is a float8 type's name in PTX, such as "e4m3".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_kernels.formats import Float8
 
 # The bits of the float32 infinity. As integers, the bits of a positive NaN are larger, and those of
 # a finite positive number are smaller.
-_INFINITY = 0x7F800000
+INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
@@ -27,8 +28,24 @@ def magnitude(value: Value) -> tuple[Value, Value]:
     Compared as integers, the bits of finite numbers are ordered like their magnitudes.
     """
     bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
-    is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(_INFINITY))
+    is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(INFINITY))
     return is_finite, arith.select(is_finite, bits, mosaic.i32(0))
+
+
+def largest_magnitude(values: Sequence[Value]) -> Value:
+    """Returns the bits (i32) of the largest absolute value of float32 numbers, ignoring NaN.
+
+    If a number is infinite, the result is `INFINITY`.
+    """
+    # Four maxima, so that few instructions wait for the one before them.
+    parts = [functools.reduce(_or_magnitude, values[i::4], mosaic.f32(0.0)) for i in range(4)]
+    return arith.bitcast(mosaic.integer_type(32), functools.reduce(arith.maxnumf, parts))
+
+
+def _or_magnitude(largest: Value, value: Value) -> Value:
+    """Returns the larger one of `largest` and the absolute value of a number that may be NaN."""
+    text = "{ .reg .f32 size; abs.f32 size, $2; max.f32 $0, $1, size; }"
+    return mosaic.asm(text, "=f,f,f", largest, value, returns=mosaic.float_type())
 
 
 def scale(format: Float8, largest: Value) -> Value:

@@ -34,7 +34,7 @@ from pallas_kernels.fabric.hardware import LANES
 # Maps a module of JAX to those of its names that this module and the kernels use.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": (
-        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
+        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGMMA_ROW_LAYOUT", "WGStridedFragLayout"),
     ),
     "jax.experimental.mosaic.gpu.launch_context": (
         *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
@@ -64,8 +64,8 @@ _REQUIRED = {
     ),
     "jaxlib.mlir.dialects.arith": (
         *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
-        *("extui", "index_cast", "maximumf", "maxui", "minui", "mulf", "muli", "ori", "remui"),
-        *("select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
+        *("extui", "index_cast", "maximumf", "maxnumf", "maxui", "minui", "mulf", "muli", "ori"),
+        *("remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
     ),
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (
@@ -562,6 +562,26 @@ def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) 
     )
 
 
+def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array:
+    """Returns a float array in the layout `plgpu.Layout.WGMMA.reduce(1)`, a number for each row.
+
+    Args:
+      values: the numbers of one thread: for each 64 rows, those of row r = lane / 4 of the warp's
+        16 rows and of row r + 8.
+      num_rows: the array's length.
+      kind: the MLIR type of an element.
+    """
+    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
+    like = mgpu.FragmentedArray.splat(zero, (num_rows,), mgpu.WGMMA_ROW_LAYOUT)
+    one = vector_type(1, kind)
+    vectors = [vector.from_elements(one, [value]) for value in values]
+    return mgpu.FragmentedArray(
+        _registers=np.array(vectors, dtype=object).reshape(like.registers.shape),
+        _layout=mgpu.WGMMA_ROW_LAYOUT,
+        _is_signed=None,
+    )
+
+
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
     """Applies a function elementwise to float arrays that have the same shape and register layout.
 
@@ -750,8 +770,8 @@ def store_rows_through(
     Args:
       room: a reference to [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
       out: a reference to the 2D output in global memory.
-      values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if `out`
-        is float8.
+      values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if
+        `out` is float8.
       top: the row of `out` for row 0 of `values`.
       left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
         multiple of 16.
@@ -1008,8 +1028,8 @@ def add_float8_products(
       row: the first of the 64 rows of left[stage], a multiple of 8.
       first: the index of the first block of right[stage] to multiply.
       count: the number of blocks to multiply, from 1 to the number of `totals`.
-      row_scales: [64] float32, the scales of the rows, in the layout `plgpu.Layout.WGMMA.reduce(1)`;
-        None if they are 1.
+      row_scales: [64] float32, the scales of the rows, in the layout
+        `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
       block_scales: for each of the totals, the scale of the block that is multiplied for it.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
 
@@ -1036,7 +1056,7 @@ def add_float8_products(
     def emit(left_ref: Value, right_ref: Value, *arrays: Array) -> list[Array]:
         offsets, count, arrays = arrays[:2], scalar(arrays[2]), arrays[3:]
         sums, of_blocks = arrays[:num], [scalar(scale) for scale in arrays[num : 2 * num]]
-        wide, f32_type = integer_type(64), vector_type(1, float_type())
+        wide = integer_type(64)
         # A thread holds elements of two rows.
         of_rows = [None, None]
         if len(arrays) > 2 * num:

@@ -39,9 +39,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.fabric import drain
+from pallas_kernels.fabric.mosaic import Value, arith, vector
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import (
@@ -53,7 +54,7 @@ from pallas_kernels.matmul.kernel import (
     quotient_and_rest,
     swizzled,
 )
-from pallas_kernels.matmul.quantized_tiles import Scaled
+from pallas_kernels.matmul.quantized_tiles import Scaled, max_of, scale_of, with_shuffled
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
@@ -645,7 +646,7 @@ class _GatedProduct(_Float8Kernel):
             room = scratch["staged"].at[computer]
 
             def store(rows, index):
-                values, scales = _quantize(rows)
+                values, scales = _quantize(rows, interpreted=self.interpreted)
                 self.store(room, outs[2 * index], values, top, left_edge, begin - top, end - top)
                 mosaic.store_column(
                     outs[2 * index + 1],
@@ -809,18 +810,60 @@ def drhs_of_each(
     return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
-def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantize(rows: jax.Array, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:
     """Computes a scale for each of the rows [64, 128] float32, and divides the row by it.
 
     Returns:
       (numbers, scales). `numbers`, [64, 128] float32, are the rows divided by their scales; the
       caller converts them to float8. `scales` are [64] float32.
     """
-    magnitude = jnp.abs(rows)
-    is_finite = magnitude < jnp.inf
-    largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
-    scales = jnp.maximum(
-        largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale
-    )
-    factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
-    return jnp.where(is_finite, rows * factor, jnp.nan), scales
+    if interpreted:
+        magnitude = jnp.abs(rows)
+        is_finite = magnitude < jnp.inf
+        largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
+        scales = jnp.maximum(
+            largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale
+        )
+        factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
+        return jnp.where(is_finite, rows * factor, jnp.nan), scales
+    layout = plgpu.Layout.WGMMA
+    results = [
+        plgpu.ShapeDtypeStruct(rows.shape, jnp.float32, layout=layout),
+        plgpu.ShapeDtypeStruct(rows.shape[:1], jnp.float32, layout=layout.reduce(1)),
+    ]
+    return tuple(mosaic.inline(_emit_quantize, [rows], [layout], results))
+
+
+def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
+    """Emits `_quantize` for one thread, which has 32 numbers of each of two rows.
+
+    Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
+    maximum ignores NaN, and a NaN stays one when it is divided.
+    """
+    pairs = mosaic.registers(rows)
+    numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
+
+    def of_row(values: Sequence[Any], row: int) -> list[Any]:
+        return [value for i, value in enumerate(values) if i // 2 % 2 == row]
+
+    def without_infinities() -> list[Value]:
+        is_finite, bits = zip(*(float8.magnitude(number) for number in numbers), strict=True)
+        clean = map(float8.or_nan, numbers, is_finite)
+        return [*clean, *(max_of(of_row(bits, row)) for row in range(2))]
+
+    sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
+    finite = mosaic.below(max_of(sizes), mosaic.i32(float8.INFINITY))
+    *numbers, first, second = mosaic.unless(finite, without_infinities, [*numbers, *sizes])
+    # Four threads have a part of each of the two rows.
+    sizes = with_shuffled(with_shuffled([first, second], 1), 2)
+    scales, inverses = zip(*map(scale_of, sizes), strict=True)
+    quotients = [arith.mulf(number, inverses[i // 2 % 2]) for i, number in enumerate(numbers)]
+    f32 = mosaic.float_type()
+    divided = [
+        vector.from_elements(mosaic.vector_type(2, f32), quotients[i : i + 2])
+        for i in range(0, len(quotients), 2)
+    ]
+    return [
+        mosaic.tensor_core_array(divided, rows.shape, f32),
+        mosaic.tensor_core_rows(scales, rows.shape[0], f32),
+    ]
