@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -983,16 +984,68 @@ def zero_rows_outside(
     lax.fori_loop(0, lax.div(count + (LANES - 1), jnp.int32(LANES)), step, None)
 
 
-def store_plain(ref: Any, values: jax.Array) -> None:
-    """Stores an array from registers to shared memory that is not swizzled.
+def write_registers(room: Any, values: jax.Array) -> None:
+    """Writes each thread's registers of an array to shared memory, for `read_registers`.
 
-    The store has bank conflicts, so JAX 0.12 rejects it unless `optimized=False` is passed to
-    `plgpu.store`. JAX 0.11 lacks `plgpu.store`, and accepts a plain assignment.
+    Waits until all threads of the warpgroup have done so.
+
+    The array is [64, columns] of 16-bit floats in the layout `plgpu.Layout.WGMMA`. `room` is a
+    reference to shared memory of the same shape and dtype, in which elements get another order.
     """
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
+
+    def emit(room: Value, values: Array) -> None:
+        word = integer_type(32)
+        words = [
+            vector.extract(vector.bitcast(vector_type(1, word), pair), [], [0])
+            for pair in registers(values)
+        ]
+        for first, count, place in _own_words(room, len(words)):
+            several = vector.from_elements(vector_type(count, word), words[first : first + count])
+            llvm.store(several, place, alignment=4 * count)
+        asm("", "~{memory}")
+        barrier()
+
+    inline(emit, [room, values], [REFERENCE, plgpu.Layout.WGMMA])
+
+
+def read_registers(room: Any) -> jax.Array:
+    """Returns the array that another warpgroup has written to `room` by `write_registers`.
+
+    Waits until all threads of the warpgroup have read it. A thread reads the places to which it
+    would write, so the warpgroup may then write to `room`.
+    """
+    shape, dtype = room.shape, jnp.dtype(room.dtype)
+
+    def emit(room: Value) -> Array:
+        word, kind = integer_type(32), element_of(room)
+        words: list[Value] = []
+        asm("", "~{memory}")
+        for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * LANES)):
+            several = llvm.load(vector_type(count, word), place, alignment=4 * count)
+            words += [vector.extract(several, [], [i]) for i in range(count)]
+        # The words must have arrived before the barrier.
+        words = opaque(words)
+        barrier()
+        of_two, one = vector_type(2, kind), vector_type(1, word)
+        pairs = [vector.bitcast(of_two, vector.from_elements(one, [each])) for each in words]
+        return tensor_core_array(pairs, shape, kind)
+
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    return inline(emit, [room], [REFERENCE], result)
+
+
+def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
+    """Emits pointers to a thread's `num_words` words in shared memory, for up to 4 words each.
+
+    Neighbouring threads have neighbouring places, so that a warp accesses all banks.
+
+    Yields:
+      (first, count, pointer): `pointer` is the place of the words `first` to `first` + `count` - 1.
+    """
+    count = math.gcd(num_words, 4)
+    for first in range(0, num_words, count):
+        own = arith.addi(arith.muli(lane(), i32(count)), i32(first * LANES))
+        yield first, count, element_pointer(pointer(room), own, integer_type(32))
 
 
 # ----------------------------------------------------------------------------------- tensor cores

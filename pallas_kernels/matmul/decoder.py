@@ -9,11 +9,14 @@ read an operand:
              64 float4, 2 scales       64 bfloat16
              of each column            of each column
 
-While a compute warpgroup decodes, the other one uses the tensor cores.
-
 **The numbers of a thread.** Of each column, a thread holds those numbers k with k mod 8 = 2q or
 2q + 1, where q = lane mod 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"). They are
 byte q of each word of 8 float4 numbers.
+
+**A table in shared memory** has the two numbers of each of the 256 bytes, as two bfloat16 in a
+word. Each lane of a warp has its own copy of it, so that 32 lanes read words of 32 banks. A compute
+warpgroup looks its numbers up while the tensor cores multiply those of the step before. When they
+are done, it only has to multiply the numbers by their scales.
 """
 
 from __future__ import annotations
@@ -48,11 +51,19 @@ _COLUMNS, _OF_WARP, _APART = 64, 16, 8
 _WORDS = NUMBER_BYTES // WORD_BYTES
 _LINE = _WORDS + SCALES
 _PER_THREAD = 2 * _LINE
+# The table of bytes: a word for each byte and lane.
+_BYTES = 256
+TABLE_BYTES = _BYTES * WARP * WORD_BYTES
+# The hardware's barrier at which the compute warpgroups wait until the table is filled. Mosaic uses
+# the first few barriers.
+_TABLE_BARRIER = 8
 # The shape of the register array of loaded words.
 _LOADED = (LANES * _PER_THREAD,)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["scales", "room"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["scales", "table", "room"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """Shared memory of a decoder, besides the ring of the matmul.
@@ -62,11 +73,13 @@ class Staged:
     Attributes:
       scales: the stages of scales, [stages, matrices * block_n * 2] int32. A scale is a word of two
         equal bfloat16, or its code in Pallas' interpreter.
+      table: the table of bytes, [256 * 32] int32; None in Pallas' interpreter.
       room: None on a GPU. In Pallas' interpreter, whose tensor cores do not read registers, decoded
         columns are stored there: [2, parts, 64, 64] bfloat16, for each compute warpgroup and part.
     """
 
     scales: Any
+    table: Any
     room: Any
 
     @classmethod
@@ -79,11 +92,11 @@ class Staged:
           parts: the number of parts of 64 columns that a compute warpgroup decodes in a step.
           interpreted: whether Pallas' GPU interpreter runs the kernel.
         """
-        scales, room = plgpu.SMEM((num_stages, columns * SCALES), jnp.int32), None
-        if interpreted:
-            shape = COMPUTERS, parts, _COLUMNS, STEP
-            room = plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
-        return cls(scales, room)
+        scales = plgpu.SMEM((num_stages, columns * SCALES), jnp.int32)
+        if not interpreted:
+            return cls(scales, plgpu.SMEM((_BYTES * WARP,), jnp.int32), None)
+        shape = COMPUTERS, parts, _COLUMNS, STEP
+        return cls(scales, None, plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +198,44 @@ class Decoder:
 
     # ----------------------------------------------------------------- the compute warpgroups
 
-    def load(self, stage: jax.Array, matrix: Any, first: Any) -> jax.Array:
-        """Loads 64 columns of a matrix from a stage, from column `first` of the tile on.
+    def fill_table(self, computer: jax.Array) -> None:
+        """Fills half of the table, and waits until the other compute warpgroup has filled the rest.
 
-        `matrix` is the index of the matrix. Returns an array in registers for `decode`.
+        `computer` is the index of this warpgroup, 0 or 1.
+        """
+        if self.interpreted:
+            return
+        num_warps = LANES // WARP
+        of_warp = _BYTES // (COMPUTERS * num_warps)
+
+        def fill(i: jax.Array, _: None) -> None:
+            def emit(table: Value, first: Any) -> None:
+                warp = arith.divui(mosaic.lane(), mosaic.i32(WARP))
+                byte = arith.addi(mosaic.scalar(first), arith.muli(warp, mosaic.i32(of_warp)))
+                word = mosaic.integer_type(32)
+                place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
+                llvm.store(_bfloat16_of_byte(byte), place)
+
+            first = computer * (num_warps * of_warp) + i
+            mosaic.inline(emit, [self.staged.table, first], [mosaic.REFERENCE, mosaic.SCALAR])
+
+        lax.fori_loop(0, of_warp, fill, None)
+        threads = COMPUTERS * LANES
+        mosaic.inline(
+            lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [], []
+        )
+
+    def load(self, stage: jax.Array, matrix: Any, first: Any) -> jax.Array:
+        """Looks up 64 columns of a matrix in a stage, from column `first` of the tile on.
+
+        `matrix` is the index of the matrix. Returns an array in registers for `decode`: numbers
+        without their scales, and scales.
         """
         line = jnp.int32(matrix * self.block_n + first)
         if self.interpreted:
             return self._interpreted_decode(stage, line)
 
-        def emit(values: Value, scales: Value, stage: Any, line: Any) -> Any:
+        def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
             own = arith.addi(_own_line(), mosaic.scalar(line))
             lines = self.scales.shape[1] // SCALES
             own = arith.addi(own, arith.muli(mosaic.scalar(stage), mosaic.i32(lines)))
@@ -205,18 +246,25 @@ class Decoder:
                 )
                 for ref, words in ((values, _WORDS), (scales, SCALES))
             )
+            # Of a word, byte q, and zeros in place of the other bytes.
+            quad = arith.andi(mosaic.lane(), mosaic.i32(3))
+            selector = arith.ori(quad, mosaic.i32(0x4440))
             words = []
             for half in range(2):
                 for i in range(0, _WORDS, 4):
-                    words += _load_words(of_values, half * _APART * _WORDS + i, 4)
+                    for four in _load_words(of_values, half * _APART * _WORDS + i, 4):
+                        byte = _chosen(four, mosaic.i32(0), selector)
+                        place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
+                        words.append(llvm.load(word, place))
                 words += _load_words(of_scales, half * _APART * SCALES, SCALES)
             of_all = mosaic.vector_type(len(words), word)
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
 
-        layouts = [mosaic.REFERENCE, mosaic.REFERENCE, mosaic.SCALAR, mosaic.SCALAR]
+        operands = [self.values, self.scales, self.staged.table, stage, line]
+        layouts = [mosaic.REFERENCE] * 3 + [mosaic.SCALAR] * 2
         result = mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD)
-        return mosaic.inline(emit, [self.values, self.scales, stage, line], layouts, result)
+        return mosaic.inline(emit, operands, layouts, result)
 
     def decode(self, loaded: jax.Array, computer: jax.Array, part: int) -> Any:
         """Decodes the result of `load`, for the part `part` of the warpgroup `computer`.
@@ -235,12 +283,8 @@ class Decoder:
             words = [vector.extract(words, [], [i]) for i in range(_PER_THREAD)]
             # The caller has waited until the tensor cores no longer read the result's registers.
             words = mosaic.opaque(words)
-            # Of each two words, byte q.
-            quad = arith.andi(mosaic.lane(), mosaic.i32(3))
-            selector = arith.addi(arith.muli(quad, mosaic.i32(0x11)), mosaic.i32(0x40))
             first, second = (
-                _decode_column(words[i : i + _WORDS], words[i + _WORDS : i + _LINE], selector)
-                for i in (0, _LINE)
+                _scaled(words[i : i + _WORDS], words[i + _WORDS : i + _LINE]) for i in (0, _LINE)
             )
             return _operand([pair for both in zip(first, second, strict=True) for pair in both])
 
@@ -277,18 +321,10 @@ def _load_words(pointer: Value, first: int, count: int) -> list[Value]:
     return [vector.extract(loaded, [], [j]) for j in range(count)]
 
 
-def _decode_column(words: Sequence[Value], scales: Sequence[Value], selector: Value) -> list[Value]:
-    """Decodes a thread's 16 numbers of a column: 8 pairs of bfloat16, in the order of K.
-
-    `words` are the column's 8 words, and `scales` its two scales. `selector` selects the thread's
-    byte of each of two words.
-    """
-    pairs = []
-    for i in range(0, len(words), 2):
-        scale = scales[i * 8 // MXFP4.block[1]]
-        for pair in _bfloat16_of_float4(_chosen(words[i], words[i + 1], selector)):
-            pairs.append(_multiplied(pair, scale))
-    return pairs
+def _scaled(pairs: Sequence[Value], scales: Sequence[Value]) -> list[Value]:
+    """Multiplies a thread's 16 numbers of a column, 8 pairs of bfloat16, by the two scales."""
+    of_scale = len(pairs) // len(scales)
+    return [_multiplied(pair, scales[i // of_scale]) for i, pair in enumerate(pairs)]
 
 
 def _operand(pairs: Sequence[Value]) -> Any:
@@ -305,25 +341,27 @@ def _scale_of(code: Value) -> Value:
     return arith.muli(bits_of_e8m0(code, fraction_bits=7), mosaic.i32(0x10001))
 
 
+def _entry(byte: Value) -> Value:
+    """Returns the place of the table's word for a byte and this lane."""
+    of_lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+    return arith.addi(arith.muli(byte, mosaic.i32(WARP)), of_lane)
+
+
 # The low and the high bytes of the float4 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bfloat16.
 _LOW = 0xC0800000, 0xC0804000
 _HIGH = 0x3F3F3F00, 0x40404040
-# Selectors of `_chosen`: bytes 0, 4, 1, 5 of two words, and bytes 2, 6, 3, 7.
-_FIRST_BYTES, _LAST_BYTES = 0x5140, 0x7362
 
 
-def _bfloat16_of_float4(word: Value) -> list[Value]:
-    """Converts the four float4 numbers in the low half of a word to bfloat16, two in a word."""
-    sizes = arith.andi(word, mosaic.i32(0x7777))
+def _bfloat16_of_byte(byte: Value) -> Value:
+    """Converts the two float4 numbers of a byte to two bfloat16 in a word."""
     low, high = (
-        _chosen(mosaic.i32(first), mosaic.i32(last), sizes) for first, last in (_LOW, _HIGH)
+        _chosen(mosaic.i32(first), mosaic.i32(last), arith.andi(byte, mosaic.i32(0x77)))
+        for first, last in (_LOW, _HIGH)
     )
-    # The highest bit of each byte is the sign of a number: in `even` of numbers 0 and 2, in `word`
-    # of numbers 1 and 3.
-    even = arith.shli(word, mosaic.i32(4))
-    signs = _chosen(even, word, mosaic.i32(_FIRST_BYTES))
-    high = arith.ori(high, arith.andi(signs, mosaic.i32(0x80808080)))
-    return [_chosen(low, high, mosaic.i32(order)) for order in (_FIRST_BYTES, _LAST_BYTES)]
+    # Bytes 0 and 1 of `low` and `high` belong to the first and the second number.
+    sizes = _chosen(low, high, mosaic.i32(0x5140))
+    signs = arith.ori(arith.shli(byte, mosaic.i32(12)), arith.shli(byte, mosaic.i32(24)))
+    return arith.ori(sizes, arith.andi(signs, mosaic.i32(0x80008000)))
 
 
 def _chosen(low: Value, high: Value, selector: Value) -> Value:

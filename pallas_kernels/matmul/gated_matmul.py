@@ -26,7 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.grouped_matmul import Computer, Product, Tiles, parts
+from pallas_kernels.matmul.grouped_matmul import (
+    Computer,
+    Product,
+    Tiles,
+    parts,
+    passed_at_once,
+)
 from pallas_kernels.matmul.kernel import CHUNK, launch, transposed
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import table_of
@@ -124,7 +130,7 @@ class _GatedProduct(Product):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         types = super().scratch_types(dtype)
         if self.is_narrow:
-            shape = self.tiles.part, self.tiles.block_m
+            shape = self.tiles.part, passed_at_once(self.tiles.block_m)
             types["passed"] = Passed(plgpu.SMEM(shape, dtype), plgpu.Barrier(), plgpu.Barrier())
         return types
 
@@ -151,23 +157,25 @@ class _GatedProduct(Product):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["product", "full", "empty"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["product", "full", "answered"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """Shared memory through which compute warpgroup 1 passes its product to warpgroup 0.
+    """Shared memory through which compute warpgroups pass parts of their products to each other.
 
     Outside the kernel's body, the attributes are types of scratch; inside, references to it.
 
     Attributes:
-      product: [64, block_m] of the outputs' dtype, a tile of a product, transposed.
-      full: the barrier at which warpgroup 1 arrives when it has written a product.
-      empty: the barrier at which warpgroup 0 arrives when it has read a product.
+      product: [64, rows] of the outputs' dtype: some rows of a tile of a product, transposed. On a
+        GPU, its elements have the order of `mosaic.write_registers`.
+      full: the barrier at which warpgroup 1 arrives when it has written rows of its product.
+      answered: the barrier at which warpgroup 0 arrives when it has read these rows and, if it
+        passes rows of its product, too, has written them in their place.
     """
 
     product: Any
     full: Any
-    empty: Any
+    answered: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +183,13 @@ class _OneProduct(Computer):
     """The work of a compute warpgroup for tiles of 64 columns: it computes one of the two products.
 
     A token in decoding has few tiles of 128 columns, on fewer multiprocessors than it takes to use
-    the memory's bandwidth. With 64 columns, there are twice as many.
+    the memory's bandwidth. With 64 columns, there are twice as many. Matrices in MXFP4 are decoded
+    once for each tile of rows, so tiles of 64 columns by up to 256 rows decode them fewer times.
 
-    Warpgroup 1 passes its product through shared memory to warpgroup 0, which applies the gating
-    function and stores the results.
+    The gating function needs both products. Warpgroup 1 passes the first rows of its product
+    through shared memory to warpgroup 0, which applies the gating function to these rows, and
+    stores the results. If a tile has more than 128 rows, warpgroup 0 passes the other half of the
+    rows of its product to warpgroup 1, which does the same with them.
     """
 
     kernel: _GatedProduct
@@ -187,10 +198,16 @@ class _OneProduct(Computer):
     def run(self) -> None:
         total = self.rows.count * self.kernel.tile_columns
         used = self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
-        # Warpgroup 0 has arrived for the last product, too. Warpgroup 1 waits for this arrival, so
-        # that none is left at the end.
-        pl.when((self.number == 1) & (used > 0))(lambda: plgpu.barrier_wait(self.passed.empty))
+        if not self._both_store:
+            # Warpgroup 1 waits until its last rows are read, so that no arrival is left at the end.
+            last = (self.number == 1) & (used > 0)
+            pl.when(last)(lambda: plgpu.barrier_wait(self.passed.answered))
         self._zero_unused()
+
+    @property
+    def _both_store(self) -> bool:
+        """Whether both warpgroups store results, each of half of the rows."""
+        return self.passed.product.shape[1] < self.kernel.tiles.block_m
 
     @property
     def _first_column(self) -> Any:
@@ -207,33 +224,51 @@ class _OneProduct(Computer):
         multiply = functools.partial(self._multiply, kind)
         total = self.ring.accumulate(used, steps, self._shape, multiply, matmuls=1)
         product = total.astype(self._dtype)
+        count = self.passed.product.shape[1]
+        first, rest = product[:, :count], product[:, count:] if self._both_store else None
 
         @pl.when(self.number == 1)
         def _pass():
-            pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.empty))
-            if self.kernel.interpreted:
-                self.passed.product[...] = product
-            else:
-                mosaic.store_plain(self.passed.product, product)
+            if not self._both_store:
+                pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.answered))
+            self._write(first)
             plgpu.barrier_arrive(self.passed.full)
+            if self._both_store:
+                plgpu.barrier_wait(self.passed.answered)
+                self._store(place._replace(top=place.top + count), self._loaded(), rest)
 
         @pl.when(self.number == 0)
-        def _store():
+        def _answer():
             plgpu.barrier_wait(self.passed.full)
             other = self._loaded()
-            plgpu.barrier_arrive(self.passed.empty)
-
-            def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-                return self.kernel.gated(product[columns, rows], other[columns, rows])
-
-            self.store.chunks(0, self.store.num_chunks, place, results)
+            if self._both_store:
+                self._write(rest)
+            plgpu.barrier_arrive(self.passed.answered)
+            self._store(place, first, other)
 
         return used + steps
 
-    def _loaded(self) -> jax.Array:
+    def _store(self, place: Place, *products: jax.Array) -> None:
+        """Stores the gated product of some rows of a tile, from their two products, transposed.
+
+        `place` is the position in the outputs of a tile that begins with these rows.
+        """
+
+        def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+            return self.kernel.gated(*(product[columns, rows] for product in products))
+
+        store = dataclasses.replace(self.store, block_m=products[0].shape[1])
+        store.chunks(0, store.num_chunks, place, results)
+
+    def _write(self, product: jax.Array) -> None:
         if self.kernel.interpreted:
-            return self.passed.product[...]
-        return plgpu.load(self.passed.product, layout=plgpu.Layout.WGMMA, optimized=False)
+            self.passed.product[...] = product
+        else:
+            mosaic.write_registers(self.passed.product, product)
+
+    def _loaded(self) -> jax.Array:
+        room = self.passed.product
+        return room[...] if self.kernel.interpreted else mosaic.read_registers(room)
 
     def _staged_columns(self, stage: jax.Array) -> list[Any]:
         matrix = self.ring.right.at[stage, self.number]

@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.decoder import COLUMN_BYTES, NUMBER_BYTES, Decoder, Staged
+from pallas_kernels.matmul.decoder import COLUMN_BYTES, NUMBER_BYTES, TABLE_BYTES, Decoder, Staged
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -60,6 +60,10 @@ from pallas_kernels.matmul.kernel import (
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
+
+# If compute warpgroups pass products to each other, and a tile has more rows than this, each of
+# them passes half of the rows.
+_MOST_PASSED = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,9 @@ class Tiles:
         stage = operand * heights[-1] + of_column * matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
-            room -= 2 * block_n * heights[-1]
+            room -= 2 * block_n * passed_at_once(heights[-1])
+        if is_quantized:
+            room -= TABLE_BYTES
         stages = min((room - COMPUTERS * (1 + matrices) * chunk) // stage, 6)
         buffers = min((room - stages * stage) // (COMPUTERS * chunk), 8)
         return cls(heights, block_n, stages, buffers, band)
@@ -141,6 +147,14 @@ class Tiles:
         if self.num_buffers < 1:
             raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
         check_buffers(self)
+
+
+def passed_at_once(block_m: int) -> int:
+    """Returns how many rows of a product compute warpgroups pass to each other at a time.
+
+    `block_m` is the number of rows of a tile, a multiple of 16 if it is more than 128.
+    """
+    return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
 def product(
@@ -327,6 +341,8 @@ class Product(Kernel):
             loader = _QuantizedLoader(self, ring, tiles, operands, decoder)
 
         def compute(number: jax.Array) -> None:
+            if decoder is not None:
+                decoder.fill_table(number)
             sizes = self.tiles.block_m, self.tiles.part
             store = Store(outs, buffers.of(number), *sizes, self.interpreted)
             self.computer(ring, tiles, store, number, decoder, **scratch).run()
@@ -564,10 +580,9 @@ class Computer:
         loaded = self.decoder.load(stage, matrices[0], columns[0])
         for i, place in enumerate(places):
             plgpu.wgmma_wait(len(places) - 1)
-            decoded = self.decoder.decode(loaded, self.number, i)
+            multiply([(place, self.decoder.decode(loaded, self.number, i))])
             if i + 1 < len(places):
                 loaded = self.decoder.load(stage, matrices[i + 1], columns[i + 1])
-            multiply([(place, decoded)])
 
     @property
     def _encoded_parts(self) -> list[tuple[tuple[int, int], Any, Any]]:

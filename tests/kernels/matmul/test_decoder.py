@@ -145,6 +145,8 @@ def test_product(problem, depth, width, tiles):
             "several tiles": (MORE, 192, 256, Tiles((32, 64), 128, 2, 3)),
             # Each compute warpgroup computes one of the products.
             "narrow tiles": (MORE, 192, 128, Tiles((8, 32), 64, 3, 3)),
+            # Tiles are so high that each compute warpgroup stores half of the rows.
+            "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 2, 3)),
         },
         "small",
     ),
