@@ -225,7 +225,8 @@ class _OneProduct(Computer):
         total = self.ring.accumulate(used, steps, self._shape, multiply, matmuls=1)
         product = total.astype(self._dtype)
         count = self.passed.product.shape[1]
-        first, rest = product[:, :count], product[:, count:] if self._both_store else None
+        # Mosaic has no arrays without elements, so there is no rest if all rows are passed at once.
+        first, rest = product[:, :count], product[:, count:] if self._both_store else product
 
         @pl.when(self.number == 1)
         def _pass():
