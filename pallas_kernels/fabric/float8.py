@@ -39,7 +39,7 @@ def largest_magnitude(values: Sequence[Value]) -> Value:
     """
     # Four maxima, so that few instructions wait for the one before them.
     parts = [functools.reduce(_or_magnitude, values[i::4], mosaic.f32(0.0)) for i in range(4)]
-    return arith.bitcast(mosaic.integer_type(32), functools.reduce(arith.maxnumf, parts))
+    return arith.bitcast(mosaic.integer_type(32), functools.reduce(_or_magnitude, parts))
 
 
 def _or_magnitude(largest: Value, value: Value) -> Value:

@@ -65,7 +65,7 @@ _REQUIRED = {
     ),
     "jaxlib.mlir.dialects.arith": (
         *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
-        *("extui", "index_cast", "maximumf", "maxnumf", "maxui", "minui", "mulf", "muli", "ori"),
+        *("extui", "index_cast", "maximumf", "maxui", "minui", "mulf", "muli", "ori"),
         *("remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
     ),
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
@@ -182,7 +182,8 @@ def inline(
         for each operand that is a reference, and a FragmentedArray for each array in registers. It
         returns arrays of the types in `returns`.
       operands: references, and arrays in registers.
-      layouts: the layout of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
+      layouts: the layout of each operand: `REFERENCE` or another `plgpu.RefType`, `SCALAR`, one
+        made by `strided`, `plgpu.Layout.WGMMA`, or `plgpu.Layout.WGMMA.reduce(1)`.
       returns: the type of the result, a list of types, or None if there is no result.
 
     Returns:
@@ -523,7 +524,11 @@ def splat(value: Value, is_signed: bool | None = None) -> Array:
 
 
 def registers(array: Array) -> list[Value]:
-    """Returns one thread's registers of an array in the layout `strided`, as MLIR vectors."""
+    """Returns one thread's registers of an array, as MLIR vectors.
+
+    `array_of` takes them in the same order for the layout `strided`, `tensor_core_array` for the
+    layout `plgpu.Layout.WGMMA`, and `tensor_core_rows` for `plgpu.Layout.WGMMA.reduce(1)`.
+    """
     return list(array.registers.flat)
 
 
@@ -550,7 +555,7 @@ def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) 
 
     Args:
       values: the thread's vectors of two neighbouring elements of a row: for each 64 rows, for each
-        8 columns, for row r = lane / 4 of the warp's 16 rows and row r + 8.
+        8 columns, for two of the warp's 16 rows. Thread t of a warp has rows t / 4 and t / 4 + 8.
       shape: the array's shape, [rows, columns].
       kind: the MLIR type of an element.
     """
@@ -567,8 +572,8 @@ def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array
     """Returns a float array in the layout `plgpu.Layout.WGMMA.reduce(1)`, a number for each row.
 
     Args:
-      values: the numbers of one thread: for each 64 rows, those of row r = lane / 4 of the warp's
-        16 rows and of row r + 8.
+      values: the numbers of one thread: for each 64 rows, those of two of the warp's 16 rows.
+        Thread t of a warp has rows t / 4 and t / 4 + 8.
       num_rows: the array's length.
       kind: the MLIR type of an element.
     """
@@ -766,7 +771,8 @@ def store_rows_through(
 
     No other row is written. In registers, each thread has pieces of several rows. Each warp puts
     its 16 rows into shared memory, and reads them such that 8 threads store 128 bytes of a row. The
-    warps need not wait for each other.
+    warps need not wait for each other. All threads of a warp must reach the call, even if `begin`
+    and `end` exclude some of the warp's rows.
 
     Args:
       room: a reference to [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
@@ -774,14 +780,16 @@ def store_rows_through(
       values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if
         `out` is float8.
       top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
-        multiple of 16.
+      left: the column of `out` for column 0 of `values`. The address of every stored row,
+        out[top + i, left], must be a multiple of 16; so must the bytes of a row of `out`.
       begin: the first row of `values` to store, or None to store all rows.
       end: the row after the last one to store, or None.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
     num_rows, columns = values.shape
-    if begin is None:
+    size = jnp.dtype(out.dtype).itemsize
+    assert num_rows == 64 and columns * size == 128, (values.shape, out.dtype)
+    if begin is None or end is None:
         begin, end = jnp.int32(0), jnp.int32(num_rows)
     if interpreted:
         room[...] = values.astype(room.dtype)
@@ -798,8 +806,7 @@ def store_rows_through(
 
         pl.when(~whole)(lambda: lax.fori_loop(0, num_rows, one_row, None))
         return
-    size = jnp.dtype(out.dtype).itemsize
-    to_float8 = f"cvt.rn.satfinite.{_FLOAT8.get(jnp.dtype(out.dtype))}x2.f32 $0, $2, $1;"
+    out_dtype = out.dtype
 
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
@@ -821,7 +828,8 @@ def store_rows_through(
             pair = values.registers[index]
             if size == 1:
                 numbers = [vector.extract(pair, [], [i]) for i in range(2)]
-                pair = asm(to_float8, "=h,f,f", *numbers, returns=integer_type(16))
+                text = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(out_dtype)]}x2.f32 $0, $2, $1;"
+                pair = asm(text, "=h,f,f", *numbers, returns=integer_type(16))
             at = in_room(row, arith.muli(column, i32(size)))
             llvm.store(pair, at, alignment=2 * size)
         asm("bar.warp.sync 0xffffffff;", "~{memory}")
@@ -1103,8 +1111,9 @@ def add_float8_products(
         return tuple(sums)
 
     kinds = [_FLOAT8[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    products, num = 64 * columns // 128, len(totals)
-    num_totals = num * products
+    # The numbers of registers in which a thread holds one product, and all totals.
+    per_product, num = 64 * columns // LANES, len(totals)
+    num_totals = num * per_product
 
     def emit(left_ref: Value, right_ref: Value, *arrays: Array) -> list[Array]:
         offsets, count, arrays = arrays[:2], scalar(arrays[2]), arrays[3:]
@@ -1130,10 +1139,10 @@ def add_float8_products(
         operands = [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])]
         operands += [count, *factors]
         of_operand = {i: f"${2 * num_totals + i}" for i in range(len(operands))}
-        names = "{" + ",".join(f"c{i}" for i in range(products)) + "}"
+        names = "{" + ",".join(f"c{i}" for i in range(per_product)) + "}"
         text = [
             "{",
-            f".reg .f32 c<{products}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
+            f".reg .f32 c<{per_product}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
             "setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;",
         ]
         for block in range(num):
@@ -1153,8 +1162,8 @@ def add_float8_products(
                 if i < 3:
                     text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
             text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
-            for i in range(products):
-                total = f"${block * products + i}"
+            for i in range(per_product):
+                total = f"${block * per_product + i}"
                 # Of four neighbouring numbers, two belong to each of the thread's two rows.
                 factor = of_operand[3 + 2 * block + i // 2 % 2]
                 text.append(f"fma.rn.f32 {total}, c{i}, {factor}, {total};")
@@ -1184,10 +1193,10 @@ def add_float8_products(
             vector.from_elements(vector_type(2, float_type()), values[i : i + 2])
             for i in range(0, num_totals, 2)
         ]
-        half = products // 2
+        num_pairs = per_product // 2
         return [
-            tensor_core_array(pairs[i : i + half], (64, columns), float_type())
-            for i in range(0, num * half, half)
+            tensor_core_array(pairs[i : i + num_pairs], (64, columns), float_type())
+            for i in range(0, num * num_pairs, num_pairs)
         ]
 
     offsets = [

@@ -34,7 +34,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -811,21 +810,16 @@ def drhs_of_each(
 
 
 def _quantize(rows: jax.Array, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:
-    """Computes a scale for each of the rows [64, 128] float32, and divides the row by it.
+    """Computes a scale for each of the rows [64, 128] float32, and multiplies the row by 1 / scale.
 
     Returns:
-      (numbers, scales). `numbers`, [64, 128] float32, are the rows divided by their scales; the
-      caller converts them to float8. `scales` are [64] float32.
+      (numbers, scales). `numbers`, [64, 128], are the rows times 1 / scale. On a GPU they are
+      float32, and the caller rounds them to float8; Pallas' interpreter has rounded them already.
+      `scales` are [64] float32.
     """
     if interpreted:
-        magnitude = jnp.abs(rows)
-        is_finite = magnitude < jnp.inf
-        largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
-        scales = jnp.maximum(
-            largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale
-        )
-        factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
-        return jnp.where(is_finite, rows * factor, jnp.nan), scales
+        values, scales = FLOAT8_ROWS.encode(rows)
+        return values, scales[:, 0]
     layout = plgpu.Layout.WGMMA
     results = [
         plgpu.ShapeDtypeStruct(rows.shape, jnp.float32, layout=layout),
@@ -838,7 +832,7 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
     """Emits `_quantize` for one thread, which has 32 numbers of each of two rows.
 
     Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
-    maximum ignores NaN, and a NaN stays one when it is divided.
+    maximum ignores NaN, and a NaN stays one when it is multiplied.
     """
     pairs = mosaic.registers(rows)
     numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
@@ -857,13 +851,13 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
     # Four threads have a part of each of the two rows.
     sizes = with_shuffled(with_shuffled([first, second], 1), 2)
     scales, inverses = zip(*map(scale_of, sizes), strict=True)
-    quotients = [arith.mulf(number, inverses[i // 2 % 2]) for i, number in enumerate(numbers)]
+    scaled = [arith.mulf(number, inverses[i // 2 % 2]) for i, number in enumerate(numbers)]
     f32 = mosaic.float_type()
-    divided = [
-        vector.from_elements(mosaic.vector_type(2, f32), quotients[i : i + 2])
-        for i in range(0, len(quotients), 2)
+    pairs = [
+        vector.from_elements(mosaic.vector_type(2, f32), scaled[i : i + 2])
+        for i in range(0, len(scaled), 2)
     ]
     return [
-        mosaic.tensor_core_array(divided, rows.shape, f32),
+        mosaic.tensor_core_array(pairs, rows.shape, f32),
         mosaic.tensor_core_rows(scales, rows.shape[0], f32),
     ]

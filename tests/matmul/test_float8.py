@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
-from support.float8 import KINDS, assert_gated_within_bound, assert_within_bound
+from support.float8 import (
+    KINDS,
+    assert_encodes,
+    assert_gated_within_bound,
+    assert_within_bound,
+)
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, quantize
@@ -25,6 +30,7 @@ K, N = 256, 384
 HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, jax.default_backend(), ROWS, True))
 implementations = pytest.mark.parametrize("implementation", [None, *HERE])
 here = pytest.mark.parametrize("implementation", HERE)
+kernels = pytest.mark.skipif("pallas" not in HERE, reason="the kernels do not run here")
 GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
 
 
@@ -100,6 +106,36 @@ def test_gated_product(implementation, kind):
     live = [jax.tree.map(lambda part: part[:LIVE], each) for each in got]
     assert len(live) == 3
     assert_gated_within_bound(live, lhs[:LIVE], rhs, SIZES)
+
+
+def gated_by_kernels(rows, pair, gating):
+    """Returns the hidden values and both products of the gated kernel, each as (values, scales)."""
+    got = jax.jit(
+        lambda rows, pair, sizes: float8.gated_product(rows, pair, sizes, gating, True, "pallas")
+    )(rows, pair, GROUP_SIZES)
+    return [(each.values[:LIVE], each.scales[:LIVE]) for each in got]
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_product_keeps_the_bits_of_encode(kind):
+    rows = operands.rows(rows_of(kind))
+    pair = tuple(operands.transposed_matrices(matrices_of("random", seed)) for seed in (1, 2))
+    _, *products = gated_by_kernels(rows, pair, operands.swiglu)
+    for got, each in zip(products, pair, strict=True):
+        assert_encodes(got, product("pallas", jnp.float32)([(rows, each)], GROUP_SIZES)[:LIVE])
+
+
+@kernels
+def test_a_row_with_infinities_and_nan_is_quantized_by_its_finite_numbers():
+    rows = operands.rows(rows_of("random"))
+    pair = tuple(operands.transposed_matrices(matrices_of("random", s) / 16) for s in (1, 2))
+    hidden, *_ = gated_by_kernels(rows, pair, operands.times_huge)
+    products = [
+        np.asarray(product("pallas", jnp.float32)([(rows, each)], GROUP_SIZES)[:LIVE])
+        for each in pair
+    ]
+    assert_encodes(hidden, operands.times_huge_of(*products))
 
 
 @here

@@ -182,6 +182,39 @@ def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[i
     assert not (np.abs(dweights[finite] - wanted[finite]) > bound).any()
 
 
+def times_huge(gate: Any, up: Any) -> Any:
+    """A gating whose results are finite, infinite and NaN within a row.
+
+    The result is NaN if both products are large and have the same sign.
+    """
+    return gate * 3e38 - up * 3e38
+
+
+def times_huge_of(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Computes `times_huge` in NumPy's float32, and asserts that rows mix all kinds of numbers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = times_huge(gate, up).astype(np.float32)
+    is_nan, is_infinite = np.isnan(numbers), np.isinf(numbers)
+    is_finite = ~is_nan & ~is_infinite
+    assert (is_nan.any(1) & is_infinite.any(1) & is_finite.any(1)).mean() > 0.5
+    return numbers
+
+
+def assert_encodes(got: Any, numbers: Any) -> None:
+    """Asserts that `got`, (values, scales), has the bits of `FLOAT8_ROWS.encode` in NumPy.
+
+    A NaN may have any bits. `numbers` are float32.
+    """
+    values, scales = map(np.asarray, got)
+    want, wanted_scales = FLOAT8_ROWS.encode(np.asarray(numbers))
+    np.testing.assert_array_equal(scales.view(np.uint32), wanted_scales.view(np.uint32))
+    bits, wanted_bits = (
+        np.where(np.isnan(each.astype(np.float32)), 0x7F, each.view(np.uint8))
+        for each in (values, want)
+    )
+    np.testing.assert_array_equal(bits, wanted_bits)
+
+
 def assert_same_numbers(got: Sequence[Any], want: Sequence[Any]) -> None:
     """Asserts that arrays are equal, but for the signs of NaN and zero."""
     for mine, theirs in zip(got, want, strict=True):

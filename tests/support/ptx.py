@@ -11,6 +11,8 @@ import re
 _LABEL = re.compile(r"(\$L\w+):")
 _JUMP = re.compile(r"(?:@!?(%p\d+) )?bra(?:\.uni)? (\$L\w+);")
 _INSTRUCTION = re.compile(r"(?:@!?%p\d+ )?([\w.:]+) (.*);")
+# Inline PTX in braces, whose registers without % are its own.
+_BRACED = re.compile(r"\{ (.*)\}")
 _REGISTER = re.compile(r"%(?:rd|rs|r|p|f)\d+|%tid\.x")
 _NUMBER = re.compile(r"\d+")
 _BARRIER = re.compile(r"bar(rier)?\.")
@@ -54,6 +56,12 @@ def _varying(lines: list[str]) -> set[str]:
     while len(varying) > before:
         before = len(varying)
         for line in lines:
+            if braced := _BRACED.match(line):
+                used = set(_REGISTER.findall(braced[1]))
+                # Any register of the line may be written, so all of them count as varying.
+                if varying.intersection(used):
+                    varying |= used
+                continue
             instruction = _INSTRUCTION.match(line)
             if instruction is None or _JUMP.match(line):
                 continue

@@ -67,3 +67,10 @@ def test_copies_of_a_barrier_on_both_sides_are_found():
 )
 def test_whole_warps_may_part(condition):
     assert divided_barriers(kernel(condition, some=BARRIER)) == []
+
+
+@pytest.mark.parametrize(("operand", "found"), [("%r2", ["@%p1 bra $L__BB0_2;"]), ("%r9", [])])
+def test_a_result_of_inline_ptx_in_braces_varies_as_its_operands(operand, found):
+    inline = f"{{ .reg .b32 own; add.u32 own, {operand}, 1; mov.b32 %r3, own; }}"
+    condition = f"{inline}\n    setp.ne.b32 %p1, %r3, 0;"
+    assert divided_barriers(kernel(condition, some=BARRIER)) == found

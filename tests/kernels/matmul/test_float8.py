@@ -12,6 +12,7 @@ import pytest
 from support import float8 as operands
 from support import simulator
 from support.float8 import (
+    assert_encodes,
     assert_gated_within_bound,
     assert_same_numbers,
     assert_within_bound,
@@ -95,6 +96,55 @@ def test_gated_product(keep):
     assert len(got) == (3 if keep else 1)
     live = [QuantizedArray(each.values[:LIVE], each.scales[:LIVE], FLOAT8_ROWS) for each in got]
     assert_gated_within_bound(live, lhs, rhs, SIZES)
+
+
+def gated_product(lhs, rhs, gating):
+    """Returns the hidden values and both products of the gated kernel, each as (values, scales)."""
+    got = interpret(
+        lambda: float8.gated_product(
+            scaled(operands.rows(rows_of(lhs))),
+            tuple(scaled(operands.transposed_matrices(each)) for each in rhs),
+            GROUP_SIZES,
+            Elementwise(gating, 2),
+            keep=True,
+            num_blocks=2,
+            tiles=TILES,
+            interpret=simulator.INTERPRETER,
+        )
+    )
+    return [(each.values[:LIVE], each.scales[:LIVE]) for each in got]
+
+
+def float32_product(lhs, rhs):
+    got = interpret(
+        lambda: float8.product(
+            [(scaled(operands.rows(rows_of(lhs))), scaled(operands.transposed_matrices(rhs)))],
+            GROUP_SIZES,
+            dtype=jnp.float32,
+            num_blocks=2,
+            tiles=TILES,
+            interpret=simulator.INTERPRETER,
+        )
+    )
+    return np.asarray(got)[:LIVE]
+
+
+@simulated
+def test_gated_product_keeps_the_bits_of_encode():
+    lhs = operands.mixed((LIVE, 256))
+    rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
+    _, *products = gated_product(lhs, rhs, swiglu)
+    for got, each in zip(products, rhs, strict=True):
+        assert_encodes(got, float32_product(lhs, each))
+
+
+@simulated
+def test_a_row_with_infinities_and_nan_is_quantized_by_its_finite_numbers():
+    lhs = operands.numbers("random", (LIVE, 128))
+    rhs = [operands.numbers("random", (4, 128, 128), seed) / 8 for seed in (1, 2)]
+    hidden, *_ = gated_product(lhs, rhs, operands.times_huge)
+    products = [float32_product(lhs, each) for each in rhs]
+    assert_encodes(hidden, operands.times_huge_of(*products))
 
 
 @simulated
