@@ -1121,7 +1121,7 @@ def add_float8_products(
         wide = integer_type(64)
         # A thread holds elements of two rows.
         of_rows = [None, None]
-        if len(arrays) > 2 * num:
+        if row_scales is not None:
             of_rows = [vector.extract(each, [], [0]) for each in registers(arrays[2 * num])]
 
         def descriptor(ref: Value, offset: Array) -> Value:
@@ -1138,7 +1138,8 @@ def add_float8_products(
         ]
         operands = [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])]
         operands += [count, *factors]
-        of_operand = {i: f"${2 * num_totals + i}" for i in range(len(operands))}
+        # In the text, $0, $1 and so on are the new totals, then the old ones, then the operands.
+        of_operand = [f"${2 * num_totals + i}" for i in range(len(operands))]
         names = "{" + ",".join(f"c{i}" for i in range(per_product)) + "}"
         text = [
             "{",

@@ -76,43 +76,32 @@ def test_product(width):
     assert_within_bound(got[:LIVE], both, lhs, *rhs, sizes=SIZES)
 
 
-@simulated
-@pytest.mark.parametrize("keep", [True, False])
-def test_gated_product(keep):
-    lhs = operands.mixed((LIVE, 256))
-    rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
-    got = interpret(
-        lambda: float8.gated_product(
-            scaled(operands.rows(rows_of(lhs))),
-            tuple(scaled(operands.transposed_matrices(each)) for each in rhs),
-            GROUP_SIZES,
-            Elementwise(swiglu, 2),
-            keep=keep,
-            num_blocks=2,
-            tiles=TILES,
-            interpret=simulator.INTERPRETER,
-        )
-    )
-    assert len(got) == (3 if keep else 1)
-    live = [QuantizedArray(each.values[:LIVE], each.scales[:LIVE], FLOAT8_ROWS) for each in got]
-    assert_gated_within_bound(live, lhs, rhs, SIZES)
-
-
-def gated_product(lhs, rhs, gating):
-    """Returns the hidden values and both products of the gated kernel, each as (values, scales)."""
+def gated_product(lhs, rhs, gating, keep=True):
+    """Returns the hidden values and, with `keep`, both products of the gated kernel."""
     got = interpret(
         lambda: float8.gated_product(
             scaled(operands.rows(rows_of(lhs))),
             tuple(scaled(operands.transposed_matrices(each)) for each in rhs),
             GROUP_SIZES,
             Elementwise(gating, 2),
-            keep=True,
+            keep=keep,
             num_blocks=2,
             tiles=TILES,
             interpret=simulator.INTERPRETER,
         )
     )
     return [(each.values[:LIVE], each.scales[:LIVE]) for each in got]
+
+
+@simulated
+@pytest.mark.parametrize("keep", [True, False])
+def test_gated_product(keep):
+    lhs = operands.mixed((LIVE, 256))
+    rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
+    got = gated_product(lhs, rhs, swiglu, keep)
+    assert len(got) == (3 if keep else 1)
+    live = [QuantizedArray(*each, FLOAT8_ROWS) for each in got]
+    assert_gated_within_bound(live, lhs, rhs, SIZES)
 
 
 def float32_product(lhs, rhs):
