@@ -23,6 +23,7 @@ from jax_ep.matmul.backend import (
 )
 from jax_ep.runtime import availability
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.mxfp4 import MXFP4
 
 if TYPE_CHECKING:
     from pallas_kernels.matmul.drhs import DrhsTiles
@@ -38,11 +39,11 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# If groups have at least this many rows on average, the tiles for matrices in MXFP4 are as high as
-# possible. Measured with 64 and 128 rows.
-_MANY_ROWS = 96
-# The heights of such tiles.
-_HIGH = (64, 128, 144, 176, 208, 256)
+# Matrices in MXFP4: if groups have at most `_LEAST_ROWS` rows on average, tiles have the heights
+# `_LOW`, which single warps multiply (`pallas_kernels.matmul.few_rows`). If they have at least
+# `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64 and 128 rows.
+_LEAST_ROWS, _MANY_ROWS = 16, 96
+_LOW, _HIGH = (8, 16, 24, 32), (64, 128, 144, 176, 208, 256)
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
 HOPPER_CORES = 132
 
@@ -127,11 +128,11 @@ def sum_of_products(
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     lhs, rhs = pairs[0]
-    num_groups, num_cols, is_quantized = _sizes(rhs, transpose_rhs)
+    num_groups, num_cols, mxfp4_depth = _sizes(rhs, transpose_rhs)
     if tiles is None and isinstance(groups, ChosenGroups):
-        tiles = chosen_tiles(groups, num_cols, is_quantized=is_quantized)
+        tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
-        tiles = product_tiles(lhs.shape[0], num_groups, num_cols, is_quantized=is_quantized)
+        tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     with jax.enable_x64(False):
         return kernels.product(
             [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
@@ -161,11 +162,11 @@ def gated_product(
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 
-    num_groups, num_cols, is_quantized = _sizes(rhs[0], False)
+    num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], False)
     if tiles is None and isinstance(groups, ChosenGroups):
-        tiles = chosen_tiles(groups, num_cols, matrices=2, is_quantized=is_quantized)
+        tiles = chosen_tiles(groups, num_cols, matrices=2, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
-        tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, is_quantized=is_quantized)
+        tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     with jax.enable_x64(False):
         if (function := emitted(gating)) is None:
             return None
@@ -216,24 +217,26 @@ def drhs_of_each(
         )
 
 
-def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, bool]:
-    """Returns (number of groups, columns of a group's matrix, whether rhs is in MXFP4)."""
+def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int | None]:
+    """Returns (number of groups, columns of a group's matrix, its rows K if it is in MXFP4)."""
     if not isinstance(rhs, jax.Array):
-        return *rhs.values.shape[:2], True
-    return rhs.shape[0], rhs.shape[1 if transpose_rhs else 2], False
+        return *rhs.values.shape[:2], rhs.values.shape[2] * MXFP4.numbers_per_value
+    return rhs.shape[0], rhs.shape[1 if transpose_rhs else 2], None
 
 
 def product_tiles(
-    num_rows: int, num_groups: int, num_cols: int, *, is_quantized: bool = False
+    num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tile sizes for `product`, whose result is [num_rows, num_cols].
 
     Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
-    multiprocessors, so a small product gets smaller tiles. If the matrices are in MXFP4
-    (`is_quantized`), higher tiles decode them fewer times, and wider ones have fewer steps.
+    multiprocessors, so a small product gets smaller tiles. `mxfp4_depth` is K if the matrices are
+    in MXFP4, else None. In MXFP4, higher tiles decode them fewer times, and wider ones have fewer
+    steps.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
     block_n = 128
@@ -245,44 +248,50 @@ def product_tiles(
     elif num_rows < _FEW_ROWS * num_groups:
         wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         heights, block_n = (32, 64), 256 if wide else 128
+        if is_quantized and num_rows <= _LEAST_ROWS * num_groups:
+            heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
     columns = band(num_cols, block_n, 16)
-    return Tiles.fitting(heights, block_n, columns, is_quantized=is_quantized)
+    return Tiles.fitting(heights, block_n, columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
-    num_rows: int, num_groups: int, num_cols: int, *, is_quantized: bool = False
+    num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tile sizes for `gated_product`, whose two products are [num_rows, num_cols] each.
 
     A block of threads accumulates one tile of each of the two products at the same time, so the
-    tiles are smaller than those of `product_tiles`. If the matrices are in MXFP4 (`is_quantized`),
-    many rows get narrow and high tiles, which decode the matrices fewer times.
+    tiles are smaller than those of `product_tiles`. `mxfp4_depth` is K if the matrices are in
+    MXFP4, else None. In MXFP4, many rows get narrow and high tiles, which decode the matrices fewer
+    times.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
-    if few_rows or few_tiles:
+    if is_quantized and num_rows <= _LEAST_ROWS * num_groups:
+        heights = _LOW
+    elif few_rows or few_tiles:
         heights = (32, 64)
     elif is_quantized and num_rows < _MANY_ROWS * num_groups:
         heights = (64, 96, 112, 128)
     elif is_quantized:
         heights, block_n = _HIGH, 64
     columns = band(num_cols, block_n, 8)
-    return Tiles.fitting(heights, block_n, columns, matrices=2, is_quantized=is_quantized)
+    return Tiles.fitting(heights, block_n, columns, matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
-    groups: ChosenGroups, num_cols: int, *, matrices: int = 1, is_quantized: bool = False
+    groups: ChosenGroups, num_cols: int, *, matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tile sizes for a product of chosen groups, of `num_cols` columns.
 
-    `matrices` is the number of matrices of each group by which rows are multiplied, and
-    `is_quantized` says whether they are in MXFP4.
+    `matrices` is the number of matrices of each group by which rows are multiplied. `mxfp4_depth`
+    is K if they are in MXFP4, else None.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -291,7 +300,7 @@ def chosen_tiles(
     block_n = 64 if matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
     columns = band(num_cols, block_n, 8)
     return Tiles.fitting(
-        (groups.height,), block_n, columns, matrices=matrices, is_quantized=is_quantized
+        (groups.height,), block_n, columns, matrices=matrices, mxfp4_depth=mxfp4_depth
     )
 
 

@@ -499,6 +499,11 @@ def element_pointer(base: Value, index: Value, element: Any) -> Value:
     return mgpu.utils.getelementptr(base, [index], element)
 
 
+def shared_pointer(address: Value) -> Value:
+    """Emits the pointer to an address in shared memory, an i32 that `address` returned."""
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+
+
 def address(memref: Value, bits: int = 64) -> Value:
     """Emits the address of a memref's first element as an integer of `bits` bits."""
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
@@ -619,6 +624,24 @@ def shuffle(word: Value, distance: int) -> Value:
     The other thread's index in the warp is this thread's index XOR `distance`, a power of two.
     """
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+    return asm(text, "=r,r", word, returns=integer_type(32))
+
+
+def shuffle_up(word: Value, distance: int) -> Value:
+    """Emits a shuffle: each thread gets the 32-bit `word` of the thread `distance` before it.
+
+    The first `distance` threads of a warp get their own word.
+    """
+    text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
+    return asm(text, "=r,r", word, returns=integer_type(32))
+
+
+def warp_total(word: Value) -> Value:
+    """Emits the sum of `word` over the threads of a warp, as 32-bit integers.
+
+    Every thread gets the sum. All threads of the warp must execute this code.
+    """
+    text = "redux.sync.add.s32 $0, $1, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
@@ -1057,6 +1080,32 @@ def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
 
 
 # ----------------------------------------------------------------------------------- tensor cores
+
+
+def add_warp_product(
+    left: Sequence[Value], right: Sequence[Value], sums: Sequence[Value], dtype: Any
+) -> list[Value]:
+    """Multiplies 16 rows by 8 columns, 16 numbers each, and adds the products to sums.
+
+    All threads of a warp execute the instruction, which is complete when it returns. A thread's
+    places are in PTX ISA, "Matrix fragments for mma.m16n8k16".
+
+    Args:
+      left: a thread's four words of the rows, with two numbers in each.
+      right: a thread's two words of the columns, with two numbers in each.
+      sums: a thread's four sums, float32.
+      dtype: the dtype of the numbers, bfloat16 or float16.
+    """
+    f32, kind = float_type(), {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
+    of_dtype = kind[jnp.dtype(dtype)]
+    found = llvm.inline_asm(
+        struct_type([f32] * 4),
+        [*left, *right, *sums],
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{of_dtype}.{of_dtype}.f32 {{$0, $1, $2, $3}}, "
+        "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
+    )
+    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
 
 
 def add_float8_products(

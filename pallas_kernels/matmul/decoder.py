@@ -1,11 +1,11 @@
 """Decodes MXFP4 matrices in a grouped matmul, between shared memory and the tensor cores.
 
 A quantized matrix is stored transposed, [N, K]. The loader warpgroup copies it to the ring's stages
-as it is stored: a stage has 32 bytes and two scales of each of `block_n` columns, for 64 of K. The
-compute warpgroups decode their columns to bfloat16 in registers, from where the tensor cores can
-read an operand:
+as it is stored. A stage consists of one or several *pieces* of 64 of K; a piece has 32 bytes and
+two scales of each of `block_n` columns. The compute warpgroups decode their columns piece by piece
+to bfloat16 in registers, from where the tensor cores can read an operand:
 
-  memory --> stage of the ring     --> registers of a compute warpgroup --> tensor cores
+  memory --> piece of a stage      --> registers of a compute warpgroup --> tensor cores
              64 float4, 2 scales       64 bfloat16
              of each column            of each column
 
@@ -15,7 +15,7 @@ byte q of each word of 8 float4 numbers.
 
 **A table in shared memory** has the two numbers of each of the 256 bytes, as two bfloat16 in a
 word. Each lane of a warp has its own copy of it, so that 32 lanes read words of 32 banks. A compute
-warpgroup looks its numbers up while the tensor cores multiply those of the step before. When they
+warpgroup looks its numbers up while the tensor cores multiply those of the piece before. When they
 are done, it only has to multiply the numbers by their scales.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,19 +38,21 @@ from pallas_kernels.fabric.hardware import LANES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
-from pallas_kernels.matmul.quantized_tiles import Scaled, bits_of_e8m0, pointer_to
+from pallas_kernels.matmul.quantized_tiles import Scaled, bits_of_e8m0, past, pointer_to
 from pallas_kernels.mxfp4 import MXFP4
 
-# In a stage, a column has this many bytes of numbers, and this many scales, each in a word.
+# In a piece, 64 of K, a column has this many bytes of numbers, and two scales, which share a word.
 NUMBER_BYTES = STEP // MXFP4.numbers_per_value
 SCALES = STEP // MXFP4.block[1]
-COLUMN_BYTES = NUMBER_BYTES + SCALES * WORD_BYTES
+COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
 # A tensor core instruction multiplies 64 columns. A warp holds 16 of them, and a thread two: column
 # lane / 4 of the 16, and the one 8 after it.
 _COLUMNS, _OF_WARP, _APART = 64, 16, 8
-# The words of numbers of a column; those of numbers and scales; and those of a thread's columns.
+# A thread loads four words of numbers at once.
+_QUAD = 4
+# The words of numbers of a column; those of numbers and of both scales; and those of a thread's columns.
 _WORDS = NUMBER_BYTES // WORD_BYTES
-_LINE = _WORDS + SCALES
+_LINE = _WORDS + 1
 _PER_THREAD = 2 * _LINE
 # The table of bytes: a word for each byte and lane.
 _BYTES = 256
@@ -71,11 +74,12 @@ class Staged:
     Outside the kernel's body, the attributes are types of scratch; inside, references to it.
 
     Attributes:
-      scales: the stages of scales, [stages, matrices * block_n * 2] int32. A scale is a word of two
-        equal bfloat16, or its code in Pallas' interpreter.
+      scales: the stages of scales, [stages, pieces * matrices * block_n] int32. A word has the two
+        scales of a column in a piece, as bfloat16, and in Pallas' interpreter as codes of a byte.
       table: the table of bytes, [256 * 32] int32; None in Pallas' interpreter.
       room: None on a GPU. In Pallas' interpreter, whose tensor cores do not read registers, decoded
-        columns are stored there: [2, parts, 64, 64] bfloat16, for each compute warpgroup and part.
+        columns are stored there: [2, parts, 64, 64] bfloat16, for each compute warpgroup and part
+        of its columns.
     """
 
     scales: Any
@@ -83,16 +87,20 @@ class Staged:
     room: Any
 
     @classmethod
-    def types(cls, num_stages: int, columns: int, parts: int, interpreted: bool) -> Staged:
+    def types(
+        cls, num_stages: int, pieces: int, columns: int, parts: int, interpreted: bool
+    ) -> Staged:
         """Returns the types of the scratch.
 
         Args:
           num_stages: the number of stages of the ring.
+          pieces: the number of pieces of a stage.
           columns: the number of columns of a tile, times the number of matrices.
-          parts: the number of parts of 64 columns that a compute warpgroup decodes in a step.
+          parts: the number of parts, 64 columns of a piece, that a compute warpgroup decodes in a
+            step.
           interpreted: whether Pallas' GPU interpreter runs the kernel.
         """
-        scales = plgpu.SMEM((num_stages, columns * SCALES), jnp.int32)
+        scales = plgpu.SMEM((num_stages, pieces * columns), jnp.int32)
         if not interpreted:
             return cls(scales, plgpu.SMEM((_BYTES * WARP,), jnp.int32), None)
         shape = COMPUTERS, parts, _COLUMNS, STEP
@@ -106,7 +114,8 @@ class Decoder:
     Attributes:
       matrices: references to one or two arrays of matrices: values [L, N, K / 2] uint8 and scales
         [L, N, K / 32] uint8.
-      values: reference to the ring's stages of values, [stages, (matrices,) block_n, 32] uint8.
+      values: reference to the ring's stages of values, [stages, (matrices,) block_n, pieces * 32]
+        uint8.
       staged: the stages of scales.
       block_n: the number of columns of a tile.
     """
@@ -124,44 +133,71 @@ class Decoder:
     def interpreted(self) -> bool:
         return self.staged.room is not None
 
+    @property
+    def pieces(self) -> int:
+        """The number of pieces of a stage."""
+        return self.values.shape[-1] // NUMBER_BYTES
+
+    @property
+    def lines(self) -> int:
+        """The number of lines of a stage, one for each column of a tile of each matrix."""
+        return self.scales.shape[1] // self.pieces
+
     # ------------------------------------------------------------------- the loader warpgroup
 
     @property
-    def _per_loader(self) -> int:
-        """The number of scales that a thread of the loader warpgroup stages in a step."""
-        return self.scales.shape[1] // LANES
+    def _of_loader(self) -> int:
+        """The number of columns whose scales a thread of the loader warpgroup stages."""
+        return self.lines // LANES
+
+    @property
+    def _loaded_bytes(self) -> int:
+        """The number of codes, each a byte, that a thread loads at once: 2, 4 or 8."""
+        return math.gcd(SCALES * self.pieces, self.matrices[0].scales.shape[2], 8)
+
+    @property
+    def _of_column(self) -> int:
+        """The number of words into which a thread loads the codes of a column."""
+        return SCALES * self.pieces // min(self._loaded_bytes, WORD_BYTES)
 
     def load_scales(self, group: jax.Array, left_edge: jax.Array, step: jax.Array) -> jax.Array:
         """Starts to load the scales of one step of a group's columns, from `left_edge` on.
 
-        Returns the codes of the scales, [matrices * block_n * 2] int32 in registers.
+        Returns an array of words with the codes of the scales, for `stage_scales`.
         """
         if self.interpreted:
             return self._interpreted_scales(group, left_edge, step)
         _, width, of_column = self.matrices[0].scales.shape
-        shape = self.scales.shape[1:]
+        count, num_bytes = self._of_loader * self._of_column, self._loaded_bytes
+        shape = (count * LANES,)
 
         def emit(*values: Any) -> Any:
             *memrefs, group, left_edge, step = values
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
-            own = arith.addi(left_edge, arith.shrui(mosaic.lane(), mosaic.i32(1)))
-            place = arith.addi(
-                arith.muli(step, mosaic.i32(SCALES)), arith.andi(mosaic.lane(), mosaic.i32(1))
-            )
+            of_step = arith.muli(step, mosaic.i32(SCALES * self.pieces))
+            # If a tile has 64 columns, half of the threads load scales of the second matrix.
+            is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.lane())
             codes = []
-            for i in range(self._per_loader):
-                matrix, first = divmod(i * LANES // SCALES, self.block_n)
+            for i in range(self._of_loader):
+                matrix, first = divmod(i * LANES, self.block_n)
+                own = arith.andi(mosaic.lane(), mosaic.i32(min(self.block_n, LANES) - 1))
+                column = arith.addi(left_edge, arith.addi(own, mosaic.i32(first)))
                 # The last tile may reach past the last column.
-                column = arith.minui(arith.addi(own, mosaic.i32(first)), mosaic.i32(width - 1))
+                column = arith.minui(column, mosaic.i32(width - 1))
                 row = arith.addi(arith.muli(group, mosaic.i32(width)), column)
-                codes.append(_load_byte(pointer_to(memrefs[matrix], row, of_column, place, 1)))
+                pointer = pointer_to(memrefs[matrix], row, of_column, of_step, 1)
+                if self.block_n < LANES:
+                    of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, 1)
+                    pointer = arith.select(is_second, of_second, pointer)
+                for at in range(0, SCALES * self.pieces, num_bytes):
+                    codes += _load_codes(past(pointer, at), num_bytes)
             of_all = mosaic.vector_type(len(codes), mosaic.integer_type(32))
             all_codes = vector.from_elements(of_all, codes)
-            return mosaic.array_of([all_codes], shape, self._per_loader, is_signed=True)
+            return mosaic.array_of([all_codes], shape, count, is_signed=True)
 
         operands = [*(each.scales for each in self.matrices), group, left_edge, step]
         layouts = [mosaic.REFERENCE] * len(self.matrices) + [mosaic.SCALAR] * 3
-        result = mosaic.in_registers(shape, jnp.int32, self._per_loader)
+        result = mosaic.in_registers(shape, jnp.int32, count)
         return mosaic.inline(emit, operands, layouts, result)
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
@@ -170,31 +206,38 @@ class Decoder:
             self.scales[stage] = codes
             plgpu.commit_smem()
             return
-        line = self.scales.shape[1]
+        count, of_stage = self._of_loader * self._of_column, self.scales.shape[1]
+        pairs_of_word = self.pieces // self._of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
-            own = arith.addi(arith.muli(mosaic.scalar(stage), mosaic.i32(line)), mosaic.lane())
+            own = arith.addi(arith.muli(mosaic.scalar(stage), mosaic.i32(of_stage)), mosaic.lane())
             (codes,) = mosaic.registers(codes)
-            for i in range(self._per_loader):
-                at = arith.addi(own, mosaic.i32(i * LANES))
-                scale = _scale_of(vector.extract(codes, [], [i]))
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales), at, word))
+            for i in range(self._of_loader):
+                for piece in range(self.pieces):
+                    at, of_word = divmod(piece, pairs_of_word)
+                    both = vector.extract(codes, [], [i * self._of_column + at])
+                    both = arith.shrui(both, mosaic.i32(16 * of_word))
+                    at = arith.addi(own, mosaic.i32(piece * self.lines + i * LANES))
+                    place = mosaic.element_pointer(mosaic.pointer(scales), at, word)
+                    llvm.store(_scales_of(both), place)
             mosaic.barrier()
 
-        layouts = [mosaic.REFERENCE, mosaic.strided(codes.shape, self._per_loader), mosaic.SCALAR]
+        layouts = [mosaic.REFERENCE, mosaic.strided(codes.shape, count), mosaic.SCALAR]
         mosaic.inline(emit, [self.scales, codes, stage], layouts)
 
     def _interpreted_scales(
         self, group: jax.Array, left_edge: jax.Array, step: jax.Array
     ) -> jax.Array:
-        own = pl.ds(step * SCALES, SCALES)
         parts = []
-        for _, scales in self.matrices:
-            for first in range(0, self.block_n, CHUNK):
-                begin = jnp.minimum(left_edge + first, scales.shape[1] - CHUNK)
-                parts.append(scales[group, pl.ds(begin, CHUNK), own])
-        return jnp.concatenate(parts).reshape(-1).astype(jnp.int32)
+        for piece in range(self.pieces):
+            own = pl.ds((step * self.pieces + piece) * SCALES, SCALES)
+            for _, scales in self.matrices:
+                for first in range(0, self.block_n, CHUNK):
+                    begin = jnp.minimum(left_edge + first, scales.shape[1] - CHUNK)
+                    codes = scales[group, pl.ds(begin, CHUNK), own].astype(jnp.int32)
+                    parts.append(codes[:, 0] | codes[:, 1] << 8)
+        return jnp.concatenate(parts)
 
     # ----------------------------------------------------------------- the compute warpgroups
 
@@ -225,44 +268,52 @@ class Decoder:
             lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [], []
         )
 
-    def load(self, stage: jax.Array, matrix: Any, first: Any) -> jax.Array:
-        """Looks up 64 columns of a matrix in a stage, from column `first` of the tile on.
+    def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
+        """Looks up a piece of 64 columns of a matrix in a stage, from column `first` of the tile on.
 
         `matrix` is the index of the matrix. Returns an array in registers for `decode`: numbers
         without their scales, and scales.
         """
         line = jnp.int32(matrix * self.block_n + first)
         if self.interpreted:
-            return self._interpreted_decode(stage, line)
+            return self._interpreted_decode(stage, piece, line)
+        pieces, lines = self.pieces, self.lines
 
         def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
             own = arith.addi(_own_line(), mosaic.scalar(line))
-            lines = self.scales.shape[1] // SCALES
-            own = arith.addi(own, arith.muli(mosaic.scalar(stage), mosaic.i32(lines)))
-            word = mosaic.integer_type(32)
-            of_values, of_scales = (
-                mosaic.element_pointer(
-                    mosaic.pointer(ref), arith.muli(own, mosaic.i32(words)), word
-                )
-                for ref, words in ((values, _WORDS), (scales, SCALES))
-            )
+            word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
+
+            def start_of(ref: Value, line: Value, words: int) -> Value:
+                at = arith.muli(line, mosaic.i32(words))
+                return mosaic.element_pointer(mosaic.pointer(ref), at, word)
+
+            staged = arith.addi(own, arith.muli(stage, mosaic.i32(lines)))
+            of_values = start_of(values, staged, _WORDS * pieces)
+            staged = arith.addi(arith.muli(stage, mosaic.i32(pieces)), mosaic.i32(piece))
+            staged = arith.addi(own, arith.muli(staged, mosaic.i32(lines)))
+            of_scales = start_of(scales, staged, 1)
             # Of a word, byte q, and zeros in place of the other bytes.
             quad = arith.andi(mosaic.lane(), mosaic.i32(3))
             selector = arith.ori(quad, mosaic.i32(0x4440))
+            of_lane = arith.muli(_entry(mosaic.i32(0)), mosaic.i32(WORD_BYTES))
+            of_lane = arith.addi(mosaic.address(table, 32), of_lane)
             words = []
             for half in range(2):
-                for i in range(0, _WORDS, 4):
-                    for four in _load_words(of_values, half * _APART * _WORDS + i, 4):
+                of_half = mosaic.i32(half * _APART * _WORDS * pieces)
+                for i in range(0, _WORDS, _QUAD):
+                    place = arith.addi(of_half, _place_of_words(piece * _WORDS + i, pieces))
+                    for four in _load_words(of_values, place, _QUAD):
                         byte = _chosen(four, mosaic.i32(0), selector)
-                        place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
-                        words.append(llvm.load(word, place))
-                words += _load_words(of_scales, half * _APART * SCALES, SCALES)
+                        place = arith.addi(of_lane, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
+                        words.append(llvm.load(word, mosaic.shared_pointer(place)))
+                words += _load_words(of_scales, mosaic.i32(half * _APART), 1)
             of_all = mosaic.vector_type(len(words), word)
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
 
         operands = [self.values, self.scales, self.staged.table, stage, line]
-        layouts = [mosaic.REFERENCE] * 3 + [mosaic.SCALAR] * 2
+        of_values = plgpu.RefType(transforms_of_numbers(pieces))
+        layouts = [of_values, *[mosaic.REFERENCE] * 2, *[mosaic.SCALAR] * 2]
         result = mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD)
         return mosaic.inline(emit, operands, layouts, result)
 
@@ -284,7 +335,7 @@ class Decoder:
             # The caller has waited until the tensor cores no longer read the result's registers.
             words = mosaic.opaque(words)
             first, second = (
-                _scaled(words[i : i + _WORDS], words[i + _WORDS : i + _LINE]) for i in (0, _LINE)
+                _scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE)
             )
             return _operand([pair for both in zip(first, second, strict=True) for pair in both])
 
@@ -292,9 +343,11 @@ class Decoder:
         result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
         return mosaic.inline(emit, [loaded], [mosaic.strided(_LOADED, _PER_THREAD)], result)
 
-    def _interpreted_decode(self, stage: jax.Array, line: jax.Array) -> jax.Array:
-        values = self.values[stage].reshape(-1, NUMBER_BYTES)
-        scales = bitcast(self.scales[stage].astype(jnp.uint8), E8M0).reshape(-1, SCALES)
+    def _interpreted_decode(self, stage: jax.Array, piece: int, line: jax.Array) -> jax.Array:
+        values = self.values[stage].reshape(-1, self.pieces, NUMBER_BYTES)[:, piece]
+        codes = self.scales[stage].reshape(self.pieces, -1)[piece]
+        codes = jnp.stack([codes & 0xFF, codes >> 8], axis=1)
+        scales = bitcast(codes.astype(jnp.uint8), E8M0)
         own = (lax.dynamic_slice_in_dim(part, line, _COLUMNS) for part in (values, scales))
         return MXFP4.decode(tuple(own), jnp.bfloat16)
 
@@ -306,25 +359,68 @@ def _own_line() -> Value:
     return arith.addi(arith.muli(warp, mosaic.i32(_OF_WARP)), of_warp)
 
 
-def _load_byte(pointer: Value) -> Value:
-    """Loads a byte of memory that no kernel changes meanwhile, as i32."""
+def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
+    """Returns the Mosaic transforms of the values in the ring's stages.
+
+    The lines of a column are swizzled if their length is one of a swizzle, so that the threads of a
+    warp load from different banks. Lines of one or three pieces need no swizzle for that.
+    """
+    if pieces not in (2, 4):
+        return ()
+    line = pieces * NUMBER_BYTES
+    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line)
+
+
+def _place_of_words(first: int, pieces: int) -> Value:
+    """Emits the place in a column's line of four words of numbers, from word `first` on.
+
+    A swizzle exchanges the places of groups of four words, by the number of the line.
+    """
+    group = mosaic.i32(first // _QUAD)
+    if pieces in (2, 4):
+        line = arith.shrui(arith.andi(mosaic.lane(), mosaic.i32(WARP - 1)), mosaic.i32(2))
+        group = arith.xori(group, line if pieces == 4 else arith.shrui(line, mosaic.i32(1)))
+    return arith.muli(group, mosaic.i32(_QUAD))
+
+
+def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:
+    """Loads 2, 4 or 8 bytes of memory that no kernel changes meanwhile, into words."""
     address = llvm.ptrtoint(mosaic.integer_type(64), pointer)
     word = mosaic.integer_type(32)
-    return mosaic.asm("ld.global.nc.u8 $0, [$1];", "=r,l", address, returns=word)
+    if num_bytes < WORD_BYTES:
+        half = mosaic.integer_type(16)
+        loaded = mosaic.asm("ld.global.nc.u16 $0, [$1];", "=h,l", address, returns=half)
+        return [arith.extui(word, loaded)]
+    if num_bytes == WORD_BYTES:
+        return [mosaic.asm("ld.global.nc.b32 $0, [$1];", "=r,l", address, returns=word)]
+    both = mosaic.struct_type([word] * 2)
+    loaded = mosaic.asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", address, returns=both)
+    return [llvm.extractvalue(word, loaded, [i]) for i in range(2)]
 
 
-def _load_words(pointer: Value, first: int, count: int) -> list[Value]:
+def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
     """Loads `count` words from shared memory, from word `first` after `pointer` on."""
     word = mosaic.integer_type(32)
-    start = mosaic.element_pointer(pointer, mosaic.i32(first), word)
+    start = mosaic.element_pointer(pointer, first, word)
     loaded = llvm.load(mosaic.vector_type(count, word), start, alignment=4 * count)
     return [vector.extract(loaded, [], [j]) for j in range(count)]
 
 
-def _scaled(pairs: Sequence[Value], scales: Sequence[Value]) -> list[Value]:
-    """Multiplies a thread's 16 numbers of a column, 8 pairs of bfloat16, by the two scales."""
-    of_scale = len(pairs) // len(scales)
-    return [_multiplied(pair, scales[i // of_scale]) for i, pair in enumerate(pairs)]
+def _scales_of(codes: Value) -> Value:
+    """Returns the scales with the codes in bytes 0 and 1 of a word, as two bfloat16 in a word."""
+    low, high = (
+        bits_of_e8m0(arith.andi(arith.shrui(codes, mosaic.i32(first)), mosaic.i32(0xFF)), 7)
+        for first in (0, 8)
+    )
+    return arith.ori(low, arith.shli(high, mosaic.i32(16)))
+
+
+def _scaled(pairs: Sequence[Value], scales: Value) -> list[Value]:
+    """Multiplies a thread's 16 numbers of a column, 8 pairs of bfloat16, by its two scales."""
+    # Each scale, twice in a word.
+    low, high = (_chosen(scales, mosaic.i32(0), mosaic.i32(each)) for each in (0x1010, 0x3232))
+    half = len(pairs) // 2
+    return [_multiplied(pair, low if i < half else high) for i, pair in enumerate(pairs)]
 
 
 def _operand(pairs: Sequence[Value]) -> Any:
@@ -334,11 +430,6 @@ def _operand(pairs: Sequence[Value]) -> Any:
     of_two = mosaic.vector_type(2, kind)
     registers = [vector.bitcast(of_two, vector.from_elements(one, [pair])) for pair in pairs]
     return mosaic.tensor_core_array(registers, (_COLUMNS, STEP), kind)
-
-
-def _scale_of(code: Value) -> Value:
-    """Returns the scale with a code as a word of two equal bfloat16."""
-    return arith.muli(bits_of_e8m0(code, fraction_bits=7), mosaic.i32(0x10001))
 
 
 def _entry(byte: Value) -> Value:

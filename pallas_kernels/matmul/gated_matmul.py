@@ -33,7 +33,7 @@ from pallas_kernels.matmul.grouped_matmul import (
     parts,
     passed_at_once,
 )
-from pallas_kernels.matmul.kernel import CHUNK, launch, transposed
+from pallas_kernels.matmul.kernel import CHUNK, STEP, launch, transposed
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import table_of
 from pallas_kernels.matmul.store import Place
@@ -215,14 +215,18 @@ class _OneProduct(Computer):
         return 0
 
     @property
-    def _encoded_parts(self) -> list[tuple[tuple[int, int], Any, Any]]:
-        return [((0, 0), self.number, 0)]
+    def _encoded_parts(self) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
+        pieces = range(self.kernel.tiles.step // STEP)
+        return [((0, 0), (piece, self.number, 0)) for piece in pieces]
+
+    @property
+    def _running(self) -> int:
+        return 1 if self.decoder is None else super()._running
 
     def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
         place, kind = tile
         steps = self.kernel.steps
-        multiply = functools.partial(self._multiply, kind)
-        total = self.ring.accumulate(used, steps, self._shape, multiply, matmuls=1)
+        total = self._sum_up(used, steps, self._shape, kind)
         product = total.astype(self._dtype)
         count = self.passed.product.shape[1]
         # Mosaic has no arrays without elements, so there is no rest if all rows are passed at once.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
+from pallas_kernels.matmul import few_rows
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.decoder import COLUMN_BYTES, NUMBER_BYTES, TABLE_BYTES, Decoder, Staged
+from pallas_kernels.matmul.decoder import (
+    COLUMN_BYTES,
+    NUMBER_BYTES,
+    TABLE_BYTES,
+    Decoder,
+    Staged,
+    transforms_of_numbers,
+)
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -61,6 +69,8 @@ from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
+# How long stages with matrices in MXFP4 may be along K, if there is room for so many of them.
+_LONG_STEPS, _LEAST_STAGES = (256, 192, 128), 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
 # them passes half of the rows.
 _MOST_PASSED = 128
@@ -76,12 +86,13 @@ class Tiles:
       block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
         In a gated product it may also be 64: each compute warpgroup then computes one of the two
         products.
-      num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 64
-        long along K, the contraction dimension.
+      num_stages: number of pipeline stages in the ring, at least 2.
       num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results.
       band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
         over the whole height of the output. The thread blocks compute the output band by band, and
         within a band row of tiles by row of tiles.
+      step: how long a stage's operand tiles are along K, the contraction dimension: 64, or a
+        multiple of it for matrices in MXFP4. It divides K.
     """
 
     heights: tuple[int, ...]
@@ -89,6 +100,7 @@ class Tiles:
     num_stages: int
     num_buffers: int
     band: int = 1
+    step: int = STEP
 
     @classmethod
     def fitting(
@@ -98,30 +110,37 @@ class Tiles:
         band: int = 1,
         *,
         matrices: int = 1,
-        is_quantized: bool = False,
+        mxfp4_depth: int | None = None,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
         There are at most 6 stages. The memory that they leave is used for buffers through which
-        results are stored, at most 8 for each compute warpgroup.
+        results are stored, at most 8 for each compute warpgroup. Stages with matrices in MXFP4 are
+        as long along K as leaves room for 3 of them: each step has fixed costs, besides the time of
+        the rows that it multiplies.
 
         Args:
           heights, block_n, band: attributes of the result.
           matrices: the number of matrices of each group; a stage holds a tile of each of them.
-          is_quantized: whether the matrices are in MXFP4.
+          mxfp4_depth: K if the matrices are in MXFP4, else None.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
-        of_column = COLUMN_BYTES if is_quantized else operand
+        of_column = operand if mxfp4_depth is None else COLUMN_BYTES
         stage = operand * heights[-1] + of_column * matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
             room -= 2 * block_n * passed_at_once(heights[-1])
-        if is_quantized:
+        if mxfp4_depth is not None:
             room -= TABLE_BYTES
-        stages = min((room - COMPUTERS * (1 + matrices) * chunk) // stage, 6)
+        of_stages, step = room - COMPUTERS * (1 + matrices) * chunk, STEP
+        if mxfp4_depth is not None:
+            fitting = (s for s in _LONG_STEPS if of_stages >= _LEAST_STAGES * stage * (s // STEP))
+            step = next((s for s in fitting if mxfp4_depth % s == 0), STEP)
+        stage *= step // STEP
+        stages = min(of_stages // stage, 6)
         buffers = min((room - stages * stage) // (COMPUTERS * chunk), 8)
-        return cls(heights, block_n, stages, buffers, band)
+        return cls(heights, block_n, stages, buffers, band, step)
 
     @property
     def block_m(self) -> int:
@@ -146,6 +165,8 @@ class Tiles:
             )
         if self.num_buffers < 1:
             raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
+        if self.step < STEP or self.step % STEP:
+            raise ValueError(f"step must be a multiple of {STEP}, but the tile sizes are {self}.")
         check_buffers(self)
 
 
@@ -253,7 +274,12 @@ class Product(Kernel):
     @property
     def steps(self) -> int:
         """Returns the number of steps in which a tile is summed, over the depths of all pairs."""
-        return sum(self.depths) // STEP
+        return sum(self.depths) // self.tiles.step
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Returns whether `pallas_kernels.matmul.few_rows` multiplies the tiles."""
+        return self.is_quantized and self.tiles.block_m <= few_rows.MOST_ROWS
 
     @property
     def holds(self) -> bool:
@@ -288,6 +314,12 @@ class Product(Kernel):
                 f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
                 f"is {self.tiles.block_n}."
             )
+        step = self.tiles.step
+        if any(depth % step for depth in self.depths) or (step > STEP and not self.is_quantized):
+            raise ValueError(
+                f"step must divide K, and be {STEP} for matrices that are not in MXFP4, but is "
+                f"{step} for K of {self.depths}."
+            )
         if self.width % self.tiles.part:
             raise ValueError(
                 f"the output must have a multiple of {self.tiles.part} columns, half of block_n, "
@@ -301,19 +333,29 @@ class Product(Kernel):
         # buffer. So it needs at least as many buffers as there are outputs.
         num_buffers = max(tiles.num_buffers, self.outputs)
         types: dict[str, Any] = dict(
-            ring=Ring.types(dtype, tiles.num_stages, (tiles.block_m, STEP), right, self.matrices),
+            ring=Ring.types(
+                dtype, tiles.num_stages, (tiles.block_m, tiles.step), right, self.matrices
+            ),
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
         )
         if self.is_quantized:
             stages, several = tiles.num_stages, (self.matrices,) if self.matrices > 1 else ()
+            pieces = tiles.step // STEP
+            shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
+            transforms = () if self.interpreted else transforms_of_numbers(pieces)
+            ring = types["ring"]
+            if self.has_few_rows and not self.interpreted:
+                rows = plgpu.SMEM(ring.left.shape, dtype, transforms=few_rows.ROW_TRANSFORMS)
+                ring = dataclasses.replace(ring, left=rows)
             types["ring"] = dataclasses.replace(
-                types["ring"],
-                right=plgpu.SMEM((stages, *several, tiles.block_n, NUMBER_BYTES), jnp.uint8),
+                ring,
+                right=plgpu.SMEM(shape, jnp.uint8, transforms=transforms),
                 # The loader also arrives when it has stored the scales.
                 full=plgpu.Barrier(num_arrivals=2 + self.matrices, num_barriers=stages),
             )
             types["staged"] = Staged.types(
                 stages,
+                pieces,
                 columns=self.matrices * tiles.block_n,
                 parts=self.matrices * tiles.part // CHUNK,
                 interpreted=self.interpreted,
@@ -416,16 +458,18 @@ class _Loader:
         for k, depth in enumerate(self.kernel.depths):
             lhs, *rhs = self.operands[k * together : (k + 1) * together]
             fill = functools.partial(self._fill_stage, tile, lhs, rhs)
-            used = lax.fori_loop(0, depth // STEP, fill, used)
+            used = lax.fori_loop(0, depth // self.kernel.tiles.step, fill, used)
         return used
 
     def _fill_stage(
         self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
     ) -> jax.Array:
         group, first, left_edge, kind = tile
-        inner = of_rhs = pl.ds(i * STEP, STEP)
+        step = self.kernel.tiles.step
+        inner = of_rhs = pl.ds(i * step, step)
         if self.kernel.is_quantized:
-            of_rhs = pl.ds(i * NUMBER_BYTES, NUMBER_BYTES)
+            num_bytes = step // STEP * NUMBER_BYTES
+            of_rhs = pl.ds(i * num_bytes, num_bytes)
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
         place = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
         of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
@@ -437,8 +481,8 @@ class _Loader:
 class _QuantizedLoader(_Loader):
     """The loader warpgroup's work where matrices are in MXFP4: it also copies their scales.
 
-    Bulk copies cannot copy two bytes of each column, so the threads of the warpgroup do. They load
-    the scales of a step before they store those of the step before it.
+    Bulk copies cannot copy a few bytes of each column, so the threads of the warpgroup do. They
+    load the scales of a step two steps before they store them.
     """
 
     decoder: Decoder
@@ -448,17 +492,20 @@ class _QuantizedLoader(_Loader):
         group, _, left_edge, _ = tile
         steps = self.kernel.steps
 
+        def load(i: Any) -> jax.Array:
+            return decoder.load_scales(group, left_edge, jnp.minimum(i, steps - 1))
+
         def one_step(i: jax.Array, carry: Any) -> Any:
-            used, codes = carry
-            following = decoder.load_scales(group, left_edge, jnp.minimum(i + 1, steps - 1))
+            used, codes, following = carry
+            last = load(i + 2)
             stage = self.ring.stage_of(used)
             used = self._fill_stage(tile, lhs, rhs, i, used)
             decoder.stage_scales(stage, codes)
             plgpu.barrier_arrive(self.ring.full.at[stage])
-            return used, following
+            return used, following, last
 
-        codes = decoder.load_scales(group, left_edge, jnp.int32(0))
-        return lax.fori_loop(0, steps, one_step, (used, codes))[0]
+        carry = used, load(jnp.int32(0)), load(jnp.int32(1))
+        return lax.fori_loop(0, steps, one_step, carry)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -552,11 +599,11 @@ class Computer:
             results = functools.partial(_cut, held)
             self.store.chunks(step * at_a_step, at_a_step, place_before, results)
 
-        total = self.ring.accumulate(
+        total = self._sum_up(
             used,
             own_steps,
             (self.kernel.tiles.part, self.kernel.matrices * self.kernel.tiles.block_m),
-            functools.partial(self._multiply, kind),
+            kind,
             store_held if self.kernel.holds else None,
             steps if self.kernel.holds else 0,
         )
@@ -567,33 +614,87 @@ class Computer:
             self.store.chunks(0, num_chunks, place, results)
         return used + own_steps, (place, held)
 
-    def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
-        multiply = functools.partial(self._multiply_rows, kind, accumulator, stage)
-        if self.decoder is None:
-            staged = enumerate(self._staged_columns(stage))
-            multiply([((0, i * self.kernel.tiles.block_m), each) for i, each in staged])
-            return
-        # The tensor cores may read registers until their matmul is complete. So before a part is
-        # decoded, the matmul of the part that these registers held last must be complete.
-        places, matrices, columns = zip(*self._encoded_parts, strict=True)
-        loaded = self.decoder.load(stage, matrices[0], columns[0])
-        for i, place in enumerate(places):
-            plgpu.wgmma_wait(len(places) - 1)
-            multiply([(place, self.decoder.decode(loaded, self.number, i))])
-            if i + 1 < len(places):
-                loaded = self.decoder.load(stage, matrices[i + 1], columns[i + 1])
+    def _sum_up(
+        self,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        kind: jax.Array,
+        meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
+    ) -> jax.Array:
+        """Sums the products of a tile of heights[kind] rows over the next `steps` steps.
+
+        The other arguments are those of `Ring.accumulate`.
+        """
+        if not self.kernel.has_few_rows:
+            multiply = functools.partial(self._multiply, kind)
+            return self.ring.accumulate(
+                used, steps, shape, multiply, meanwhile, least_steps, self._running
+            )
+
+        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
+            parts = [(matrix, first) for _, (_, matrix, first) in self._encoded_parts]
+            parts = parts[: len(parts) // self.decoder.pieces]
+
+            def of_height(height: int) -> jax.Array:
+                left = self.ring.left
+                return few_rows.add_products(totals, left, stage, self.decoder, parts, height)
+
+            branches = [functools.partial(of_height, height) for height in self.rows.heights]
+            return lax.switch(kind, branches)
+
+        nothing = zeros(shape, jnp.float32, plgpu.Layout.WGMMA, self.kernel.interpreted)
+        return self.ring.sum_up(used, steps, nothing, add, meanwhile, least_steps)
 
     @property
-    def _encoded_parts(self) -> list[tuple[tuple[int, int], Any, Any]]:
-        """The parts in which this warpgroup decodes its columns of each matrix, 64 columns each.
+    def _running(self) -> int:
+        """The number of matmuls of a step that may still run when the step ends."""
+        return self.kernel.matrices if self.decoder is None else min(len(self._encoded_parts), 2)
 
-        A part is described by (the first column and row of its product in the accumulator, the
-        index of the matrix, the first column in the tile).
+    def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+        """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
+        if self.decoder is None:
+            of_height = functools.partial(self._multiply_staged, accumulator, stage)
+        else:
+            of_height = functools.partial(self._multiply_decoded, accumulator, stage, self.decoder)
+        lax.switch(kind, [functools.partial(of_height, height) for height in self.rows.heights])
+
+    def _multiply_staged(self, accumulator: Any, stage: jax.Array, height: int) -> None:
+        rows = transposed(self.ring.left.at[stage, :height])
+        for i, columns in enumerate(self._staged_columns(stage)):
+            first = i * self.kernel.tiles.block_m
+            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
+
+    def _multiply_decoded(
+        self, accumulator: Any, stage: jax.Array, decoder: Decoder, height: int
+    ) -> None:
+        """Decodes part by part, while the tensor cores multiply the part before."""
+        parts = self._encoded_parts
+        loaded = decoder.load(stage, *parts[0][1])
+        for i, ((top, left), (piece, _, _)) in enumerate(parts):
+            # The tensor cores may read registers until their matmul is complete. So before a part
+            # is decoded, the matmul of the part that these registers held last must be complete.
+            plgpu.wgmma_wait(min(len(parts) - 1, 1))
+            columns = decoder.decode(loaded, self.number, i)
+            place = slice(top, top + CHUNK), slice(left, left + height)
+            rows = self.ring.left.at[stage, :height, piece * STEP : (piece + 1) * STEP]
+            plgpu.wgmma(accumulator.at[place], columns, transposed(rows))
+            if i + 1 < len(parts):
+                loaded = decoder.load(stage, *parts[i + 1][1])
+
+    @property
+    def _encoded_parts(self) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
+        """The parts in which this warpgroup decodes its columns of each matrix.
+
+        A part is a piece of 64 columns. It is described by the first column and row of its product
+        in the accumulator, and by (the piece, the index of the matrix, the first column in the
+        tile).
         """
         tiles = self.kernel.tiles
         return [
-            ((first, i * tiles.block_m), i, self._first_column + first)
+            ((first, i * tiles.block_m), (piece, i, self._first_column + first))
+            for piece in range(tiles.step // STEP)
             for i in range(self.kernel.matrices)
             for first in range(0, tiles.part, CHUNK)
         ]
@@ -605,27 +706,6 @@ class Computer:
         if self.kernel.transpose_rhs:
             return [tile.at[mine] for tile in tiles]
         return [transposed(tile.at[:, mine]) for tile in tiles]
-
-    def _multiply_rows(
-        self,
-        kind: jax.Array,
-        accumulator: Any,
-        stage: jax.Array,
-        columns: Sequence[tuple[tuple[int, int], Any]],
-    ) -> None:
-        """Starts the matmuls of heights[kind] rows in a stage by some columns of matrices.
-
-        `columns` has pairs of a place in the accumulator, the first column and row of a product,
-        and the columns, [count, 64].
-        """
-
-        def multiply(height: int) -> None:
-            rows = transposed(self.ring.left.at[stage, :height])
-            for (top, left), each in columns:
-                place = slice(top, top + each.shape[0]), slice(left, left + height)
-                plgpu.wgmma(accumulator.at[place], each, rows)
-
-        lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:

@@ -206,14 +206,15 @@ class Ring:
           steps: number of steps of this sum: 0, or at least `least_steps`.
           shape: shape of the accumulator.
           multiply: `multiply(accumulator, stage, step)` starts the asynchronous matmuls of a
-            stage's operands: exactly `matmuls` of them, since `wgmma_wait` counts matmuls.
+            stage's operands: at least `matmuls` of them.
           meanwhile: `meanwhile(step)` runs in each step while the step's matmuls are under way, for
             example to store the previous output tile.
           least_steps: the least number of times that `meanwhile` runs. If `steps` is 0, it then
             runs without matmuls. Pass 0 where this is not needed: with a larger number, each step
             first checks that it is below `steps`. In the kernel for the gradients of matrices, this
             check would cost up to 7 % of the time.
-          matmuls: number of matmuls that `multiply` starts; None: `matrices`.
+          matmuls: how many matmuls of a stage may still run when the next stage's begin; None:
+            `matrices`.
 
         Returns:
           The sums in registers, float32 of shape `shape`.
@@ -238,6 +239,41 @@ class Ring:
             return total
 
         return pl.run_scoped(sum_up, plgpu.ACC(shape))
+
+    def sum_up(
+        self,
+        used: jax.Array,
+        steps: Any,
+        totals: jax.Array,
+        add: Callable[[jax.Array, jax.Array], jax.Array],
+        meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
+    ) -> jax.Array:
+        """Sums products like `accumulate`, by matmuls that are complete when they return.
+
+        `add(totals, stage)` adds the products of a stage's operands to `totals`, an array in
+        registers, and returns the new totals. The other arguments are those of `accumulate`.
+        """
+
+        def take_step(step: jax.Array, totals: jax.Array) -> jax.Array:
+            def add_stage() -> jax.Array:
+                stage = self.stage_of(used + step)
+                plgpu.barrier_wait(self.full.at[stage])
+                new = add(totals, stage)
+                # Bulk copies may overwrite only what the threads have read.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(self.empty.at[stage])
+                return new
+
+            if least_steps:
+                totals = lax.cond(step < steps, add_stage, lambda: totals)
+            else:
+                totals = add_stage()
+            if meanwhile is not None:
+                meanwhile(step)
+            return totals
+
+        return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, totals)
 
     def _take_step(
         self,

@@ -7,9 +7,9 @@ Below each letter is the number of its tile within the group:
   tile within the group       0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
 
 A small kernel computes the table, with a thread block for each group. A group's block sums the rows
-and the tiles of all groups before it, and writes the entries of its own tiles. XLA needs four
-launches to compute this table: a cumulative sum of the groups' rows, a cumulative sum of their
-tiles, a search, and a gather.
+and the tiles of all groups before it, and writes the entries of its own tiles. The threads of a
+warp divide the groups among them. XLA needs four launches to compute this table: a cumulative sum
+of the groups' rows, a cumulative sum of their tiles, a search, and a gather.
 
 The allowed tile heights are an operand of the kernel. So all matmuls of a program share one
 kernel, though their tile heights differ.
@@ -25,17 +25,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.matmul.chosen_groups import ROW_ALIGNMENT, ChosenGroups
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)
 # of its rows that belong to the group.
 GROUP, FIRST, BEGIN, END = range(4)
-# A block loads the sizes of this many groups at a time: with 128 groups, it waits for memory four
-# times. (It took 6.6 us on an H200 when it loaded 8 at a time, and the last few one by one.)
-_UNROLL = 32
 # The number of heights is padded to a multiple of this, so that more matmuls share one kernel.
 _HEIGHTS = 8
 # A table of row tiles has room for the number of tiles of this height, even if the matmul's tiles
@@ -161,18 +161,16 @@ def _call(
             for column, value in enumerate(values):
                 table[entry, column] = value
 
-        def count_some(step, totals):
-            groups = [step * unroll + i for i in range(unroll)]
-            loaded = [sizes[jnp.minimum(group, num_groups - 1)] for group in groups]
+        def count_one(group, totals):
             rows, tiles = totals
-            for group, size in zip(groups, loaded, strict=True):
-                size = cut_off(jnp.where(group < own, size, 0), rows)
-                rows, tiles = rows + size, tiles + tiles_of(rows, size)
-            return rows, tiles
+            size = cut_off(sizes[group], rows)
+            return rows + size, tiles + tiles_of(rows, size)
 
-        zero, unroll = jnp.int32(0), min(_UNROLL, num_groups)
-        steps = lax.div(own + (unroll - 1), jnp.int32(unroll))
-        start, before = lax.fori_loop(0, steps, count_some, (zero, zero))
+        zero = jnp.int32(0)
+        if interpret:
+            start, before = lax.fori_loop(zero, own, count_one, (zero, zero))
+        else:
+            start, before = _rows_and_tiles_before(sizes, own, heights[-1], num_rows)
 
         @pl.when(own < num_groups)
         def _group():
@@ -205,6 +203,62 @@ def _call(
         interpret=interpret,
         kernel_name="row_tiles",
     )(group_sizes, heights)
+
+
+def _rows_and_tiles_before(
+    sizes: Any, own: jax.Array, height: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers of rows and of tiles of all groups before group `own`.
+
+    `sizes` is a reference to the sizes of the groups, and `height` the largest height of a tile. A
+    thread of each warp sums the rows of a few neighbouring groups. By a prefix sum over the warp,
+    it gets the rows before its groups, from which it computes their tiles.
+    """
+    num_groups = sizes.shape[0]
+    count = -(-num_groups // WARP)
+
+    def emit(sizes: Any, *numbers: Any) -> list[Any]:
+        own, height = (mosaic.scalar(number) for number in numbers)
+        zero, most, word = mosaic.i32(0), mosaic.i32(num_rows), mosaic.integer_type(32)
+        lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+        first = arith.muli(lane, mosaic.i32(count))
+
+        def added(a: Value, b: Value) -> Value:
+            return arith.minsi(arith.addi(a, b), most)
+
+        all_rows = []
+        for i in range(count):
+            group = arith.addi(first, mosaic.i32(i))
+            within = arith.minui(group, mosaic.i32(num_groups - 1))
+            place = mosaic.element_pointer(mosaic.pointer(sizes), within, word)
+            size = arith.minsi(arith.maxsi(llvm.load(word, place), zero), most)
+            all_rows.append(arith.select(mosaic.below(group, own), size, zero))
+        inclusive = functools.reduce(added, all_rows)
+        for distance in (1, 2, 4, 8, 16):
+            other = mosaic.shuffle_up(inclusive, distance)
+            exists = mosaic.below(mosaic.i32(distance - 1), lane)
+            inclusive = added(inclusive, arith.select(exists, other, zero))
+        start = mosaic.shuffle_up(inclusive, 1)
+        start = arith.select(mosaic.equal(lane, zero), zero, start)
+        tiles = zero
+        for size in all_rows:
+            end = added(start, size)
+            above = arith.andi(start, mosaic.i32(ROW_ALIGNMENT - 1))
+            high = arith.addi(above, arith.subi(end, start))
+            high = arith.addi(high, arith.subi(height, mosaic.i32(1)))
+            some = arith.divui(high, height)
+            tiles = arith.addi(
+                tiles, arith.select(mosaic.equal(start, end), zero, some)
+            )
+            start = end
+        # The last thread has the rows of all groups.
+        rows = mosaic.warp_max(start)
+        return [mosaic.splat(each, is_signed=True) for each in (rows, mosaic.warp_total(tiles))]
+
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
+    layouts = [mosaic.REFERENCE, *[mosaic.SCALAR] * 2]
+    start, before = mosaic.inline(emit, [sizes, own, height], layouts, [scalar] * 2)
+    return start, before
 
 
 # The function that calls the kernel is jitted, so that a program with several matmuls traces the

@@ -668,7 +668,7 @@ class _Operand:
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
             four = [left[i], right[i], left[i + 1], right[i + 1]]
-            sums = _multiplied(four, rows[i : i + 2], sums)
+            sums = mosaic.add_warp_product(four, rows[i : i + 2], sums, jnp.float16)
         for row, of_row in enumerate(scales_of_rows):
             if not self.job.is_float8:
                 of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
@@ -772,22 +772,6 @@ def _load(
         has_side_effects=True,
     )
     return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found
-
-
-def _multiplied(four: Sequence[Value], two: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-    """Multiplies 16 columns by 8 rows, 16 numbers each, and adds the products to sums.
-
-    `four`, `two` and `sums` are those of a thread: pairs of float16 of columns and rows, and sums.
-    """
-    f32 = mosaic.float_type()
-    found = llvm.inline_asm(
-        mosaic.struct_type([f32] * 4),
-        [*four, *two, *sums],
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
-        "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
-    )
-    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
 
 
 def _rounded(number: Value) -> Value:

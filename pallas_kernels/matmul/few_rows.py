@@ -1,0 +1,267 @@
+"""Multiplies a few rows by MXFP4 matrices, by tensor core instructions of single warps.
+
+Where groups have few rows, a grouped matmul by MXFP4 matrices does little besides decoding them. The
+instructions of a warpgroup, which `pallas_kernels.matmul.decoder` decodes for, then cost more than
+they compute: the warpgroup waits for each of them before it may write to its registers again. So
+the warps multiply by `mma.sync` (PTX ISA, "Matrix fragments for mma.m16n8k16"), which is complete
+when it returns. It multiplies 16 columns by 8 rows, and sums over 16 of K.
+
+**Order of K.** The order in which an instruction sums over K does not matter, if the columns and
+the rows have the same one. It is chosen such that each thread finds its numbers side by side. Let q
+be the index of a thread in its quad, lane mod 4. Of each column, the thread holds 8 neighbouring
+numbers of a block of 32, and of each row the 8 numbers at the same places in K. They are the
+operands of two instructions:
+
+  places in a block of 32     0 .. 7     8 .. 15    16 .. 23   24 .. 31
+  thread of the quad          q = 0      q = 1      q = 2      q = 3
+  its numbers                 1 word of a column, 4 words of a row
+
+**Scales.** The two instructions of a block sum over numbers that have the same scale. Each thread
+multiplies its sums of a block by this scale, and adds them to its totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WORD_BYTES
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, transforms_of_numbers
+from pallas_kernels.matmul.kernel import CHUNK, STEP
+from pallas_kernels.matmul.quantized_tiles import two_numbers
+from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
+from pallas_kernels.mxfp4 import MXFP4
+
+# The most rows of a tile that warps multiply.
+MOST_ROWS = 32
+# The numbers of a block, which have the same scale; and the blocks of a piece, 64 of K.
+_BLOCK = MXFP4.block[1]
+_BLOCKS = STEP // _BLOCK
+# An instruction multiplies this many rows.
+_ROWS = ROW_ALIGNMENT
+# A warp multiplies 16 columns of each part of 64. A thread holds two of them, 8 apart.
+_APART = 8
+# A thread holds this many numbers of a column's block, in one word, and two of them are in a byte.
+_BYTES = WORD_BYTES
+# The bytes of a block of 8 rows, and of one row of it.
+_LINE_BYTES = 2 * _BLOCK
+_TILE_BYTES = _ROWS * _LINE_BYTES
+# By these Mosaic transforms, the rows of a stage are stored as tiles of 8 rows by a block of 32 of
+# K. They are swizzled, so that 8 threads load 16 bytes from different banks at once.
+ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_LINE_BYTES)
+
+
+def add_products(
+    totals: jax.Array,
+    left: Any,
+    stage: jax.Array,
+    decoder: Decoder,
+    parts: Sequence[tuple[int, Any]],
+    height: int,
+) -> jax.Array:
+    """Multiplies the rows in a stage by staged columns, and adds the products to totals.
+
+    Args:
+      totals: float32 [64 * x, y] in the layout `plgpu.Layout.WGMMA`. It holds the transposed
+        products of rows and parts, 64 columns of a matrix each. Each part has the columns of a
+        multiple of `left.shape[1]`, so there are `y / left.shape[1]` parts side by side.
+      left: [stages, block_m, step] bfloat16 in shared memory, the rows of all stages, stored by
+        `ROW_TRANSFORMS`.
+      stage: the index of the stage.
+      decoder: decodes the staged columns.
+      parts: for each part in `totals`, from left to right and from top to bottom, (the index of the
+        matrix, the first of its 64 columns in the tile).
+      height: the number of rows to multiply, the first ones of the stage; a multiple of 8.
+
+    Returns:
+      The new totals; those of other rows than the first `height` of each part are as before.
+    """
+    block_m, pieces = left.shape[1], decoder.pieces
+    if decoder.interpreted:
+        return _interpreted(totals, left[stage, :height], stage, decoder, parts, block_m)
+
+    def emit(*operands: Any) -> Any:
+        values, scales, table, rows, stage, *lines, totals = operands
+        thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
+        registers = mosaic.registers(totals)
+        pairs = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
+        # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of column c, and
+        # of column c + 8.
+        sums = [pairs[i : i + 4] for i in range(0, len(pairs), 4)]
+        per_part = block_m // _ROWS
+        columns = [thread.first_column(mosaic.scalar(line)) for line in lines]
+        for piece in range(pieces):
+            scales_of = [thread.load_scales(column, piece) for column in columns]
+            for block in range(_BLOCKS):
+                of_rows = [
+                    thread.load_rows(i, piece, block) for i in range(height // _ROWS)
+                ]
+                for part, column in enumerate(columns):
+                    pairs_of = [thread.load_pairs(column, piece, block, i) for i in range(2)]
+                    scale = [scales_of[part][i][block] for i in range(2)]
+                    for i, words in enumerate(of_rows):
+                        at = part * per_part + i
+                        sums[at] = _added(sums[at], pairs_of, words, scale)
+        two = mosaic.vector_type(2, mosaic.float_type())
+        new = [
+            vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)
+        ]
+        return mosaic.tensor_core_array(new, totals_shape, mosaic.float_type())
+
+    totals_shape = totals.shape
+    lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
+    operands = [
+        *(decoder.values, decoder.scales, decoder.staged.table, left, stage),
+        *lines,
+        totals,
+    ]
+    layouts = [
+        plgpu.RefType(transforms_of_numbers(pieces)),
+        *[mosaic.REFERENCE] * 2,
+        plgpu.RefType(ROW_TRANSFORMS),
+        *[mosaic.SCALAR] * (1 + len(lines)),
+        plgpu.Layout.WGMMA,
+    ]
+    result = plgpu.ShapeDtypeStruct(totals_shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    return mosaic.inline(emit, operands, layouts, result)
+
+
+def _interpreted(
+    totals: jax.Array,
+    rows: jax.Array,
+    stage: jax.Array,
+    decoder: Decoder,
+    parts: Sequence[tuple[int, Any]],
+    block_m: int,
+) -> jax.Array:
+    """Computes `add_products` by JAX operations in Pallas' interpreter."""
+    height, beside = rows.shape[0], totals.shape[1] // block_m
+    for piece in range(decoder.pieces):
+        own = rows[:, piece * STEP : (piece + 1) * STEP].astype(jnp.float32)
+        for i, part in enumerate(parts):
+            columns = decoder.load(stage, piece, *part).astype(jnp.float32)
+            products = lax.dot(columns, own.T)
+            starts = [index * size for index, size in zip(divmod(i, beside), (CHUNK, block_m))]
+            sizes = zip(totals.shape, starts, products.shape, strict=True)
+            edges = [(start, total - start - size, 0) for total, start, size in sizes]
+            totals += lax.pad(products, jnp.float32(0), edges)
+    return totals
+
+
+class _Thread:
+    """Emits the loads of one thread of a warpgroup.
+
+    Args:
+      decoder: decodes the staged columns.
+      memrefs: the stages of numbers and of scales, the table, and the stages of rows.
+      stage: the index of the stage.
+      block_m: the number of rows for which a stage has room.
+    """
+
+    def __init__(self, decoder: Decoder, memrefs: Sequence[Value], stage: Value, block_m: int):
+        values, scales, table, rows = memrefs
+        self.pieces, self.lines = decoder.pieces, decoder.lines
+        self.line_bytes = self.pieces * NUMBER_BYTES
+        lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+        self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
+        self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
+        self.stage = stage
+        self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
+        self.table = _sum(
+            mosaic.address(table, 32), arith.muli(lane, mosaic.i32(WORD_BYTES))
+        )
+        # Of 8 lines of 64 bytes, a swizzle exchanges 16 bytes by the number of two lines.
+        place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
+        self.of_rows = pieces_of_rows = self.pieces * _BLOCKS
+        self.rows = _sum(
+            mosaic.address(rows, 32),
+            arith.muli(stage, mosaic.i32(block_m // _ROWS * pieces_of_rows * _TILE_BYTES)),
+            arith.muli(self.down, mosaic.i32(_LINE_BYTES)),
+            arith.muli(place, mosaic.i32(VECTOR_BYTES)),
+        )
+
+    def first_column(self, line: Value) -> Value:
+        """Returns the first of this thread's columns among all lines of a stage.
+
+        `line` is the first of the 64 lines of a part.
+        """
+        warp = arith.divui(mosaic.lane(), mosaic.i32(WARP))
+        return _sum(line, arith.muli(warp, mosaic.i32(2 * _APART)), self.down)
+
+    def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
+        """Loads 8 numbers of a row in a block: four words, with two bfloat16 in each."""
+        at = (tile * self.of_rows + piece * _BLOCKS + block) * _TILE_BYTES
+        return _load(self.rows, at, 4)
+
+    def load_scales(self, column: Value, piece: int) -> list[list[Value]]:
+        """Loads the two scales of a piece, as float32, for each of both columns."""
+        of_piece = arith.muli(
+            _sum(arith.muli(self.stage, mosaic.i32(self.pieces)), mosaic.i32(piece)),
+            mosaic.i32(self.lines),
+        )
+        at = arith.muli(_sum(of_piece, column), mosaic.i32(WORD_BYTES))
+        start = _sum(self.scales, at)
+        loaded = [_load(start, i * _APART * WORD_BYTES, 1)[0] for i in range(2)]
+        return [two_numbers(word) for word in loaded]
+
+    def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
+        """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""
+        line = _sum(arith.muli(self.stage, mosaic.i32(self.lines)), column)
+        start = _sum(self.values, arith.muli(line, mosaic.i32(self.line_bytes)), self.word)
+        place = mosaic.i32(piece * _BLOCKS + block)
+        if self.pieces in (2, 4):
+            number = self.down if self.pieces == 4 else arith.shrui(self.down, mosaic.i32(1))
+            place = arith.xori(place, number)
+        start = _sum(start, arith.muli(place, mosaic.i32(VECTOR_BYTES)))
+        (word,) = _load(start, i * _APART * self.line_bytes, 1)
+        return [self.look_up(word, j) for j in range(_BYTES)]
+
+    def look_up(self, word: Value, index: int) -> Value:
+        """Returns the two numbers of byte `index` of a word, as two bfloat16."""
+        kind = mosaic.integer_type(32)
+        byte = llvm.inline_asm(
+            kind, [word], f"prmt.b32 $0, $1, 0, {0x4440 + index:#x};", "=r,r"
+        )
+        at = arith.muli(byte, mosaic.i32(WARP * WORD_BYTES))
+        return _load(_sum(self.table, at), 0, 1)[0]
+
+
+def _sum(*values: Value) -> Value:
+    total = values[0]
+    for value in values[1:]:
+        total = arith.addi(total, value)
+    return total
+
+
+def _load(address: Value, offset: int, count: int) -> list[Value]:
+    """Loads words from shared memory, from `offset` bytes after `address` on."""
+    word = mosaic.integer_type(32)
+    pointer = mosaic.shared_pointer(_sum(address, mosaic.i32(offset)) if offset else address)
+    if count == 1:
+        return [llvm.load(word, pointer, alignment=WORD_BYTES)]
+    loaded = llvm.load(mosaic.vector_type(count, word), pointer, alignment=WORD_BYTES * count)
+    return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+
+def _added(
+    totals: Sequence[Value],
+    pairs: Sequence[Sequence[Value]],
+    rows: Sequence[Value],
+    scales: Sequence[Value],
+) -> list[Value]:
+    """Adds the products of a block of two columns and a row's numbers, times their scales."""
+    sums = [mosaic.f32(0.0)] * 4
+    for i in range(0, _BYTES, 2):
+        four = [pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]]
+        sums = mosaic.add_warp_product(four, rows[i : i + 2], sums, jnp.bfloat16)
+    return [
+        llvm.intr_fma(each, scales[i // 2], total)
+        for i, (each, total) in enumerate(zip(sums, totals, strict=True))
+    ]
