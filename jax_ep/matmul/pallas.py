@@ -41,7 +41,7 @@ _MULTIPLES = {
 _FEW_ROWS = 64
 # Matrices in MXFP4: if groups have at most `_LEAST_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.few_rows`). If they have at least
-# `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64 and 128 rows.
+# `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
 _LEAST_ROWS, _MANY_ROWS = 16, 96
 _LOW, _HIGH = (8, 16, 24, 32), (64, 128, 144, 176, 208, 256)
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
@@ -231,8 +231,7 @@ def product_tiles(
 
     Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
     multiprocessors, so a small product gets smaller tiles. `mxfp4_depth` is K if the matrices are
-    in MXFP4, else None. In MXFP4, higher tiles decode them fewer times, and wider ones have fewer
-    steps.
+    in MXFP4, else None. In MXFP4, higher tiles decode them fewer times.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -242,9 +241,7 @@ def product_tiles(
     block_n = 128
     is_large = values >= HOPPER_CORES * 256 * 128
     if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
-        heights = _HIGH
-        if num_cols % 256 == 0 and num_rows < _MANY_ROWS * num_groups:
-            heights, block_n = (64, 128), 256
+        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
     elif num_rows < _FEW_ROWS * num_groups:
         wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         heights, block_n = (32, 64), 256 if wide else 128
@@ -277,10 +274,9 @@ def gated_tiles(
         heights = _LOW
     elif few_rows or few_tiles:
         heights = (32, 64)
-    elif is_quantized and num_rows < _MANY_ROWS * num_groups:
-        heights = (64, 96, 112, 128)
     elif is_quantized:
-        heights, block_n = _HIGH, 64
+        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
+        block_n = 64
     columns = band(num_cols, block_n, 8)
     return Tiles.fitting(heights, block_n, columns, matrices=2, mxfp4_depth=mxfp4_depth)
 

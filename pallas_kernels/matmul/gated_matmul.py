@@ -262,7 +262,10 @@ class _OneProduct(Computer):
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
             return self.kernel.gated(*(product[columns, rows] for product in products))
 
-        store = dataclasses.replace(self.store, block_m=products[0].shape[1])
+        count = products[0].shape[1]
+        # A chunk that reaches past these rows must not be stored as a whole.
+        place = place._replace(end=jnp.minimum(place.end, place.top + count))
+        store = dataclasses.replace(self.store, block_m=count)
         store.chunks(0, store.num_chunks, place, results)
 
     def _write(self, product: jax.Array) -> None:

@@ -357,7 +357,7 @@ class Product(Kernel):
                 stages,
                 pieces,
                 columns=self.matrices * tiles.block_n,
-                parts=self.matrices * tiles.part // CHUNK,
+                parts=self.matrices * tiles.part // CHUNK * pieces,
                 interpreted=self.interpreted,
             )
         return types

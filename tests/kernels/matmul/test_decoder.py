@@ -124,6 +124,9 @@ def assert_close(got, want):
             "bands": (MORE, 192, 384, Tiles((32, 48), 128, 3, 1, 2)),
             # Tiles are so high that each is stored before the next one is multiplied.
             "high tiles": ((160, [1, 140, 19]), 192, 256, Tiles((64, 192), 128, 2, 2)),
+            # Each of the two parts of a warpgroup's columns consists of two pieces of K.
+            "long steps": (MORE, 256, 256, Tiles((32, 64), 256, 2, 2, step=128)),
+            "few rows, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 2, 2, step=256)),
         },
         "small",
     ),
@@ -147,6 +150,12 @@ def test_product(problem, depth, width, tiles):
             "narrow tiles": (MORE, 192, 128, Tiles((8, 32), 64, 3, 3)),
             # Tiles are so high that each compute warpgroup stores half of the rows.
             "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 2, 3)),
+            # The halves are no multiple of the 32 rows that are stored at a time.
+            "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 2, 3)),
+            # A stage is longer than the 64 of K that are decoded at a time.
+            "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 2, 3, step=256)),
+            "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 2, 3, step=192)),
+            "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 2, 3, step=128)),
         },
         "small",
     ),
