@@ -113,14 +113,21 @@ def grouped_matmul(
 
 
 def check_implementation(
-    implementation: Implementation, rhs: jax.Array, name: str = "implementation"
+    implementation: Implementation,
+    rhs: jax.Array,
+    name: str = "implementation",
+    matmul_dtype: Any = None,
 ) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
-    `rhs` has the matrix of each group, [groups, H, F]. If `implementation` is None, nothing is
-    raised. `name` is the name of the caller's argument, for the error message.
+    `rhs` has the matrix of each group, [groups, H, F]; with `matmul_dtype`, it is quantized to this
+    dtype before it is multiplied. If `implementation` is None, nothing is raised. `name` is the
+    name of the caller's argument, for the error message.
     """
-    IMPLEMENTATIONS.check(implementation, Problem(rhs.shape[1:], rhs.dtype), name)
+    quantized = matmul_dtype is not None
+    dtype = matmul_dtype if quantized else rhs.dtype
+    problem = Problem(rhs.shape[1:], dtype, has_scales=quantized)
+    IMPLEMENTATIONS.check(implementation, problem, name)
 
 
 def default_platform() -> str:
@@ -185,14 +192,16 @@ def gated_product(
     keep: bool,
     implementation: Implementation,
     zero_unused: bool = True,
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes two grouped products of lhs, and hidden = gating(lhs @ rhs[0], lhs @ rhs[1]).
 
     lhs [R, K] has R rows, and each rhs [L, K, N] a matrix for each of L groups. The products are
     rounded to the operands' dtype. The elementwise, hashable function `gating` gets the rounded
-    products as float32 or wider. If "pallas" supports the operations of `gating`, it computes all
-    this in one kernel, with the same bits. `groups` are those of `product`; for chosen groups, the
-    results are [S * height, N]. Operands must have been checked and must have the same varying
+    products as float32 or wider. With `biases`, two arrays [L, N], each group's biases are first
+    added to its rows of these numbers. If "pallas" supports the operations of `gating`, it computes
+    all this in one kernel, with the same bits. `groups` are those of `product`; for chosen groups,
+    the results are [S * height, N]. Operands must have been checked and must have the same varying
     manual axes (vma).
 
     Returns (hidden,), or with `keep` (hidden, product, product), [R, N] each, of the operands'
@@ -205,6 +214,7 @@ def gated_product(
             grouped_matmul_gated_p,
             lhs,
             *rhs,
+            *(biases or ()),
             array,
             height=height,
             gating=gating,
@@ -269,21 +279,28 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
     return tuple(one_pair(*pair) for pair in pairs), None
 
 
-def _gated_product_fwd(lhs, rhs, group_sizes, gating, keep, implementation, zero_unused):
+def _gated_product_fwd(
+    lhs, rhs, group_sizes, gating, keep, implementation, zero_unused, biases=None
+):
     hidden, *products = gated_product(
-        lhs, rhs, group_sizes, gating, True, implementation, zero_unused
+        lhs, rhs, group_sizes, gating, True, implementation, zero_unused, biases
     )
-    return (hidden, *products) if keep else (hidden,), (lhs, rhs, group_sizes, tuple(products))
+    saved = lhs, rhs, group_sizes, biases, tuple(products)
+    return (hidden, *products) if keep else (hidden,), saved
 
 
 def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
-    lhs, rhs, group_sizes, products = saved
-    dproducts = jax.vjp(functools.partial(gated, gating), *products)[1](grads[0])
+    lhs, rhs, group_sizes, biases, products = saved
+
+    def hidden(products, biases):
+        return gated(gating, *products, biases=biases, groups=group_sizes)
+
+    dproducts, dbiases = jax.vjp(hidden, products, biases)[1](grads[0])
     if keep:
         dproducts = tuple(map(jnp.add, dproducts, grads[1:]))
     pairs = tuple(zip(dproducts, rhs, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
-    return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None
+    return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None, dbiases
 
 
 def _drhs_fwd(lhs, grads, group_sizes, implementation):
@@ -337,11 +354,19 @@ def _compute_product(*operands, height, implementation, platform, transpose_rhs,
     static_argnames=("gating", "height", "keep", "implementation", "platform", "zero_unused"),
 )
 def _compute_gated(
-    lhs, rhs_0, rhs_1, groups, *, gating, height, keep, implementation, platform, zero_unused
+    lhs, rhs_0, rhs_1, *others, gating, height, keep, implementation, platform, zero_unused
 ):
+    *biases, groups = others
     backend = _select(implementation, platform, lhs, rhs_0.shape[1:])
-    groups = joined_groups(groups, height)
-    return backend.gated_product(lhs, (rhs_0, rhs_1), groups, gating, keep, zero_unused=zero_unused)
+    return backend.gated_product(
+        lhs,
+        (rhs_0, rhs_1),
+        joined_groups(groups, height),
+        gating,
+        keep,
+        biases=tuple(biases) or None,
+        zero_unused=zero_unused,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))

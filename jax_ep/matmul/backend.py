@@ -82,6 +82,7 @@ class FusedGate(Protocol):
         keep: bool,
         /,
         *,
+        biases: tuple[jax.Array, jax.Array] | None,
         zero_unused: bool,
     ) -> tuple[jax.Array, ...] | None: ...
 
@@ -185,20 +186,24 @@ class Backend(Implementation):
         gating: Gating,
         keep: bool,
         *,
+        biases: tuple[jax.Array, jax.Array] | None = None,
         zero_unused: bool = True,
     ) -> tuple[jax.Array, ...]:
         """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) group by group; returns (hidden,).
 
-        With `keep`, returns the two products, too: (hidden, product, product). Without
+        With `biases`, two arrays [L, N], adds them to the products for `gating`. With `keep`,
+        returns the two products, without biases, too: (hidden, product, product). Without
         `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_gate is not None:
-            fused = self.fused_gate(lhs, rhs, groups, gating, keep, zero_unused=zero_unused)
+            fused = self.fused_gate(
+                lhs, rhs, groups, gating, keep, biases=biases, zero_unused=zero_unused
+            )
             if fused is not None:
                 return fused
         product = self._product_of(groups)
         products = [product(lhs, each, groups, transpose_rhs=False) for each in rhs]
-        hidden = gated(gating, *products)
+        hidden = gated(gating, *products, biases=biases, groups=groups)
         return (hidden, *products) if keep else (hidden,)
 
     def _product_of(self, groups: Groups) -> Callable[..., jax.Array]:
@@ -216,10 +221,38 @@ class Backend(Implementation):
         return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
 
 
-def gated(gating: Gating, *products: jax.Array) -> jax.Array:
-    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype."""
+def gated(
+    gating: Gating,
+    *products: jax.Array,
+    biases: Sequence[jax.Array] | None = None,
+    groups: Groups | None = None,
+) -> jax.Array:
+    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype.
+
+    With `biases`, an array [L, N] for each product, first adds the biases of each row's group, one
+    of `groups`.
+    """
     dtype = products[0].dtype
-    return gating(*(product.astype(wide_dtype(dtype)) for product in products)).astype(dtype)
+    wide = [product.astype(wide_dtype(dtype)) for product in products]
+    if biases is not None:
+        assert groups is not None
+        of_rows = group_of_row(groups, wide[0].shape[0])
+        for i, bias in enumerate(biases):
+            rows = bias.astype(wide[i].dtype).at[of_rows].get(mode="fill", fill_value=0)
+            wide[i] += rows
+    return gating(*wide).astype(dtype)
+
+
+def both_biases(
+    biases: Sequence[jax.Array | None],
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the biases [L, N] of two products, zeros in place of a missing one; None for none."""
+    first, second = biases
+    if first is None and second is None:
+        return None
+    some: Any = second if first is None else first
+    both = (jnp.zeros_like(some) if bias is None else bias for bias in biases)
+    return tuple(both)  # type: ignore[return-value]
 
 
 def group_of_row(groups: Groups, num_rows: int) -> jax.Array:

@@ -4,7 +4,11 @@ A quantized operand consists of float8 values and of scales; its numbers are val
 Only "pallas" multiplies float8 values; "loop" and "xla" multiply the numbers as float32. The
 kernels of "pallas" add 128 products in about 14 bits, and then add these sums in float32, so
 
-    |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds.
+    |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds,
+
+if the products have about the same magnitude. The tensor cores cut each of 128 products off at
+about 2^-13 of the largest one, so if few products are much larger than the others, the error is up
+to 2^-6 of these.
 
 The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
 transposed matrices. `drhs_of_each`, which contracts over rows, takes rows that `transpose_rows` has

@@ -43,7 +43,8 @@ _FEW_ROWS = 64
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.few_rows`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
 _LEAST_ROWS, _MANY_ROWS = 16, 96
-_LOW, _HIGH = (8, 16, 24, 32), (64, 128, 144, 176, 208, 256)
+_LOW = (8, 16, 24, 32)
+_HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
 HOPPER_CORES = 132
 
@@ -151,14 +152,15 @@ def gated_product(
     gating: Gating,
     keep: bool,
     *,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, ...] | None:
     """Computes `Backend.gated_product` by one kernel.
 
-    Each rhs may be `Scaled` transposes in MXFP4. Returns None if the kernel does not support the
-    operations of `gating`. If `tiles` is None, `gated_tiles` or `chosen_tiles` chooses the tile
-    sizes.
+    With `biases`, two arrays [L, N], these are added to the products for `gating`. Each rhs may be
+    `Scaled` transposes in MXFP4. Returns None if the kernel does not support the operations of
+    `gating`. If `tiles` is None, `gated_tiles` or `chosen_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 
@@ -178,6 +180,7 @@ def gated_product(
             keep=keep,
             tiles=tiles,
             num_blocks=core_count(),
+            biases=biases and (readable(biases[0]), readable(biases[1])),
             zero_unused=zero_unused,
         )
         return tuple(result[: output_rows(groups, lhs.shape[0])] for result in results)
@@ -215,6 +218,13 @@ def drhs_of_each(
             tiles=tiles or drhs_tiles(grads[0].shape[1]),
             num_blocks=core_count(),
         )
+
+
+def readable(bias: jax.Array) -> jax.Array:
+    """Returns a bias in a dtype that kernels can add to float32 numbers."""
+    return (
+        bias if bias.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else bias.astype(jnp.float32)
+    )
 
 
 def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int | None]:

@@ -95,13 +95,16 @@ def product(
 def gated_product(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
-    groups: jax.Array,
+    biases: Sequence[jax.Array | None],
+    groups: Groups,
     gating: Gating,
     keep: bool,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `api.gated_product` for two quantized arrays [L, K, N], without `zero_unused`."""
-    biases = [None] * len(matrices)
+    """Computes `api.gated_product` for two quantized arrays [L, K, N], without `zero_unused`.
+
+    `biases` [L, N] are added to the products for `gating`; one of them, or both, may be None.
+    """
     return _results(rows, matrices, biases, groups, None, gating, keep, False, implementation)
 
 
@@ -207,8 +210,8 @@ def _compute(
         )
         if out is not None:
             return (out,)
-    if len(matrices) == 2 and options.gating is not None and biases == [None, None]:
-        results = _gated(backend, rows, matrices, groups, options)
+    if len(matrices) == 2 and options.gating is not None:
+        results = _gated(backend, rows, matrices, biases, groups, options)
         if results is not None:
             return results
     products = [_product(backend, rows, each, groups, options) for each in matrices]
@@ -219,10 +222,11 @@ def _gated(
     backend: Backend,
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
     groups: Groups,
     options: _Options,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes gating(rows @ matrices[0], rows @ matrices[1]) at once.
+    """Computes gating(rows @ matrices[0] + biases[0], rows @ matrices[1] + biases[1]) at once.
 
     Returns None if the products must be computed one by one.
     """
@@ -230,11 +234,12 @@ def _gated(
         from jax_ep.matmul import weight_only_pallas
 
         results = weight_only_pallas.gated_product(
-            rows, matrices, groups, options.gating, options.keep, options.zero_unused
+            rows, matrices, biases, groups, options.gating, options.keep, options.zero_unused
         )
         if results is not None:
             return results
-    if any(isinstance(each.format, Transposed) for each in matrices):
+    has_biases = any(bias is not None for bias in biases)
+    if has_biases or any(isinstance(each.format, Transposed) for each in matrices):
         return None
     assert options.gating is not None
     dense = [_gathered(each, groups, rows.dtype) for each in matrices]

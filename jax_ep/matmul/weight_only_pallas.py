@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
 from jax_ep.matmul import pallas
-from jax_ep.matmul.backend import Groups
+from jax_ep.matmul.backend import Groups, both_biases
 from jax_ep.matmul.float8 import is_operand_format
-from jax_ep.matmul.pallas import emitted
+from jax_ep.matmul.pallas import emitted, readable
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels
 from pallas_kernels.matmul.chosen_groups import ChosenGroups
@@ -46,7 +46,6 @@ def few_rows(
         return None
     if kernels.unsupported_reason(format, num_rows, depth, width):
         return None
-    supported = jnp.bfloat16, jnp.float32
     with jax.enable_x64(False):
         function = None if gating is None else emitted(gating, len(matrices))
         if gating is not None and function is None:
@@ -54,10 +53,7 @@ def few_rows(
         return kernels.product(
             rows,
             [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
-            [
-                bias if bias is None or bias.dtype in supported else bias.astype(jnp.float32)
-                for bias in biases
-            ],
+            [None if bias is None else readable(bias) for bias in biases],
             groups,
             num_rows=num_rows,
             format=format,
@@ -78,16 +74,28 @@ def product(
 def gated_product(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
     groups: Groups,
     gating: Any,
     keep: bool,
     zero_unused: bool,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes `Backend.gated_product` for quantized arrays, or returns None if no kernel can."""
+    """Computes `Backend.gated_product` for quantized arrays, or returns None if no kernel can.
+
+    `biases` [L, N] are added to the products for `gating`; one of them, or both, may be None.
+    """
     if not _is_mxfp4(rows, matrices):
         return None
     gate, up = (Scaled(each.values, each.scales) for each in matrices)
-    return pallas.gated_product(rows, (gate, up), groups, gating, keep, zero_unused=zero_unused)
+    return pallas.gated_product(
+        rows,
+        (gate, up),
+        groups,
+        gating,
+        keep,
+        biases=both_biases(biases),
+        zero_unused=zero_unused,
+    )
 
 
 def _is_mxfp4(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:

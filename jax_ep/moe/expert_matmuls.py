@@ -34,7 +34,7 @@ from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
 from jax_ep.matmul import api, float8, weight_only
 from jax_ep.matmul.api import Implementation
-from jax_ep.matmul.backend import Groups
+from jax_ep.matmul.backend import Groups, both_biases
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
 from jax_ep.moe.traced import Traced
@@ -99,6 +99,9 @@ class Matmuls:
 
     implementation: Implementation
 
+    # Whether the method `gated` adds the biases of wi_0 and wi_1 to the products.
+    gates_with_biases = True
+
     # Whether the method `kept` rounds the products x @ wi_0 and x @ wi_1. If True, the forward pass
     # computes the hidden values from the products as they were before this rounding.
     keeps_rounded = False
@@ -126,7 +129,14 @@ class Matmuls:
         """
         gate, up = experts.wi
         return api.gated_product(
-            rows, (gate, up), groups, unit, keep, self.implementation, zero_unused=False
+            rows,
+            (gate, up),
+            groups,
+            unit,
+            keep,
+            self.implementation,
+            zero_unused=False,
+            biases=both_biases(experts.biases[:2]),
         )
 
     def up(self, rows: Any, experts: Experts, groups: Groups) -> list[jax.Array]:
@@ -227,6 +237,7 @@ class Float8Matmuls(Matmuls):
     (straight-through).
     """
 
+    gates_with_biases = False
     keeps_rounded = True
 
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
@@ -327,7 +338,10 @@ class DequantizedMatmuls(Matmuls):
     """
 
     def gated(self, rows, experts, groups, unit, keep):
-        return weight_only.gated_product(rows, experts.wi, groups, unit, keep, self.implementation)
+        biases = experts.biases[:2]
+        return weight_only.gated_product(
+            rows, experts.wi, biases, groups, unit, keep, self.implementation
+        )
 
     def up(self, rows, experts, groups):
         return [self._product(rows, wi, groups, zero_unused=False) for wi in experts.wi]

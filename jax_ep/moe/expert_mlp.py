@@ -110,10 +110,11 @@ def expert_mlp(
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
-    computed in float32. "pallas" computes both pre-activations, x @ wi_0 and x @ wi_1, and the
-    function between the matmuls in one kernel, if the pre-activations have no biases and the
-    function is made of sums, products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU,
-    GELU by tanh, ReLU, clamps). Otherwise XLA computes the function. Both ways give the same bits.
+    computed in float32. "pallas" computes both pre-activations, x @ wi_0 and x @ wi_1 and their
+    biases, and the function between the matmuls in one kernel, if the function is made of sums,
+    products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
+    Otherwise XLA computes the function, as it does for pre-activations with biases where
+    `matmul_dtype` is set. Both ways give the same bits.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -197,7 +198,7 @@ def forward(
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
-    if experts.wi_1 is not None and no_biases:
+    if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
         hidden, *products = matmuls.gated(rows, experts, groups, unit, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
@@ -419,7 +420,9 @@ def check_operands(
                     f"{name} must be None where wi_1 is None: an expert without a gate has one "
                     "pre-activation."
                 )
-    gmm.check_implementation(implementation, experts.wi_0, name_of_implementation)
+    gmm.check_implementation(
+        implementation, experts.wi_0, name_of_implementation, unit.matmul_dtype
+    )
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import LANES, WARP
 
 # Maps a module of JAX to those of its names that this module and the kernels use.
 _REQUIRED = {
@@ -950,6 +950,36 @@ def store_column(
     numbers = [top, column, begin, end]
     layouts = [REFERENCE, plgpu.Layout.WGMMA.reduce(1), *[SCALAR] * len(numbers)]
     inline(emit, [out, values, *numbers], layouts)
+
+
+def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
+    """Loads floats from global memory, a number for each row of an array of the tensor cores.
+
+    Args:
+      ref: [N], a reference to global memory that the kernel does not write.
+      first: the index of the first number.
+      count: the number of numbers, a multiple of 64.
+      last: the largest index; numbers past it are those at this index.
+
+    Returns:
+      [count] float32, in the layout `plgpu.Layout.WGMMA.reduce(1)`.
+    """
+
+    def emit(ref: Value, first: Array) -> Array:
+        kind, values = element_of(ref), []
+        warp, row = arith.divui(lane(), i32(WARP)), arith.andi(lane(), i32(WARP - 1))
+        own = arith.addi(arith.muli(warp, i32(16)), arith.shrui(row, i32(2)))
+        for tile in range(0, count, 64):
+            for half in (0, 8):
+                index = arith.addi(arith.addi(scalar(first), own), i32(tile + half))
+                place = element_pointer(pointer(ref), arith.minui(index, i32(last)), kind)
+                value = llvm.load(kind, place)
+                is_wide = kind == float_type()
+                values.append(value if is_wide else arith.extf(float_type(), value))
+        return tensor_core_rows(values, count, float_type())
+
+    result = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
+    return inline(emit, [ref, first], [REFERENCE, SCALAR], result)
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:

@@ -50,7 +50,8 @@ COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
 _COLUMNS, _OF_WARP, _APART = 64, 16, 8
 # A thread loads four words of numbers at once.
 _QUAD = 4
-# The words of numbers of a column; those of numbers and of both scales; and those of a thread's columns.
+# The words of numbers of a column; those of numbers and of both scales; and those of both columns
+# of a thread.
 _WORDS = NUMBER_BYTES // WORD_BYTES
 _LINE = _WORDS + 1
 _PER_THREAD = 2 * _LINE
@@ -269,10 +270,10 @@ class Decoder:
         )
 
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
-        """Looks up a piece of 64 columns of a matrix in a stage, from column `first` of the tile on.
+        """Looks up a piece of 64 columns of a matrix, from column `first` of the tile on.
 
-        `matrix` is the index of the matrix. Returns an array in registers for `decode`: numbers
-        without their scales, and scales.
+        `stage` is the index of the stage, and `matrix` that of the matrix. Returns an array in
+        registers for `decode`: numbers without their scales, and scales.
         """
         line = jnp.int32(matrix * self.block_n + first)
         if self.interpreted:
@@ -334,9 +335,7 @@ class Decoder:
             words = [vector.extract(words, [], [i]) for i in range(_PER_THREAD)]
             # The caller has waited until the tensor cores no longer read the result's registers.
             words = mosaic.opaque(words)
-            first, second = (
-                _scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE)
-            )
+            first, second = (_scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE))
             return _operand([pair for both in zip(first, second, strict=True) for pair in both])
 
         shape = _COLUMNS, STEP

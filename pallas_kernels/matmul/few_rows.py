@@ -1,10 +1,10 @@
 """Multiplies a few rows by MXFP4 matrices, by tensor core instructions of single warps.
 
-Where groups have few rows, a grouped matmul by MXFP4 matrices does little besides decoding them. The
-instructions of a warpgroup, which `pallas_kernels.matmul.decoder` decodes for, then cost more than
-they compute: the warpgroup waits for each of them before it may write to its registers again. So
-the warps multiply by `mma.sync` (PTX ISA, "Matrix fragments for mma.m16n8k16"), which is complete
-when it returns. It multiplies 16 columns by 8 rows, and sums over 16 of K.
+Where groups have few rows, a grouped matmul by MXFP4 matrices does little besides decoding them.
+The instructions of a warpgroup, for which `pallas_kernels.matmul.decoder` decodes, then cost more
+than they compute: the warpgroup waits for each of them before it may write to its registers again.
+So the warps multiply by `mma.sync` (PTX ISA, "Matrix fragments for mma.m16n8k16"), which is
+complete when it returns. It multiplies 16 columns by 8 rows, and sums over 16 of K.
 
 **Order of K.** The order in which an instruction sums over K does not matter, if the columns and
 the rows have the same one. It is chosen such that each thread finds its numbers side by side. Let q
@@ -63,21 +63,20 @@ def add_products(
     left: Any,
     stage: jax.Array,
     decoder: Decoder,
-    parts: Sequence[tuple[int, Any]],
+    parts: Sequence[Sequence[Any]],
     height: int,
 ) -> jax.Array:
     """Multiplies the rows in a stage by staged columns, and adds the products to totals.
 
     Args:
-      totals: float32 [64 * x, y] in the layout `plgpu.Layout.WGMMA`. It holds the transposed
-        products of rows and parts, 64 columns of a matrix each. Each part has the columns of a
-        multiple of `left.shape[1]`, so there are `y / left.shape[1]` parts side by side.
+      totals: float32 in the layout `plgpu.Layout.WGMMA`. It holds the transposed products of rows
+        and parts, [64, block_m] for each part, side by side or below each other.
       left: [stages, block_m, step] bfloat16 in shared memory, the rows of all stages, stored by
         `ROW_TRANSFORMS`.
       stage: the index of the stage.
       decoder: decodes the staged columns.
-      parts: for each part in `totals`, from left to right and from top to bottom, (the index of the
-        matrix, the first of its 64 columns in the tile).
+      parts: for each part in `totals`, from left to right and then from top to bottom, the index of
+        the matrix, and the first of its 64 columns in the tile.
       height: the number of rows to multiply, the first ones of the stage; a multiple of 8.
 
     Returns:
@@ -100,9 +99,7 @@ def add_products(
         for piece in range(pieces):
             scales_of = [thread.load_scales(column, piece) for column in columns]
             for block in range(_BLOCKS):
-                of_rows = [
-                    thread.load_rows(i, piece, block) for i in range(height // _ROWS)
-                ]
+                of_rows = [thread.load_rows(i, piece, block) for i in range(height // _ROWS)]
                 for part, column in enumerate(columns):
                     pairs_of = [thread.load_pairs(column, piece, block, i) for i in range(2)]
                     scale = [scales_of[part][i][block] for i in range(2)]
@@ -110,9 +107,7 @@ def add_products(
                         at = part * per_part + i
                         sums[at] = _added(sums[at], pairs_of, words, scale)
         two = mosaic.vector_type(2, mosaic.float_type())
-        new = [
-            vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)
-        ]
+        new = [vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)]
         return mosaic.tensor_core_array(new, totals_shape, mosaic.float_type())
 
     totals_shape = totals.shape
@@ -138,11 +133,11 @@ def _interpreted(
     rows: jax.Array,
     stage: jax.Array,
     decoder: Decoder,
-    parts: Sequence[tuple[int, Any]],
+    parts: Sequence[Sequence[Any]],
     block_m: int,
 ) -> jax.Array:
     """Computes `add_products` by JAX operations in Pallas' interpreter."""
-    height, beside = rows.shape[0], totals.shape[1] // block_m
+    beside = totals.shape[1] // block_m
     for piece in range(decoder.pieces):
         own = rows[:, piece * STEP : (piece + 1) * STEP].astype(jnp.float32)
         for i, part in enumerate(parts):
@@ -174,9 +169,7 @@ class _Thread:
         self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
         self.stage = stage
         self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
-        self.table = _sum(
-            mosaic.address(table, 32), arith.muli(lane, mosaic.i32(WORD_BYTES))
-        )
+        self.table = _sum(mosaic.address(table, 32), arith.muli(lane, mosaic.i32(WORD_BYTES)))
         # Of 8 lines of 64 bytes, a swizzle exchanges 16 bytes by the number of two lines.
         place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
         self.of_rows = pieces_of_rows = self.pieces * _BLOCKS
@@ -226,9 +219,7 @@ class _Thread:
     def look_up(self, word: Value, index: int) -> Value:
         """Returns the two numbers of byte `index` of a word, as two bfloat16."""
         kind = mosaic.integer_type(32)
-        byte = llvm.inline_asm(
-            kind, [word], f"prmt.b32 $0, $1, 0, {0x4440 + index:#x};", "=r,r"
-        )
+        byte = llvm.inline_asm(kind, [word], f"prmt.b32 $0, $1, 0, {0x4440 + index:#x};", "=r,r")
         at = arith.muli(byte, mosaic.i32(WARP * WORD_BYTES))
         return _load(_sum(self.table, at), 0, 1)[0]
 

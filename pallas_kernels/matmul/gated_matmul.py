@@ -9,6 +9,7 @@ that a compute warpgroup computes, and `block_m` the largest number of rows of a
                                                                       gating --> hidden
                  --> times matrix 1 --> accumulators [part, block_m] /
 
+If there are biases, the kernel adds them to the products before it applies the gating function.
 With `keep` the kernel also stores the two products, which the gradients need.
 """
 
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -48,13 +51,15 @@ def gated_product(
     keep: bool,
     tiles: Tiles,
     num_blocks: int,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     zero_unused: bool = True,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes gating(lhs @ rhs[0][group], lhs @ rhs[1][group]) for the rows of each group.
 
     `group` stands for the group of a row. The products are rounded to lhs's dtype, and converted
-    back to float32 for `gating`.
+    back to float32 for `gating`. With `biases`, biases[i][group] is added to the converted product
+    lhs @ rhs[i][group].
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
@@ -66,6 +71,7 @@ def gated_product(
       keep: whether to return the two products, too.
       tiles: tile sizes of an output, and numbers of pipeline stages and of store buffers.
       num_blocks: number of thread blocks to launch.
+      biases: None, or two arrays [L, N] floating.
       zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -87,6 +93,7 @@ def gated_product(
         shared_rows=lhs.shape[0] < num_rows,
         gating=gating,
         keep=keep,
+        has_biases=biases is not None,
         is_quantized=is_quantized,
     )
     table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
@@ -96,7 +103,7 @@ def gated_product(
         [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
         f"grouped_matmul_gated{'_mxfp4' if is_quantized else ''}",
         interpret,
-    )(lhs, *(part for each in rhs for part in parts(each)), table)
+    )(lhs, *(part for each in rhs for part in parts(each)), *(biases or ()), table)
     return hidden, *products
 
 
@@ -109,6 +116,7 @@ class _GatedProduct(Product):
 
     gating: Elementwise
     keep: bool
+    has_biases: bool
 
     @property
     def matrices(self) -> int:
@@ -134,24 +142,38 @@ class _GatedProduct(Product):
             types["passed"] = Passed(plgpu.SMEM(shape, dtype), plgpu.Barrier(), plgpu.Barrier())
         return types
 
+    def without_biases(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        count = self.matrices if self.has_biases else 0
+        return operands[: len(operands) - count], operands[len(operands) - count :]
+
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
         if passed is None:
             return Computer(self, *work)
         return _OneProduct(self, *work, passed)  # type: ignore[call-arg]
 
     def results(
-        self, total: jax.Array, dtype: Any, columns: slice, rows: slice
+        self,
+        total: jax.Array,
+        biases: Sequence[jax.Array],
+        dtype: Any,
+        columns: slice,
+        rows: slice,
     ) -> tuple[jax.Array, ...]:
         block_m = self.tiles.block_m
         products = tuple(
             total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
             for i in range(self.matrices)
         )
-        return self.gated(*products)
+        return self.gated(biases, *products)
 
-    def gated(self, *products: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the elements of the outputs for elements of the two products, rounded already."""
-        wide = (product.astype(jnp.float32) for product in products)
+    def gated(self, biases: Sequence[jax.Array], *products: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the elements of the outputs for elements of the two products, rounded already.
+
+        `biases` are those of all 64 columns of the products, if there are any.
+        """
+        wide = [product.astype(jnp.float32) for product in products]
+        for i, bias in enumerate(biases):
+            wide[i] += lax.broadcast_in_dim(bias, wide[i].shape, (0,))
         hidden = self.gating(*wide, interpreted=self.interpreted).astype(products[0].dtype)
         return (*products, hidden) if self.keep else (hidden,)
 
@@ -223,8 +245,11 @@ class _OneProduct(Computer):
     def _running(self) -> int:
         return 1 if self.decoder is None else super()._running
 
-    def _compute_tile(self, tile: tuple[Place, jax.Array], _: Any, used: jax.Array) -> jax.Array:
-        place, kind = tile
+    def _compute_tile(
+        self, tile: tuple[Place, jax.Array, jax.Array], _: Any, used: jax.Array
+    ) -> jax.Array:
+        place, kind, group = tile
+        biases = self._load_biases(group, place.left_edge)
         steps = self.kernel.steps
         total = self._sum_up(used, steps, self._shape, kind)
         product = total.astype(self._dtype)
@@ -240,7 +265,7 @@ class _OneProduct(Computer):
             plgpu.barrier_arrive(self.passed.full)
             if self._both_store:
                 plgpu.barrier_wait(self.passed.answered)
-                self._store(place._replace(top=place.top + count), self._loaded(), rest)
+                self._store(place._replace(top=place.top + count), biases, self._loaded(), rest)
 
         @pl.when(self.number == 0)
         def _answer():
@@ -249,18 +274,18 @@ class _OneProduct(Computer):
             if self._both_store:
                 self._write(rest)
             plgpu.barrier_arrive(self.passed.answered)
-            self._store(place, first, other)
+            self._store(place, biases, first, other)
 
         return used + steps
 
-    def _store(self, place: Place, *products: jax.Array) -> None:
+    def _store(self, place: Place, biases: Sequence[jax.Array], *products: jax.Array) -> None:
         """Stores the gated product of some rows of a tile, from their two products, transposed.
 
         `place` is the position in the outputs of a tile that begins with these rows.
         """
 
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-            return self.kernel.gated(*(product[columns, rows] for product in products))
+            return self.kernel.gated(biases, *(product[columns, rows] for product in products))
 
         count = products[0].shape[1]
         # A chunk that reaches past these rows must not be stored as a whole.

@@ -39,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul import few_rows
@@ -292,13 +293,19 @@ class Product(Kernel):
         return not (self.is_quantized and self.tiles.block_m > 128)
 
     def results(
-        self, total: jax.Array, dtype: Any, columns: slice, rows: slice
+        self,
+        total: jax.Array,
+        biases: Sequence[jax.Array],
+        dtype: Any,
+        columns: slice,
+        rows: slice,
     ) -> tuple[jax.Array, ...]:
         """Computes some elements of the outputs from the accumulators: the kernel's epilogue.
 
         Args:
           total: float32 accumulators [tiles.part, matrices * tiles.block_m] of a compute warpgroup.
             They hold the transposed product of the tile's rows and each matrix, side by side.
+          biases: float32 [tiles.part], the biases of the warpgroup's columns, if there are any.
           dtype: dtype of the outputs.
           columns: the columns to return, counted in the warpgroup's half of the tile.
           rows: the rows of the tile to return.
@@ -370,8 +377,9 @@ class Product(Kernel):
         staged: Staged | None = None,
         **scratch: Any,
     ) -> None:
-        *operands, table = refs[: -self.outputs]
+        *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
+        operands, biases = self.without_biases(others)
         last = table.shape[0] - 1
         tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
         decoder, loader = None, _Loader(self, ring, tiles, operands)
@@ -387,9 +395,13 @@ class Product(Kernel):
                 decoder.fill_table(number)
             sizes = self.tiles.block_m, self.tiles.part
             store = Store(outs, buffers.of(number), *sizes, self.interpreted)
-            self.computer(ring, tiles, store, number, decoder, **scratch).run()
+            self.computer(ring, tiles, store, number, decoder, biases, **scratch).run()
 
         self.take_roles(loader.run, compute)
+
+    def without_biases(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns (the operands without biases, the biases), which only gated products have."""
+        return operands, ()
 
     def computer(self, *work: Any) -> Computer:
         """Returns the work of a compute warpgroup, for the fields of `Computer` past the first."""
@@ -514,6 +526,7 @@ class Computer:
 
     `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
     writes results to the outputs. `decoder` decodes quantized matrices, and is None for others.
+    `biases` are references to arrays [L, N], one for each matrix of a group, or there are none.
     """
 
     kernel: Product
@@ -522,6 +535,7 @@ class Computer:
     store: Store
     number: jax.Array
     decoder: Decoder | None
+    biases: Sequence[Any]
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
@@ -531,7 +545,7 @@ class Computer:
         # Before the first tile, there is no tile to store. The carry then has the position of tile
         # 0 with an empty range of rows, [begin, begin). A constant would not do: the position must
         # vary over the same mesh axes (vma) as those of later tiles.
-        some, _ = self._look_up(zero)
+        some, *_ = self._look_up(zero)
         carry = zero, (some._replace(end=some.begin), held)
         kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
         self._zero_unused()
@@ -560,19 +574,37 @@ class Computer:
         """Returns the first column of an output tile that this warpgroup computes."""
         return self.number * self.kernel.tiles.part
 
-    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array]:
+    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
         """Looks up what this warpgroup must know of output tile number `index`.
 
         Returns:
           place: the position in the outputs of the half tile that this warpgroup computes.
           kind: the index of the tile's height in `self.rows.heights`.
+          group: the tile's group.
         """
         tile, left_edge = self.kernel.place(index, self.rows.count)
         left_edge += self._first_column
         first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
-        return Place(first, begin, end, left_edge), self.rows.kind_of(tile)
+        place = Place(first, begin, end, left_edge)
+        return place, self.rows.kind_of(tile), self.rows.table[tile, GROUP]
 
-    def _compute_tile(self, tile: tuple[Place, jax.Array], exists: Any, carry: Any) -> Any:
+    def _load_biases(self, group: jax.Array, left_edge: jax.Array) -> list[jax.Array]:
+        """Loads the biases of a group for the columns of this warpgroup, from `left_edge` on.
+
+        Returns float32 [tiles.part] for each of `self.biases`, in the layout
+        `plgpu.Layout.WGMMA.reduce(1)`. Those past the last column repeat its bias.
+        """
+        part, width = self.kernel.tiles.part, self.kernel.width
+        if self.kernel.interpreted:
+            own = pl.ds(jnp.minimum(left_edge, width - part), part)
+            return [each[group, own].astype(jnp.float32) for each in self.biases]
+        return [
+            mosaic.load_column(each.at[group], left_edge, part, width - 1) for each in self.biases
+        ]
+
+    def _compute_tile(
+        self, tile: tuple[Place, jax.Array, jax.Array], exists: Any, carry: Any
+    ) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
         If `self.kernel.holds`, the previous tile is stored from registers while this tile is
@@ -589,7 +621,8 @@ class Computer:
           The carry for the next tile.
         """
         used, (place_before, held) = carry
-        place, kind = tile
+        place, kind, group = tile
+        biases = self._load_biases(group, place.left_edge)
         steps = self.kernel.steps
         own_steps = jnp.where(exists, steps, 0)
         num_chunks = self.store.num_chunks
@@ -607,7 +640,7 @@ class Computer:
             store_held if self.kernel.holds else None,
             steps if self.kernel.holds else 0,
         )
-        results = functools.partial(self.kernel.results, total, self._dtype)
+        results = functools.partial(self.kernel.results, total, biases, self._dtype)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
@@ -627,19 +660,20 @@ class Computer:
 
         The other arguments are those of `Ring.accumulate`.
         """
-        if not self.kernel.has_few_rows:
+        if self.decoder is None or not self.kernel.has_few_rows:
             multiply = functools.partial(self._multiply, kind)
             return self.ring.accumulate(
                 used, steps, shape, multiply, meanwhile, least_steps, self._running
             )
 
-        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
-            parts = [(matrix, first) for _, (_, matrix, first) in self._encoded_parts]
-            parts = parts[: len(parts) // self.decoder.pieces]
+        # `few_rows` multiplies all pieces of a part. Its parts are in the order of their places.
+        in_order = sorted(self._encoded_parts, key=lambda part: part[0])
+        parts = [each for _, (piece, *each) in in_order if piece == 0]
+        decoder, left = self.decoder, self.ring.left
 
+        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
             def of_height(height: int) -> jax.Array:
-                left = self.ring.left
-                return few_rows.add_products(totals, left, stage, self.decoder, parts, height)
+                return few_rows.add_products(totals, left, stage, decoder, parts, height)
 
             branches = [functools.partial(of_height, height) for height in self.rows.heights]
             return lax.switch(kind, branches)

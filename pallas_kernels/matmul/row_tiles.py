@@ -247,9 +247,7 @@ def _rows_and_tiles_before(
             high = arith.addi(above, arith.subi(end, start))
             high = arith.addi(high, arith.subi(height, mosaic.i32(1)))
             some = arith.divui(high, height)
-            tiles = arith.addi(
-                tiles, arith.select(mosaic.equal(start, end), zero, some)
-            )
+            tiles = arith.addi(tiles, arith.select(mosaic.equal(start, end), zero, some))
             start = end
         # The last thread has the rows of all groups.
         rows = mosaic.warp_max(start)

@@ -21,7 +21,7 @@ from jax_ep.formats import (
     quantize,
 )
 from jax_ep.matmul import api, weight_only
-from jax_ep.matmul.backend import gated
+from jax_ep.matmul.backend import both_biases, gated
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
 L, K, N = 6, 256, 128
@@ -160,20 +160,26 @@ def test_products_of_groups(name, implementation, dtype):
 @pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
 @pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
 @pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4", "mxfp4 in order"))
+@pytest.mark.parametrize("with_bias", quick([False, True], True))
 @pytest.mark.usefixtures("highest_precision")
-def test_gated_products(name, implementation, dtype):
-    x, stored, biases, sizes = sized_case(FORMATS[name], with_bias=False, dtype=dtype)
-    products = products_of_groups(x, stored, biases)
-    want = [np.asarray(swiglu(*products)), *products]
+def test_gated_products(with_bias, name, implementation, dtype):
+    x, stored, biases, sizes = sized_case(FORMATS[name], with_bias=with_bias, dtype=dtype)
+    products = products_of_groups(x, stored, [None, None])
+    hidden = swiglu(*products_of_groups(x, stored, biases))
+    want = [np.asarray(hidden), *products]
     for keep in (True, False):
-        got = weight_only.gated_product(x, tuple(stored), sizes, swiglu, keep, implementation)
+        got = weight_only.gated_product(
+            x, tuple(stored), biases, sizes, swiglu, keep, implementation
+        )
         assert len(got) == (3 if keep else 1)
         for mine, theirs in zip(got, want, strict=False):
             assert mine.shape == (NUM_ROWS, N)
             assert_close(mine[:USED], theirs, dtype)
         # XLA for GPUs may leave out the rounding of its products before it applies the function.
         if keep and not (ON_GPU and implementation == "xla"):
-            again = jax.jit(gated, static_argnums=0)(swiglu, *got[1:])
+            again = jax.jit(gated, static_argnums=0)(
+                swiglu, *got[1:], biases=both_biases(biases), groups=sizes
+            )
             np.testing.assert_array_equal(got[0][:USED], again[:USED])
 
 
@@ -207,7 +213,8 @@ def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation,
     def results(x, biases):
         if keep:
             pair = tuple(stored)
-            return weight_only.gated_product(x, pair, sizes, swiglu, True, implementation)
+            none = [None, None]
+            return weight_only.gated_product(x, pair, none, sizes, swiglu, True, implementation)
         out = weight_only.product(
             x, stored, biases, sizes, gating=swiglu, implementation=implementation
         )
@@ -308,7 +315,8 @@ def test_every_scale_and_number_of_mxfp4():
     sizes = jnp.full(2, K, jnp.int32)
     out = weight_only.product(x, stored[:1], [None], sizes)
     assert_selected(out.reshape(2, K, N), gate)
-    _, *products = weight_only.gated_product(x, tuple(stored), sizes, swiglu, True, None)
+    none = [None, None]
+    _, *products = weight_only.gated_product(x, tuple(stored), none, sizes, swiglu, True, None)
     for each, matrices in zip(products, (gate, up), strict=True):
         assert_selected(each.reshape(2, K, N), matrices)
 
@@ -374,10 +382,10 @@ WEIGHT_ONLY, GATED, PRODUCT = KERNELS = (
             "few rows, float16": ("mxfp4", 3, True, jnp.float16, []),
             "8 rows, float8": ("float8", 8, True, jnp.bfloat16, [WEIGHT_ONLY]),
             "8 rows": ("mxfp4", 8, False, jnp.bfloat16, [GATED]),
-            "8 rows, biases": ("mxfp4", 8, True, jnp.bfloat16, [PRODUCT, PRODUCT]),
+            "8 rows, biases": ("mxfp4", 8, True, jnp.bfloat16, [GATED]),
             "8 rows, in order": ("mxfp4 in order", 8, False, jnp.bfloat16, []),
             "groups": ("mxfp4", None, False, jnp.bfloat16, [GATED]),
-            "groups, biases": ("mxfp4", None, True, jnp.bfloat16, [PRODUCT, PRODUCT]),
+            "groups, biases": ("mxfp4", None, True, jnp.bfloat16, [GATED]),
             "groups, in order": ("mxfp4 in order", None, False, jnp.bfloat16, []),
             "groups, float8": ("float8", None, True, jnp.bfloat16, []),
             "groups, float16": ("mxfp4", None, False, jnp.float16, []),
@@ -431,7 +439,7 @@ def many_rows(num_rows=13056):
 @pytest.mark.parametrize("keep", [False, True])
 def test_kernels_of_many_rows_lower_for_cuda(keep):
     def gated(x, stored, sizes):
-        return weight_only.gated_product(x, stored, sizes, swiglu, keep, None)
+        return weight_only.gated_product(x, stored, [None, None], sizes, swiglu, keep, None)
 
     lowered = jax.jit(gated).trace(*many_rows()).lower(lowering_platforms=("cuda",))
     assert GATED in lowered.as_text()
@@ -441,7 +449,8 @@ def test_products_that_a_program_does_not_use_are_not_kept():
     """As in the first pass of `jax.checkpoint`, whose backward pass computes the products again."""
 
     def loss(x, stored, sizes):
-        hidden, *products = weight_only.gated_product(x, stored, sizes, swiglu, True, None)
+        none = [None, None]
+        hidden, *products = weight_only.gated_product(x, stored, none, sizes, swiglu, True, None)
         return hidden.astype(jnp.float32).sum()
 
     gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))

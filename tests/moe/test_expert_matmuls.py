@@ -20,7 +20,7 @@ from support.selection import quick
 import jax_ep
 from jax_ep import MoEConfig, MoEParams, reference
 from jax_ep.matmul import float8
-from jax_ep.matmul.api import IMPLEMENTATIONS
+from jax_ep.matmul.api import IMPLEMENTATIONS, default_platform
 from jax_ep.matmul.backend import Problem
 from jax_ep.moe.expert_matmuls import Float8Matmuls, QuantizedExperts
 from jax_ep.placement import Placement, to_experts, to_slots
@@ -28,7 +28,7 @@ from jax_ep.placement import Placement, to_experts, to_slots
 FLOAT8 = jnp.float8_e4m3fn
 SIZES = [20, 0, 31, 9]
 ROWS, H, F = 64, 256, 128
-HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, jax.default_backend(), ROWS, True))
+HERE = IMPLEMENTATIONS.available(Problem((H, F), float8.DTYPE, default_platform(), ROWS, True))
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,9 @@ def test_the_gradient_of_a_symbolic_number_of_tokens_is_exported():
     exported = jax.export.export(grad)(shapes, jax.ShapeDtypeStruct((tokens, H), jnp.float32))
     x = x_of((24,))
     got, want = (call(params_of(), x) for call in (exported.call, grad))
-    assert_near(got, want, 2.0**-10)
+    # XLA multiplies a symbolic number of rows. On a GPU, kernels multiply the others. Their sums
+    # differ, so a few numbers are rounded to another float8 number.
+    assert_near(got, want, 2.0**-10 if default_platform() == "cpu" else 2.0**-7)
 
 
 def test_rows_of_another_format_are_quantized_again():

@@ -155,6 +155,7 @@ def test_product(problem, depth, width, tiles):
             # A stage is longer than the 64 of K that are decoded at a time.
             "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 2, 3, step=256)),
             "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 2, 3, step=192)),
+            "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 2, 3)),
             "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 2, 3, step=128)),
         },
         "small",

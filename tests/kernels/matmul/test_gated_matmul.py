@@ -34,7 +34,7 @@ def operands(num_rows, sizes, depth, width):
     return (*arrays, jnp.asarray(sizes, jnp.int32))
 
 
-def run(lhs, gate, up, sizes, tiles, keep):
+def run(lhs, gate, up, sizes, tiles, keep, biases=None):
     return gated_product(
         lhs,
         (gate, up),
@@ -43,11 +43,28 @@ def run(lhs, gate, up, sizes, tiles, keep):
         keep=keep,
         tiles=tiles,
         num_blocks=2,
+        biases=biases,
         interpret=simulator.INTERPRETER,
     )
 
 
-def expected(lhs, gate, up, sizes):
+def biases_of(sizes, width):
+    rng = np.random.default_rng(1)
+    return tuple(
+        jnp.asarray(rng.standard_normal((len(sizes), width)), dtype)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+
+
+def with_biases(products, biases, sizes):
+    """Adds each group's biases to the group's rows of the products, in float32."""
+    wide = [np.asarray(product).astype(np.float32) for product in products]
+    for product, bias in zip(wide, biases or (), strict=bool(biases)):
+        product[: sum(sizes)] += np.repeat(np.asarray(bias).astype(np.float32), sizes, axis=0)
+    return wide
+
+
+def expected(lhs, gate, up, sizes, biases=None):
     """Computes the hidden values and both products, rounded where the kernel rounds."""
     x = np.asarray(lhs).astype(np.float32)
     products = [np.zeros((len(x), gate.shape[2]), np.float32) for _ in range(2)]
@@ -56,11 +73,12 @@ def expected(lhs, gate, up, sizes):
         for product, matrices in zip(products, (gate, up), strict=True):
             product[start:end] = x[start:end] @ np.asarray(matrices[group]).astype(np.float32)
     rounded = [jnp.asarray(product, jnp.bfloat16) for product in products]
-    hidden = swiglu(*(product.astype(jnp.float32) for product in rounded))
+    hidden = swiglu(*map(jnp.asarray, with_biases(rounded, biases, sizes)))
     return hidden.astype(jnp.bfloat16), *rounded
 
 
 @simulated
+@pytest.mark.parametrize("has_biases", quick([True, False], True))
 @pytest.mark.parametrize("keep", quick([True, False], True))
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
@@ -76,10 +94,11 @@ def expected(lhs, gate, up, sizes):
     ],
     ids=str,
 )
-def test_gated_product(num_rows, sizes, depth, tiles, keep):
+def test_gated_product(num_rows, sizes, depth, tiles, keep, has_biases):
     args = operands(num_rows, sizes, depth, 128)
-    got = interpret(lambda: run(*args, tiles, keep))
-    want = expected(*args)[: 3 if keep else 1]
+    biases = biases_of(sizes, 128) if has_biases else None
+    got = interpret(lambda: run(*args, tiles, keep, biases))
+    want = expected(*args, biases)[: 3 if keep else 1]
     assert len(got) == len(want)
     for mine, theirs in zip(got, want, strict=True):
         mine, theirs = (np.asarray(array).astype(np.float32) for array in (mine, theirs))
@@ -88,7 +107,7 @@ def test_gated_product(num_rows, sizes, depth, tiles, keep):
         assert not np.any(mine[sum(sizes) :])
     if keep:
         hidden, *products = (jnp.asarray(array) for array in got)
-        again = swiglu(*(product.astype(jnp.float32) for product in products))
+        again = swiglu(*map(jnp.asarray, with_biases(products, biases, sizes)))
         np.testing.assert_array_equal(hidden, again.astype(jnp.bfloat16))
 
 
