@@ -143,7 +143,10 @@ def _interpreted(
         for i, part in enumerate(parts):
             columns = decoder.load(stage, piece, *part).astype(jnp.float32)
             products = lax.dot(columns, own.T)
-            starts = [index * size for index, size in zip(divmod(i, beside), (CHUNK, block_m))]
+            starts = [
+                index * size
+                for index, size in zip(divmod(i, beside), (CHUNK, block_m), strict=True)
+            ]
             sizes = zip(totals.shape, starts, products.shape, strict=True)
             edges = [(start, total - start - size, 0) for total, start, size in sizes]
             totals += lax.pad(products, jnp.float32(0), edges)

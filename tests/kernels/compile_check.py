@@ -226,7 +226,7 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         operands = [((tokens, 2048), jnp.bfloat16), ((2048, 128), jnp.float32), *matrices]
         name = f"{'' if dtype is None else 'float8 '}layer, T={tokens}, qwen3-moe"
         yield name, 1, functools.partial(few_tokens, dtype), operands
-    for tokens in (1, 16, 512):
+    for tokens in (1, 16, 128, 512, 4096):
         operands = [((tokens, 2880), jnp.bfloat16), ((2880, 32), jnp.float32)]
         operands += [((32, 2880), jnp.bfloat16)] * 3
         operands += [((32, 2880, 1440), jnp.uint8), ((32, 2880, 90), jnp.uint8)] * 3
