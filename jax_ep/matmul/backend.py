@@ -11,8 +11,9 @@ matrix [K, N]. The first num_rows = sum(group_sizes) <= R rows belong to groups.
       undefined.
   gated_product(lhs [R, K], (rhs [L, K, N], rhs [L, K, N]), group_sizes [L], gating, keep) ->
       (hidden [R, N],), or with `keep` (hidden, product, product), [R, N] each. A product is rounded
-      to the operands' dtype, and hidden = gating(product, product). `zero_unused` is that of
-      `sum_of_products`.
+      to the operands' dtype, and hidden = gating(product, product). With `biases`, two arrays
+      [L, N], the biases of a row's group are first added to the products that `gating` gets.
+      `zero_unused` is that of `sum_of_products`.
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.

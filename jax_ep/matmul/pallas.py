@@ -39,10 +39,10 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Matrices in MXFP4: if groups have at most `_LEAST_ROWS` rows on average, tiles have the heights
+# Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.few_rows`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
-_LEAST_ROWS, _MANY_ROWS = 16, 96
+_VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)
 _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
@@ -255,7 +255,7 @@ def product_tiles(
     elif num_rows < _FEW_ROWS * num_groups:
         wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         heights, block_n = (32, 64), 256 if wide else 128
-        if is_quantized and num_rows <= _LEAST_ROWS * num_groups:
+        if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
@@ -280,7 +280,7 @@ def gated_tiles(
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
-    if is_quantized and num_rows <= _LEAST_ROWS * num_groups:
+    if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
         heights = _LOW
     elif few_rows or few_tiles:
         heights = (32, 64)

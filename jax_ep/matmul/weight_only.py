@@ -27,6 +27,7 @@ from jax_ep.matmul.backend import (
     Gating,
     Groups,
     Problem,
+    both_biases,
     group_of_row,
     joined_groups,
     split_groups,
@@ -238,14 +239,23 @@ def _gated(
         )
         if results is not None:
             return results
-    has_biases = any(bias is not None for bias in biases)
-    if has_biases or any(isinstance(each.format, Transposed) for each in matrices):
+    if any(isinstance(each.format, Transposed) for each in matrices):
+        return None
+    both = both_biases(biases)
+    # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
+    if both is not None and isinstance(groups, ChosenGroups):
         return None
     assert options.gating is not None
     dense = [_gathered(each, groups, rows.dtype) for each in matrices]
     (gate, _, groups), (up, _, _) = dense
     return backend.gated_product(
-        rows, (gate, up), groups, options.gating, options.keep, zero_unused=options.zero_unused
+        rows,
+        (gate, up),
+        groups,
+        options.gating,
+        options.keep,
+        biases=both,
+        zero_unused=options.zero_unused,
     )
 
 

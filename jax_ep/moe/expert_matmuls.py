@@ -124,8 +124,9 @@ class Matmuls:
         """Computes the experts' hidden values, unit(x @ wi_0, x @ wi_1), of the tokens x.
 
         `rows` are the tokens, converted by the method `rows`. `unit` is the elementwise function
-        between the matmuls. Returns the hidden values, converted by the method `rows`, too. With
-        `keep`, also returns the two products, converted by the method `kept`.
+        between the matmuls. If `gates_with_biases`, it gets the products plus their biases. Returns
+        the hidden values, converted by the method `rows`, too. With `keep`, also returns the two
+        products, without biases, converted by the method `kept`.
         """
         gate, up = experts.wi
         return api.gated_product(

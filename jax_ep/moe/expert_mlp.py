@@ -110,11 +110,11 @@ def expert_mlp(
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
-    computed in float32. "pallas" computes both pre-activations, x @ wi_0 and x @ wi_1 and their
-    biases, and the function between the matmuls in one kernel, if the function is made of sums,
+    computed in float32. "pallas" computes both products, x @ wi_0 and x @ wi_1, adds their biases,
+    and applies the function between the matmuls in one kernel. The function must be made of sums,
     products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
-    Otherwise XLA computes the function, as it does for pre-activations with biases where
-    `matmul_dtype` is set. Both ways give the same bits.
+    Otherwise XLA computes it. XLA also computes it where there are biases and `matmul_dtype` is
+    set. Both ways give the same bits.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values

@@ -48,13 +48,14 @@ _BLOCKS = STEP // _BLOCK
 _ROWS = ROW_ALIGNMENT
 # A warp multiplies 16 columns of each part of 64. A thread holds two of them, 8 apart.
 _APART = 8
-# A thread holds this many numbers of a column's block, in one word, and two of them are in a byte.
-_BYTES = WORD_BYTES
-# The bytes of a block of 8 rows, and of one row of it.
+# A thread holds 8 numbers of a column's block: 4 bytes, in one word.
+_COLUMN_BYTES = WORD_BYTES
+# Rows are stored as tiles of 8 rows by a block of 32 of K. These are the bytes of a row of a tile,
+# and of a tile.
 _LINE_BYTES = 2 * _BLOCK
 _TILE_BYTES = _ROWS * _LINE_BYTES
-# By these Mosaic transforms, the rows of a stage are stored as tiles of 8 rows by a block of 32 of
-# K. They are swizzled, so that 8 threads load 16 bytes from different banks at once.
+# By these Mosaic transforms, they are swizzled, so that 8 threads load 16 bytes from different
+# banks at once.
 ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_LINE_BYTES)
 
 
@@ -173,12 +174,13 @@ class _Thread:
         self.stage = stage
         self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
         self.table = _sum(mosaic.address(table, 32), arith.muli(lane, mosaic.i32(WORD_BYTES)))
-        # Of 8 lines of 64 bytes, a swizzle exchanges 16 bytes by the number of two lines.
+        # Row r of a tile holds its 16-byte part p at place p XOR (r / 2).
         place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
-        self.of_rows = pieces_of_rows = self.pieces * _BLOCKS
+        # The number of tiles side by side in a stage.
+        self.tiles_of_rows = self.pieces * _BLOCKS
         self.rows = _sum(
             mosaic.address(rows, 32),
-            arith.muli(stage, mosaic.i32(block_m // _ROWS * pieces_of_rows * _TILE_BYTES)),
+            arith.muli(stage, mosaic.i32(block_m // _ROWS * self.tiles_of_rows * _TILE_BYTES)),
             arith.muli(self.down, mosaic.i32(_LINE_BYTES)),
             arith.muli(place, mosaic.i32(VECTOR_BYTES)),
         )
@@ -193,7 +195,7 @@ class _Thread:
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
         """Loads 8 numbers of a row in a block: four words, with two bfloat16 in each."""
-        at = (tile * self.of_rows + piece * _BLOCKS + block) * _TILE_BYTES
+        at = (tile * self.tiles_of_rows + piece * _BLOCKS + block) * _TILE_BYTES
         return _load(self.rows, at, 4)
 
     def load_scales(self, column: Value, piece: int) -> list[list[Value]]:
@@ -217,7 +219,7 @@ class _Thread:
             place = arith.xori(place, number)
         start = _sum(start, arith.muli(place, mosaic.i32(VECTOR_BYTES)))
         (word,) = _load(start, i * _APART * self.line_bytes, 1)
-        return [self.look_up(word, j) for j in range(_BYTES)]
+        return [self.look_up(word, j) for j in range(_COLUMN_BYTES)]
 
     def look_up(self, word: Value, index: int) -> Value:
         """Returns the two numbers of byte `index` of a word, as two bfloat16."""
@@ -252,7 +254,7 @@ def _added(
 ) -> list[Value]:
     """Adds the products of a block of two columns and a row's numbers, times their scales."""
     sums = [mosaic.f32(0.0)] * 4
-    for i in range(0, _BYTES, 2):
+    for i in range(0, _COLUMN_BYTES, 2):
         four = [pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]]
         sums = mosaic.add_warp_product(four, rows[i : i + 2], sums, jnp.bfloat16)
     return [

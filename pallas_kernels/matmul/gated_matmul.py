@@ -164,12 +164,12 @@ class _GatedProduct(Product):
             total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
             for i in range(self.matrices)
         )
-        return self.gated(biases, *products)
+        return self.gated([bias[columns] for bias in biases], *products)
 
     def gated(self, biases: Sequence[jax.Array], *products: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the elements of the outputs for elements of the two products, rounded already.
 
-        `biases` are those of all 64 columns of the products, if there are any.
+        `biases` are those of the products' columns, if there are any.
         """
         wide = [product.astype(jnp.float32) for product in products]
         for i, bias in enumerate(biases):
@@ -285,7 +285,8 @@ class _OneProduct(Computer):
         """
 
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-            return self.kernel.gated(biases, *(product[columns, rows] for product in products))
+            own = [bias[columns] for bias in biases]
+            return self.kernel.gated(own, *(product[columns, rows] for product in products))
 
         count = products[0].shape[1]
         # A chunk that reaches past these rows must not be stored as a whole.

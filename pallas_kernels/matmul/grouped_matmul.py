@@ -70,7 +70,8 @@ from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
 
-# How long stages with matrices in MXFP4 may be along K, if there is room for so many of them.
+# How long stages with matrices in MXFP4 may be along K, besides 64: the first of these lengths that
+# divides K and leaves room for `_LEAST_STAGES` stages.
 _LONG_STEPS, _LEAST_STAGES = (256, 192, 128), 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
 # them passes half of the rows.
@@ -117,8 +118,8 @@ class Tiles:
 
         There are at most 6 stages. The memory that they leave is used for buffers through which
         results are stored, at most 8 for each compute warpgroup. Stages with matrices in MXFP4 are
-        as long along K as leaves room for 3 of them: each step has fixed costs, besides the time of
-        the rows that it multiplies.
+        256, 192, 128 or 64 long along K: as long as divides K and leaves room for 3 stages. A step
+        has fixed costs, besides the time of the rows that it multiplies.
 
         Args:
           heights, block_n, band: attributes of the result.

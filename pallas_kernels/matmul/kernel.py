@@ -4,8 +4,9 @@ The kernels are persistent: a fixed number of thread blocks loop over the tiles 
 thread block has three warpgroups: a loader, which copies operands, and two *computers*, the compute
 warpgroups, which multiply them. It keeps a ring of pipeline stages in shared memory. A stage holds
 the operands of one step of a sum over the contraction dimension: a tile of the left operand and a
-tile of each right operand, 64 long along that dimension. In the diagram, `full` and `empty` are the
-barriers of each stage by which the warpgroups wait for each other:
+tile of each right operand. Along that dimension they are 64 long, or a multiple of 64 for matrices
+in MXFP4. In the diagram, `full` and `empty` are the barriers of each stage by which the warpgroups
+wait for each other:
 
                      full                       full
   memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
@@ -40,7 +41,7 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-# The length of a stage's operand tiles along the contraction dimension.
+# The length of a stage's operand tiles along the contraction dimension, or of a piece of them.
 STEP = 64
 # A compute warpgroup stores this many columns of an output tile at a time. A row of them, in 16-bit
 # numbers, is 128 bytes long, as wide as a 128-byte swizzle.
@@ -147,7 +148,7 @@ class Ring:
     def stage_of(self, step: jax.Array) -> jax.Array:
         """Returns the index of the stage that holds the operand tiles of step `step`.
 
-        A sum over the contraction dimension is computed in steps. A step covers 64 elements of that
+        A sum over the contraction dimension is computed in steps. A step covers a part of that
         dimension: it multiplies one left operand tile by one tile of each right operand. A stage is
         a slot of the ring in shared memory, which holds the tiles of one step. A thread block
         numbers its steps from 0 on, through all of its output tiles, and uses the stages in turn.
@@ -252,7 +253,8 @@ class Ring:
         """Sums products like `accumulate`, by matmuls that are complete when they return.
 
         `add(totals, stage)` adds the products of a stage's operands to `totals`, an array in
-        registers, and returns the new totals. The other arguments are those of `accumulate`.
+        registers, and returns the new totals. `meanwhile` runs after it. The other arguments are
+        those of `accumulate`.
         """
 
         def take_step(step: jax.Array, totals: jax.Array) -> jax.Array:

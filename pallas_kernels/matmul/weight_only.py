@@ -127,7 +127,7 @@ def product(
         s * height on.
       matrices: one array of matrices, or two, [K, N] for each of L groups, given as their
         transposes [L, N, K] in `format`, with values and scales.
-      biases: for each array of matrices, [L, N] bfloat16 or float32, or None.
+      biases: for each array of matrices, [L, N] bfloat16, float16 or float32, or None.
       groups: the chosen groups.
       num_rows: T.
       format: the format of the transposes: `MXFP4`, or float8_e4m3fn with blocks of 128 x 128.

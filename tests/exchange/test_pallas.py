@@ -461,12 +461,23 @@ def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, fabrics):
         assert fabric.gpus == (3 - i,) and fabric.num_ranks == 1 and not fabrics
 
 
-@pytest.mark.parametrize(("num_tokens", "num_ranks"), [(16, 1), (17, 1), (16, 2)])
-def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, num_ranks):
-    """A rank alone must move few tokens by XLA, unless kernels are named."""
+DISPATCHES, COMBINES = ["ep_dispatch", "ep_dispatch_like"], ["ep_combine"] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_ranks", "by_kernels"),
+    [
+        (16, 1, []),
+        (17, 1, DISPATCHES),
+        (128, 1, DISPATCHES),
+        (129, 1, COMBINES + DISPATCHES),
+        (16, 2, COMBINES + DISPATCHES),
+    ],
+)
+def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, num_ranks, by_kernels):
+    """A rank alone must move few tokens by XLA, more of them in a combine, if none is named."""
     shapes = Shapes(num_tokens, 512, 2, 8, **ranks(num_ranks))
-    few = num_tokens <= 16 and num_ranks == 1
-    assert bool(kernels(lowered(shapes, None, forward))) != few
+    assert kernels(lowered(shapes, None, forward)) == by_kernels
     assert kernels(lowered(shapes, "pallas", forward))
     # With many rows for few tokens, XLA would take longer.
     assert kernels(lowered(dataclasses.replace(shapes, alignment=128), None, forward))

@@ -154,9 +154,11 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
-@pytest.mark.parametrize("keep", quick([False, True], True))
+@pytest.mark.parametrize(
+    ("keep", "has_biases"), quick([(False, False), (True, True)], (True, True))
+)
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_gated_product(implementation, dtype, keep):
+def test_gated_product(implementation, dtype, keep, has_biases):
     """The gated product must equal, bit for bit, two products and a gate, also under vmap.
 
     Its gradients are equal within rounding.
@@ -164,26 +166,40 @@ def test_gated_product(implementation, dtype, keep):
     sizes = GROUP_SIZES["empty groups"]
     args = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
     lhs, rhs, group_sizes = args[0][0], (args[0][1], args[1][1]), args[0][2]
+    shape = 2, rhs[0].shape[0], rhs[0].shape[2]
+    of_both = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+    biases = tuple(map(jnp.asarray, of_both)) if has_biases else None
 
-    def fused(lhs, rhs):
-        return gated_product(lhs, rhs, group_sizes, swiglu, keep, implementation)
+    def fused(lhs, rhs, biases):
+        return gated_product(lhs, rhs, group_sizes, swiglu, keep, implementation, biases=biases)
 
-    def apart(lhs, rhs):
+    def apart(lhs, rhs, biases):
         products = [grouped_matmul(lhs, r, group_sizes, implementation=implementation) for r in rhs]
-        hidden = swiglu(*(p.astype(jnp.float32) for p in products)).astype(dtype)
+        wide = [product.astype(jnp.float32) for product in products]
+        for i, bias in enumerate(biases or ()):
+            rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=sum(sizes))
+            wide[i] += jnp.pad(rows, ((0, NUM_ROWS - sum(sizes)), (0, 0)))
+        hidden = swiglu(*wide).astype(dtype)
         return (hidden, *products) if keep else (hidden,)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, lhs, rhs):
-        out, vjp = jax.vjp(function, lhs, rhs)
+    def values_and_gradients(function, *operands):
+        out, vjp = jax.vjp(function, *operands)
         return out, vjp(tuple(args[1][3] for _ in out))
 
-    (out, grads), (want, want_grads) = (values_and_gradients(f, lhs, rhs) for f in (fused, apart))
+    (out, grads), (want, want_grads) = (
+        values_and_gradients(f, lhs, rhs, biases) for f in (fused, apart)
+    )
     for mine, theirs in zip(out, want, strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-    for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+    *of_operands, dbiases = grads
+    for mine, theirs in zip(
+        jax.tree.leaves(of_operands), jax.tree.leaves(want_grads[:2]), strict=True
+    ):
         assert_close(mine, np.asarray(theirs).astype(np.float64), dtype)
-    mapped = jax.jit(jax.vmap(fused, (0, None)))(jnp.stack([lhs, -lhs]), rhs)
+    jax.tree.map(np.testing.assert_array_equal, dbiases, want_grads[2])
+    both = jax.tree.map(lambda bias: jnp.stack([bias, -bias]), biases)
+    mapped = jax.jit(jax.vmap(fused, (0, None, 0)))(jnp.stack([lhs, -lhs]), rhs, both)
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
 
 

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import float8 as operands
 from support.float8 import KINDS, error_of_norm
+from support.kernels import needs_kernels
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -86,6 +87,17 @@ def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
         )
         relative = off / np.maximum(norms, 2.0**-117)
         assert np.sqrt(np.mean(relative**2)) <= bound
+
+
+@needs_kernels
+def test_kernels_may_be_named_for_matrices_of_any_dtype():
+    """The kernels do not multiply float32, but these matrices are quantized first."""
+    tokens, *matrices = numbers(dtype=jnp.float32)
+    run = functools.partial(jax_ep.expert_mlp, implementation="pallas")
+    quantized = functools.partial(run, matmul_dtype=FLOAT8)
+    assert jax.eval_shape(quantized, tokens, *matrices, GROUP_SIZES).shape == tokens.shape
+    with pytest.raises(ValueError, match="it multiplies bfloat16 and float16, not float32"):
+        jax.eval_shape(run, tokens, *matrices, GROUP_SIZES)
 
 
 def test_bfloat16_rounds_what_is_between_matmuls():

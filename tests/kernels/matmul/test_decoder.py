@@ -7,6 +7,7 @@ them there.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import types
 
@@ -175,6 +176,32 @@ def test_gated_product(problem, depth, width, tiles, keep):
 
 
 @simulated
+@pytest.mark.parametrize(
+    "tiles",
+    quick(
+        {
+            "few rows, narrow": Tiles((8, 24), 64, 2, 2),
+            "several tiles": Tiles((32, 64), 128, 2, 2),
+        },
+        "few rows, narrow",
+    ),
+)
+def test_gated_product_with_biases(tiles):
+    rows, matrices, sizes = operands(*FEW, 128, 128)
+    rng, live = np.random.default_rng(1), sum(FEW[1])
+    biases = tuple(
+        jnp.asarray(rng.standard_normal((len(FEW[1]), 128)), dtype)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    (got,) = interpret(lambda: run_gated(rows, matrices, sizes, tiles, False, biases=biases))
+    numbers = []
+    for each, bias in zip(matrices, biases, strict=True):
+        product = np.asarray(multiplied(rows, each, FEW[1])).astype(np.float32)[:live]
+        numbers.append(product + np.repeat(np.asarray(bias).astype(np.float32), FEW[1], axis=0))
+    assert_close(got[:live], swiglu(*map(jnp.asarray, numbers)).astype(jnp.bfloat16))
+
+
+@simulated
 @pytest.mark.slow
 def test_products_of_chosen_groups():
     """The first product must read the same rows for each group, the second the group's own."""
@@ -299,9 +326,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tiles_chosen_for_many_shapes(name, launched):
     """Tiles must fit into shared memory, and the accumulators must leave registers to decode."""
-    cases = [(rows, groups, width) for rows in ROWS for groups in (1, 32) for width in WIDTHS]
-    for num_rows, num_groups, width in cases:
-        jax.eval_shape(FUNCTIONS[name], *types_of(num_rows, num_groups, 128, width))
+    cases = list(itertools.product(ROWS, (1, 32), (64, 768, 2048, 2880), WIDTHS))
+    for sizes in cases:
+        jax.eval_shape(FUNCTIONS[name], *types_of(*sizes))
     assert len(launched) == len(cases)
     for kernel, scratch_types in launched:
         tiles = kernel.tiles

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ def swiglu(gate, up):
 
 
 SWIGLU = Elementwise(swiglu, 2)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def operands(num_rows, sizes, depth, width):
@@ -34,7 +37,7 @@ def operands(num_rows, sizes, depth, width):
     return (*arrays, jnp.asarray(sizes, jnp.int32))
 
 
-def run(lhs, gate, up, sizes, tiles, keep, biases=None):
+def run(lhs, gate, up, sizes, tiles, keep, biases):
     return gated_product(
         lhs,
         (gate, up),
@@ -59,12 +62,12 @@ def biases_of(sizes, width):
 def with_biases(products, biases, sizes):
     """Adds each group's biases to the group's rows of the products, in float32."""
     wide = [np.asarray(product).astype(np.float32) for product in products]
-    for product, bias in zip(wide, biases or (), strict=bool(biases)):
+    for product, bias in zip(wide, biases, strict=True):
         product[: sum(sizes)] += np.repeat(np.asarray(bias).astype(np.float32), sizes, axis=0)
     return wide
 
 
-def expected(lhs, gate, up, sizes, biases=None):
+def expected(lhs, gate, up, sizes, biases):
     """Computes the hidden values and both products, rounded where the kernel rounds."""
     x = np.asarray(lhs).astype(np.float32)
     products = [np.zeros((len(x), gate.shape[2]), np.float32) for _ in range(2)]
@@ -78,25 +81,26 @@ def expected(lhs, gate, up, sizes, biases=None):
 
 
 @simulated
-@pytest.mark.parametrize("has_biases", quick([True, False], True))
 @pytest.mark.parametrize("keep", quick([True, False], True))
 @pytest.mark.parametrize(
-    ("num_rows", "sizes", "depth", "tiles"),
+    ("num_rows", "sizes", "depth", "width", "tiles"),
     [
         # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
         # rows.
-        pytest.param(136, [3, 0, 70, 21], 128, Tiles((32, 64), 128, 2, 2), marks=pytest.mark.slow),
-        (40, [3, 0, 21], 64, Tiles((16, 32), 128, 2, 1)),
+        slow(136, [3, 0, 70, 21], 128, 128, Tiles((32, 64), 128, 2, 2)),
+        (40, [3, 0, 21], 64, 128, Tiles((16, 32), 128, 2, 1)),
+        # Each compute warpgroup stores two parts of 64 columns.
+        slow(40, [3, 0, 21], 64, 256, Tiles((16, 32), 256, 2, 3)),
         # Each compute warpgroup computes one of the products.
-        pytest.param(40, [3, 0, 21], 128, Tiles((8, 32), 64, 3, 2), marks=pytest.mark.slow),
+        slow(40, [3, 0, 21], 128, 128, Tiles((8, 32), 64, 3, 2)),
         # Tiles are so high that each compute warpgroup stores half of the rows.
-        pytest.param(160, [1, 140, 19], 64, Tiles((64, 192), 64, 2, 3), marks=pytest.mark.slow),
+        slow(160, [1, 140, 19], 64, 128, Tiles((64, 192), 64, 2, 3)),
     ],
     ids=str,
 )
-def test_gated_product(num_rows, sizes, depth, tiles, keep, has_biases):
-    args = operands(num_rows, sizes, depth, 128)
-    biases = biases_of(sizes, 128) if has_biases else None
+def test_gated_product(num_rows, sizes, depth, width, tiles, keep):
+    """With biases; tests/kernels/matmul/test_decoder.py has the same tests without."""
+    args, biases = operands(num_rows, sizes, depth, width), biases_of(sizes, width)
     got = interpret(lambda: run(*args, tiles, keep, biases))
     want = expected(*args, biases)[: 3 if keep else 1]
     assert len(got) == len(want)
@@ -147,4 +151,4 @@ def test_a_race_is_found(monkeypatch):
     monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
     args = operands(80, [0, 37, 30], 128, 128)
     with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run(*args, Tiles((16, 32), 128, 2, 1), True))
+        interpret(lambda: run(*args, Tiles((16, 32), 128, 2, 1), True, None))

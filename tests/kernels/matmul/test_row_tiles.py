@@ -114,7 +114,7 @@ def test_no_rows():
 
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="a GPU runs the kernel itself")
-@pytest.mark.parametrize("num_groups", [1, 8, 64, 500])
+@pytest.mark.parametrize("num_groups", [1, 8, 33, 64, 500, 1025])
 def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
     sizes, num_rows = sizes_of(num_groups)
     for heights in ((32, 64), (64, 128, 136, 144, 176, 208, 256)):
@@ -123,3 +123,11 @@ def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
                 row_tiles.by_kernel(sizes, heights, most),
                 by_xla(sizes, heights, most),
             )
+
+
+@needs_kernels
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="a GPU runs the kernel itself")
+@pytest.mark.parametrize(("sizes", "cut"), [*EXCESSIVE, ([0, 0, 0], [0, 0, 0])])
+def test_groups_end_where_rows_do_on_a_gpu(sizes, cut):
+    got = row_tiles.by_kernel(jnp.asarray(sizes, jnp.int32), (16, 64), 64)
+    assert_equal_tables(got, by_xla(jnp.asarray(cut, jnp.int32), (16, 64), 64))
