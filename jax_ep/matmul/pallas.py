@@ -40,7 +40,7 @@ _MULTIPLES = {
 # other tile sizes are chosen.
 _FEW_ROWS = 64
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
-# `_LOW`, which single warps multiply (`pallas_kernels.matmul.few_rows`). If they have at least
+# `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)

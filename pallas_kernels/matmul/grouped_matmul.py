@@ -23,7 +23,8 @@ warpgroups (`Computer`) multiply them, and store the sums by `pallas_kernels.mat
 kernel with another epilogue, or with several matrices for each group, is a subclass of `Product`.
 
 Matrices may be stored in MXFP4. The compute warpgroups then decode them
-(`pallas_kernels.matmul.decoder`).
+(`pallas_kernels.matmul.decoder`). Tiles of few rows are multiplied by instructions of single warps
+(`pallas_kernels.matmul.warp_products`), all others by those of a warpgroup.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
-from pallas_kernels.matmul import few_rows
+from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.decoder import (
     COLUMN_BYTES,
@@ -279,9 +280,9 @@ class Product(Kernel):
         return sum(self.depths) // self.tiles.step
 
     @property
-    def has_few_rows(self) -> bool:
-        """Returns whether `pallas_kernels.matmul.few_rows` multiplies the tiles."""
-        return self.is_quantized and self.tiles.block_m <= few_rows.MOST_ROWS
+    def multiplies_by_warps(self) -> bool:
+        """Returns whether `pallas_kernels.matmul.warp_products` multiplies the tiles."""
+        return self.is_quantized and self.tiles.block_m <= warp_products.MOST_ROWS
 
     @property
     def holds(self) -> bool:
@@ -352,8 +353,8 @@ class Product(Kernel):
             shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
             transforms = () if self.interpreted else transforms_of_numbers(pieces)
             ring = types["ring"]
-            if self.has_few_rows and not self.interpreted:
-                rows = plgpu.SMEM(ring.left.shape, dtype, transforms=few_rows.ROW_TRANSFORMS)
+            if self.multiplies_by_warps and not self.interpreted:
+                rows = plgpu.SMEM(ring.left.shape, dtype, transforms=warp_products.ROW_TRANSFORMS)
                 ring = dataclasses.replace(ring, left=rows)
             types["ring"] = dataclasses.replace(
                 ring,
@@ -661,20 +662,20 @@ class Computer:
 
         The other arguments are those of `Ring.accumulate`.
         """
-        if self.decoder is None or not self.kernel.has_few_rows:
+        if self.decoder is None or not self.kernel.multiplies_by_warps:
             multiply = functools.partial(self._multiply, kind)
             return self.ring.accumulate(
                 used, steps, shape, multiply, meanwhile, least_steps, self._running
             )
 
-        # `few_rows` multiplies all pieces of a part. Its parts are in the order of their places.
+        # `warp_products` multiplies all pieces of a part. Parts are in the order of their places.
         in_order = sorted(self._encoded_parts, key=lambda part: part[0])
         parts = [each for _, (piece, *each) in in_order if piece == 0]
         decoder, left = self.decoder, self.ring.left
 
         def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
             def of_height(height: int) -> jax.Array:
-                return few_rows.add_products(totals, left, stage, decoder, parts, height)
+                return warp_products.add_products(totals, left, stage, decoder, parts, height)
 
             branches = [functools.partial(of_height, height) for height in self.rows.heights]
             return lax.switch(kind, branches)
