@@ -182,6 +182,44 @@ def test_gated_products(name, implementation, dtype):
             np.testing.assert_array_equal(got[0][:USED], again[:USED])
 
 
+@pytest.mark.parametrize(
+    ("depth", "width", "num_rows"),
+    quick(
+        [
+            *((64, 192, 6), (128, 64, 24), (192, 320, 6), (192, 320, 60)),
+            *((256, 512, 280), (320, 192, 60), (2880, 192, 6), (2880, 192, 280)),
+        ],
+        (192, 320, 6),
+    ),
+)
+def test_mxfp4_of_many_sizes(depth, width, num_rows):
+    """Kernels of other tiles compute each of these numbers of rows, and stages of K differ, too.
+
+    The last tile of columns may reach past the last column.
+    """
+    rng, sizes = np.random.default_rng(depth + num_rows), [num_rows, 0, num_rows + 5]
+    ends = np.cumsum(sizes)
+    x = jnp.asarray(rng.standard_normal((ends[-1] + 3, depth)), jnp.bfloat16)
+    numbers = rng.standard_normal((2, len(sizes), depth, width)) / np.sqrt(depth)
+    # Each block of 32 numbers gets a scale of its own.
+    numbers *= np.exp2(rng.integers(-4, 4, (2, len(sizes), depth // 32, width))).repeat(32, axis=2)
+    stored = [quantize(each.astype(jnp.bfloat16), FORMATS["mxfp4"]) for each in numbers]
+    biases = list(jnp.asarray(rng.standard_normal((2, len(sizes), width)), jnp.bfloat16))
+    products = []
+    for dense in dequantized(stored):
+        parts = np.split(np.asarray(x[: ends[-1]]).astype(np.float64), ends[:-1])
+        of_groups = zip(parts, dense, strict=True)
+        products.append(np.concatenate([own @ matrix for own, matrix in of_groups]))
+    of_rows = [np.asarray(bias).astype(np.float64).repeat(sizes, axis=0) for bias in biases]
+    stored = jax.tree.map(jnp.asarray, tuple(stored))
+    groups = jnp.asarray(sizes, jnp.int32)
+    out = weight_only.product(x, stored[:1], [None], groups)
+    assert_close(out[: ends[-1]], products[0], jnp.bfloat16)
+    (hidden,) = weight_only.gated_product(x, stored, biases, groups, swiglu, False, None)
+    want = swiglu(*(product + bias for product, bias in zip(products, of_rows, strict=True)))
+    assert_close(hidden[: ends[-1]], np.asarray(want), jnp.bfloat16)
+
+
 def of_dequantized(x, stored, biases, gating, keep=False):
     """Computes the results for the rows of groups by `api.product` of dequantized matrices."""
     sizes = jnp.asarray(SIZES, jnp.int32)
