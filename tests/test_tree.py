@@ -85,6 +85,7 @@ ELSEWHERE = {
     "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
     "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/matmul/store.py": "tests/kernels/matmul/test_grouped_matmul.py",
+    "pallas_kernels/matmul/warp_products.py": "tests/kernels/matmul/test_decoder.py",
     "pallas_kernels/routing/plan.py": "tests/kernels/routing/test_top_k.py",
 }
 
