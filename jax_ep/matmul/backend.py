@@ -225,22 +225,21 @@ class Backend(Implementation):
 def gated(
     gating: Gating,
     *products: jax.Array,
-    biases: Sequence[jax.Array] | None = None,
+    biases: Sequence[jax.Array | None] | None = None,
     groups: Groups | None = None,
 ) -> jax.Array:
     """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype.
 
-    With `biases`, an array [L, N] for each product, first adds the biases of each row's group, one
-    of `groups`.
+    With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
+    group, one of `groups`.
     """
     dtype = products[0].dtype
     wide = [product.astype(wide_dtype(dtype)) for product in products]
-    if biases is not None:
-        assert groups is not None
-        of_rows = group_of_row(groups, wide[0].shape[0])
-        for i, bias in enumerate(biases):
-            rows = bias.astype(wide[i].dtype).at[of_rows].get(mode="fill", fill_value=0)
-            wide[i] += rows
+    for i, bias in enumerate(biases or ()):
+        if bias is not None:
+            assert groups is not None
+            of_rows = group_of_row(groups, wide[i].shape[0])
+            wide[i] += bias.astype(wide[i].dtype).at[of_rows].get(mode="fill", fill_value=0)
     return gating(*wide).astype(dtype)
 
 
@@ -249,11 +248,9 @@ def both_biases(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns the biases [L, N] of two products, zeros in place of a missing one; None for none."""
     first, second = biases
-    if first is None and second is None:
-        return None
-    some: Any = second if first is None else first
-    both = (jnp.zeros_like(some) if bias is None else bias for bias in biases)
-    return tuple(both)  # type: ignore[return-value]
+    if first is not None:
+        return first, jnp.zeros_like(first) if second is None else second
+    return None if second is None else (jnp.zeros_like(second), second)
 
 
 def group_of_row(groups: Groups, num_rows: int) -> jax.Array:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import QuantizedArray, Transposed
 from jax_ep.matmul import api
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
@@ -28,7 +27,7 @@ from jax_ep.matmul.backend import (
     Groups,
     Problem,
     both_biases,
-    group_of_row,
+    gated,
     joined_groups,
     split_groups,
 )
@@ -172,16 +171,9 @@ def _finished(
     options: _Options,
 ) -> tuple[jax.Array, ...]:
     """Returns the results, given the products: adds biases, and applies the gating function."""
-    dtype = products[0].dtype
-    wide, numbers = wide_dtype(dtype), []
-    for number, bias in zip(products, biases, strict=True):
-        number = number.astype(wide)
-        if bias is not None:
-            of_rows = group_of_row(groups, number.shape[0])
-            number += bias.astype(wide).at[of_rows].get(mode="fill", fill_value=0)
-        numbers.append(number)
-    result = numbers[0] if options.gating is None else options.gating(*numbers)
-    return (result.astype(dtype), *(products if options.keep else ()))
+    gating: Any = (lambda number: number) if options.gating is None else options.gating
+    result = gated(gating, *products, biases=biases, groups=groups)
+    return (result, *(products if options.keep else ()))
 
 
 @functools.partial(jax.jit, static_argnames=("height", "options", "platform"))

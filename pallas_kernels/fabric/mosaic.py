@@ -593,6 +593,15 @@ def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array
     )
 
 
+def tensor_core_row() -> Value:
+    """Emits the first of a thread's two rows, among 64, in the layout `plgpu.Layout.WGMMA`.
+
+    The other row is 8 after it.
+    """
+    of_warp = arith.shrui(arith.andi(lane(), i32(WARP - 1)), i32(2))
+    return arith.addi(arith.muli(arith.divui(lane(), i32(WARP)), i32(16)), of_warp)
+
+
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
     """Applies a function elementwise to float arrays that have the same shape and register layout.
 
@@ -966,9 +975,7 @@ def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
     """
 
     def emit(ref: Value, first: Array) -> Array:
-        kind, values = element_of(ref), []
-        warp, row = arith.divui(lane(), i32(WARP)), arith.andi(lane(), i32(WARP - 1))
-        own = arith.addi(arith.muli(warp, i32(16)), arith.shrui(row, i32(2)))
+        kind, own, values = element_of(ref), tensor_core_row(), []
         for tile in range(0, count, 64):
             for half in (0, 8):
                 index = arith.addi(arith.addi(scalar(first), own), i32(tile + half))

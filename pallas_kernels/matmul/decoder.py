@@ -45,9 +45,8 @@ from pallas_kernels.mxfp4 import MXFP4
 NUMBER_BYTES = STEP // MXFP4.numbers_per_value
 SCALES = STEP // MXFP4.block[1]
 COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
-# A tensor core instruction multiplies 64 columns. A warp holds 16 of them, and a thread two: column
-# lane / 4 of the 16, and the one 8 after it.
-_COLUMNS, _OF_WARP, _APART = 64, 16, 8
+# A tensor core instruction multiplies 64 columns. A thread holds two of them, 8 apart.
+_COLUMNS, APART = 64, 8
 # A thread loads four words of numbers at once.
 _QUAD = 4
 # The words of numbers of a column; those of numbers and of both scales; and those of both columns
@@ -281,7 +280,7 @@ class Decoder:
         pieces, lines = self.pieces, self.lines
 
         def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
-            own = arith.addi(_own_line(), mosaic.scalar(line))
+            own = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(line))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
@@ -296,18 +295,16 @@ class Decoder:
             # Of a word, byte q, and zeros in place of the other bytes.
             quad = arith.andi(mosaic.lane(), mosaic.i32(3))
             selector = arith.ori(quad, mosaic.i32(0x4440))
-            of_lane = arith.muli(_entry(mosaic.i32(0)), mosaic.i32(WORD_BYTES))
-            of_lane = arith.addi(mosaic.address(table, 32), of_lane)
-            words = []
+            table, words = own_table(table), []
+            down = arith.shrui(arith.andi(mosaic.lane(), mosaic.i32(WARP - 1)), mosaic.i32(2))
             for half in range(2):
-                of_half = mosaic.i32(half * _APART * _WORDS * pieces)
+                of_half = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
-                    place = arith.addi(of_half, _place_of_words(piece * _WORDS + i, pieces))
+                    quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
+                    place = arith.addi(of_half, arith.muli(quad, mosaic.i32(_QUAD)))
                     for four in _load_words(of_values, place, _QUAD):
-                        byte = _chosen(four, mosaic.i32(0), selector)
-                        place = arith.addi(of_lane, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
-                        words.append(llvm.load(word, mosaic.shared_pointer(place)))
-                words += _load_words(of_scales, mosaic.i32(half * _APART), 1)
+                        words.append(look_up(table, four, selector))
+                words += _load_words(of_scales, mosaic.i32(half * APART), 1)
             of_all = mosaic.vector_type(len(words), word)
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
@@ -351,13 +348,6 @@ class Decoder:
         return MXFP4.decode(tuple(own), jnp.bfloat16)
 
 
-def _own_line() -> Value:
-    """Emits the number of a thread's first column, among 64."""
-    warp = arith.divui(mosaic.lane(), mosaic.i32(WARP))
-    of_warp = arith.shrui(arith.andi(mosaic.lane(), mosaic.i32(WARP - 1)), mosaic.i32(2))
-    return arith.addi(arith.muli(warp, mosaic.i32(_OF_WARP)), of_warp)
-
-
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     """Returns the Mosaic transforms of the values in the ring's stages.
 
@@ -370,16 +360,32 @@ def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line)
 
 
-def _place_of_words(first: int, pieces: int) -> Value:
-    """Emits the place in a column's line of four words of numbers, from word `first` on.
+def place_of_quad(index: int, line: Value, pieces: int) -> Value:
+    """Emits the place, among a column's line of quads, of the quad with this index.
 
-    A swizzle exchanges the places of groups of four words, by the number of the line.
+    A quad is four words of numbers. A swizzle exchanges the places of quads, by `line`, the number
+    of the column's line modulo 8.
     """
-    group = mosaic.i32(first // _QUAD)
-    if pieces in (2, 4):
-        line = arith.shrui(arith.andi(mosaic.lane(), mosaic.i32(WARP - 1)), mosaic.i32(2))
-        group = arith.xori(group, line if pieces == 4 else arith.shrui(line, mosaic.i32(1)))
-    return arith.muli(group, mosaic.i32(_QUAD))
+    quad = mosaic.i32(index)
+    if not transforms_of_numbers(pieces):
+        return quad
+    return arith.xori(quad, line if pieces == 4 else arith.shrui(line, mosaic.i32(1)))
+
+
+def own_table(table: Value) -> Value:
+    """Emits the address of the first word of this lane's copy of the table."""
+    of_lane = arith.muli(_entry(mosaic.i32(0)), mosaic.i32(WORD_BYTES))
+    return arith.addi(mosaic.address(table, 32), of_lane)
+
+
+def look_up(own_table: Value, word: Value, selector: Value) -> Value:
+    """Looks up the two numbers of a byte, as two bfloat16 in a word.
+
+    The last digit of `selector` is the index of the byte in `word`; the others are 4.
+    """
+    byte = _chosen(word, mosaic.i32(0), selector)
+    place = arith.addi(own_table, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
+    return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
 
 
 def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:

@@ -142,9 +142,9 @@ class _GatedProduct(Product):
             types["passed"] = Passed(plgpu.SMEM(shape, dtype), plgpu.Barrier(), plgpu.Barrier())
         return types
 
-    def without_biases(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        count = self.matrices if self.has_biases else 0
-        return operands[: len(operands) - count], operands[len(operands) - count :]
+    @property
+    def num_biases(self) -> int:
+        return self.matrices if self.has_biases else 0
 
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
         if passed is None:

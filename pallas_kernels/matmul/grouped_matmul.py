@@ -275,6 +275,11 @@ class Product(Kernel):
         return 1
 
     @property
+    def num_biases(self) -> int:
+        """Returns the number of arrays of biases, which are the operands before the table."""
+        return 0
+
+    @property
     def steps(self) -> int:
         """Returns the number of steps in which a tile is summed, over the depths of all pairs."""
         return sum(self.depths) // self.tiles.step
@@ -381,7 +386,8 @@ class Product(Kernel):
     ) -> None:
         *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
-        operands, biases = self.without_biases(others)
+        count = len(others) - self.num_biases
+        operands, biases = others[:count], others[count:]
         last = table.shape[0] - 1
         tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
         decoder, loader = None, _Loader(self, ring, tiles, operands)
@@ -400,10 +406,6 @@ class Product(Kernel):
             self.computer(ring, tiles, store, number, decoder, biases, **scratch).run()
 
         self.take_roles(loader.run, compute)
-
-    def without_biases(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns (the operands without biases, the biases), which only gated products have."""
-        return operands, ()
 
     def computer(self, *work: Any) -> Computer:
         """Returns the work of a compute warpgroup, for the fields of `Computer` past the first."""

@@ -33,7 +33,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, transforms_of_numbers
+from pallas_kernels.matmul.decoder import (
+    APART,
+    NUMBER_BYTES,
+    Decoder,
+    look_up,
+    own_table,
+    place_of_quad,
+    transforms_of_numbers,
+)
 from pallas_kernels.matmul.kernel import CHUNK, STEP
 from pallas_kernels.matmul.quantized_tiles import two_numbers
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
@@ -46,8 +54,6 @@ _BLOCK = MXFP4.block[1]
 _BLOCKS = STEP // _BLOCK
 # An instruction multiplies this many rows.
 _ROWS = ROW_ALIGNMENT
-# A warp multiplies 16 columns of each part of 64. A thread holds two of them, 8 apart.
-_APART = 8
 # A thread holds 8 numbers of a column's block: 4 bytes, in one word.
 _COLUMN_BYTES = WORD_BYTES
 # Rows are stored as tiles of 8 rows by a block of 32 of K. These are the bytes of a row of a tile,
@@ -173,7 +179,7 @@ class _Thread:
         self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
         self.stage = stage
         self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
-        self.table = _sum(mosaic.address(table, 32), arith.muli(lane, mosaic.i32(WORD_BYTES)))
+        self.table = own_table(table)
         # Row r of a tile holds its 16-byte part p at place p XOR (r / 2).
         place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
         # The number of tiles side by side in a stage.
@@ -190,8 +196,7 @@ class _Thread:
 
         `line` is the first of the 64 lines of a part.
         """
-        warp = arith.divui(mosaic.lane(), mosaic.i32(WARP))
-        return _sum(line, arith.muli(warp, mosaic.i32(2 * _APART)), self.down)
+        return _sum(line, mosaic.tensor_core_row())
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
         """Loads 8 numbers of a row in a block: four words, with two bfloat16 in each."""
@@ -206,27 +211,17 @@ class _Thread:
         )
         at = arith.muli(_sum(of_piece, column), mosaic.i32(WORD_BYTES))
         start = _sum(self.scales, at)
-        loaded = [_load(start, i * _APART * WORD_BYTES, 1)[0] for i in range(2)]
+        loaded = [_load(start, i * APART * WORD_BYTES, 1)[0] for i in range(2)]
         return [two_numbers(word) for word in loaded]
 
     def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
         """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""
         line = _sum(arith.muli(self.stage, mosaic.i32(self.lines)), column)
         start = _sum(self.values, arith.muli(line, mosaic.i32(self.line_bytes)), self.word)
-        place = mosaic.i32(piece * _BLOCKS + block)
-        if self.pieces in (2, 4):
-            number = self.down if self.pieces == 4 else arith.shrui(self.down, mosaic.i32(1))
-            place = arith.xori(place, number)
+        place = place_of_quad(piece * _BLOCKS + block, self.down, self.pieces)
         start = _sum(start, arith.muli(place, mosaic.i32(VECTOR_BYTES)))
-        (word,) = _load(start, i * _APART * self.line_bytes, 1)
-        return [self.look_up(word, j) for j in range(_COLUMN_BYTES)]
-
-    def look_up(self, word: Value, index: int) -> Value:
-        """Returns the two numbers of byte `index` of a word, as two bfloat16."""
-        kind = mosaic.integer_type(32)
-        byte = llvm.inline_asm(kind, [word], f"prmt.b32 $0, $1, 0, {0x4440 + index:#x};", "=r,r")
-        at = arith.muli(byte, mosaic.i32(WARP * WORD_BYTES))
-        return _load(_sum(self.table, at), 0, 1)[0]
+        (word,) = _load(start, i * APART * self.line_bytes, 1)
+        return [look_up(self.table, word, mosaic.i32(0x4440 + j)) for j in range(_COLUMN_BYTES)]
 
 
 def _sum(*values: Value) -> Value:

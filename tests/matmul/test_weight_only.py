@@ -86,14 +86,15 @@ def sized_case(format, matrices=2, with_bias=True, dtype=jnp.bfloat16):
     return jnp.asarray(x, dtype), stored, biases, jnp.asarray(SIZES, jnp.int32)
 
 
-def products_of_groups(x, stored, biases):
+def products_of_groups(x, stored, biases, sizes=SIZES):
     """Computes the products of the rows of groups, with biases, in float64."""
-    rows = np.split(np.asarray(x[:USED]).astype(np.float64), np.cumsum(SIZES)[:-1])
+    *ends, used = np.cumsum(sizes)
+    rows = np.split(np.asarray(x[:used]).astype(np.float64), ends)
     products = []
     for dense, bias in zip(dequantized(stored), biases, strict=True):
         product = np.concatenate([own @ matrix for own, matrix in zip(rows, dense, strict=True)])
         if bias is not None:
-            product += np.asarray(bias).astype(np.float64).repeat(SIZES, axis=0)
+            product += np.asarray(bias).astype(np.float64).repeat(sizes, axis=0)
         products.append(product)
     return products
 
@@ -198,26 +199,23 @@ def test_mxfp4_of_many_sizes(depth, width, num_rows):
     The last tile of columns may reach past the last column.
     """
     rng, sizes = np.random.default_rng(depth + num_rows), [num_rows, 0, num_rows + 5]
-    ends = np.cumsum(sizes)
-    x = jnp.asarray(rng.standard_normal((ends[-1] + 3, depth)), jnp.bfloat16)
+    used = sum(sizes)
+    x = jnp.asarray(rng.standard_normal((used + 3, depth)), jnp.bfloat16)
     numbers = rng.standard_normal((2, len(sizes), depth, width)) / np.sqrt(depth)
     # Each block of 32 numbers gets a scale of its own.
     numbers *= np.exp2(rng.integers(-4, 4, (2, len(sizes), depth // 32, width))).repeat(32, axis=2)
-    stored = [quantize(each.astype(jnp.bfloat16), FORMATS["mxfp4"]) for each in numbers]
+    stored = [
+        jax.tree.map(jnp.asarray, quantize(each.astype(jnp.bfloat16), FORMATS["mxfp4"]))
+        for each in numbers
+    ]
     biases = list(jnp.asarray(rng.standard_normal((2, len(sizes), width)), jnp.bfloat16))
-    products = []
-    for dense in dequantized(stored):
-        parts = np.split(np.asarray(x[: ends[-1]]).astype(np.float64), ends[:-1])
-        of_groups = zip(parts, dense, strict=True)
-        products.append(np.concatenate([own @ matrix for own, matrix in of_groups]))
-    of_rows = [np.asarray(bias).astype(np.float64).repeat(sizes, axis=0) for bias in biases]
-    stored = jax.tree.map(jnp.asarray, tuple(stored))
     groups = jnp.asarray(sizes, jnp.int32)
     out = weight_only.product(x, stored[:1], [None], groups)
-    assert_close(out[: ends[-1]], products[0], jnp.bfloat16)
-    (hidden,) = weight_only.gated_product(x, stored, biases, groups, swiglu, False, None)
-    want = swiglu(*(product + bias for product, bias in zip(products, of_rows, strict=True)))
-    assert_close(hidden[: ends[-1]], np.asarray(want), jnp.bfloat16)
+    (product,) = products_of_groups(x, stored[:1], [None], sizes)
+    assert_close(out[:used], product, jnp.bfloat16)
+    (hidden,) = weight_only.gated_product(x, tuple(stored), biases, groups, swiglu, False, None)
+    want = swiglu(*products_of_groups(x, stored, biases, sizes))
+    assert_close(hidden[:used], np.asarray(want), jnp.bfloat16)
 
 
 def of_dequantized(x, stored, biases, gating, keep=False):
