@@ -65,8 +65,8 @@ _REQUIRED = {
     ),
     "jaxlib.mlir.dialects.arith": (
         *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
-        *("extui", "index_cast", "maximumf", "maxui", "minui", "mulf", "muli", "ori"),
-        *("remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
+        *("extui", "index_cast", "maximumf", "maxsi", "maxui", "minsi", "minui", "mulf", "muli"),
+        *("ori", "remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
     ),
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (

@@ -110,7 +110,6 @@ def parts(path: str) -> list[str]:
     return [".".join(names[:count]) for count in range(1, len(names))]
 
 
-@needs_kernels
 def test_the_names_that_kernels_need_are_those_that_they_use():
     used = set().union(*map(attributes, pathlib.Path(pallas_kernels.__file__).parent.rglob("*.py")))
     modules = tuple(f"{module}." for module in MODULES.values())
