@@ -21,6 +21,7 @@ _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",
     "exchange": r"\bmlp\b.*(\b(dispatch|combine)\b|all_gather|all_to_all|(psum|reduce)_scatter)",
+    "shared experts": r"\bmlp\b.*\bshared_experts\b",
     "experts": r"\bmlp\b.*(\bexperts\b|_compute_gated|ragged_dot)",
     "norms and losses": r"layernorm\b|\bnorm\b|\bloss\b|\bembed_tokens\b",
     "optimizer": r"\boptimizer\b",
@@ -52,12 +53,12 @@ def part_of(kernel: str, op_name: str | None) -> str:
     """
     if _EXCHANGE.search(kernel):
         return "exchange"
-    if MATMUL.search(kernel):
-        return "experts"
     part = REST
     if op_name is not None:
         fitting = (part for part, form in _OPERATIONS.items() if re.search(form, op_name))
         part = next(fitting, REST)
+    if MATMUL.search(kernel) and part != "shared experts":
+        return "experts"
     # Collectives outside of the exchange and the optimizer sum gradients over devices.
     if _COLLECTIVE.search(kernel) and part not in ("exchange", "optimizer"):
         return GRADIENT_SUMS

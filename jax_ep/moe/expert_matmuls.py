@@ -514,9 +514,12 @@ def check_not_stored(must: str, experts: Any) -> None:
             )
 
 
-def check_all_stored(experts: Any) -> None:
-    """Raises TypeError unless wi_0, wi_1 and wo are all arrays or all `QuantizedArray`s."""
-    given = {n: m for n in QuantizedExperts._fields if (m := getattr(experts, n)) is not None}
+def check_all_stored(experts: Any, names: Sequence[str]) -> None:
+    """Raises TypeError unless the matrices `names` are all arrays or all `QuantizedArray`s.
+
+    `names` are attributes of `experts`, of which those that are None are ignored.
+    """
+    given = {name: m for name in names if (m := getattr(experts, name)) is not None}
     if len({isinstance(matrices, QuantizedArray) for matrices in given.values()}) > 1:
         kinds = ", ".join(f"{name} is {checks.described(m)}" for name, m in given.items())
         raise TypeError(

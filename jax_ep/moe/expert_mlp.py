@@ -21,6 +21,7 @@ from jax_ep.matmul.backend import Gating, Groups, group_of_row
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
+    QuantizedExperts,
     check_all_stored,
     check_matmul_dtype,
     matmuls_of,
@@ -82,10 +83,10 @@ class ExpertUnit(HiddenUnit):
 
     Attributes:
         {HiddenUnit}
-        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the routed experts' matmuls
-            multiply; H and F are then multiples of 128. Tokens, hidden values, matrices and their
-            gradients are quantized, and gradients pass straight through the rounding; parameters
-            and results keep their dtypes. See the page "Float8".
+        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the experts' matmuls multiply.
+            Sizes of a token and of all experts, shared ones too, are then multiples of 128. Tokens,
+            hidden values, matrices and their gradients are quantized, and gradients pass straight
+            through the rounding; parameters and results keep their dtypes. See the page "Float8".
     """
 
     matmul_dtype: Any = option(None, optional(check_matmul_dtype))
@@ -390,7 +391,7 @@ def check_operands(
         "wi_1_bias": (num_experts, mlp),
         "wo_bias": (num_experts, hidden),
     }
-    check_all_stored(experts)
+    check_all_stored(experts, QuantizedExperts._fields)
     arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
     for name, wanted in expected.items():
         if name in arrays and arrays[name].shape != wanted:

@@ -22,7 +22,7 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import few_tokens, fsdp, losses, routing, tensor_axis, token_chunks
+from jax_ep.moe import few_tokens, fsdp, losses, shared_experts, tensor_axis, token_chunks
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -30,10 +30,8 @@ from jax_ep.moe.expert_matmuls import (
     check_all_stored,
     check_not_stored,
     check_quantized,
-    dequantized,
     quantize_experts_of_rank,
     specs_of_quantized,
-    without_gradient,
 )
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
@@ -48,7 +46,6 @@ from jax_ep.moe.mesh import (
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import (
     LOGICAL_AXES,
-    SHARED_WEIGHTS,
     MoEParams,
     check_num_held,
     check_params,
@@ -98,13 +95,13 @@ def moe_layer(
     after combine. In the caller's `jax.shard_map`, pass each rank its own columns of wi_0, wi_1,
     their biases, wo, and the shared experts.
 
-    wi_0, wi_1 and wo may each be a `QuantizedArray`, of which only values and scales stay in
-    memory. With `config.matmul_dtype`, float8 matrices in blocks of 128 x 128 are multiplied as
-    they are stored. Without it, a Hopper GPU reads matrices as they are stored if they are in MXFP4
-    and transposed, as in published models, and tokens are bfloat16; with few tokens float8
-    matrices, too. All other quantized matrices are dequantized to `config.dtype` in each call,
-    right before they are multiplied. Quantized matrices have no gradient; differentiating with
-    respect to them raises TypeError.
+    wi_0, wi_1 and wo may be `QuantizedArray`s, of which only values and scales stay in memory, and
+    so may the matrices of the shared experts. With `config.matmul_dtype`, float8 matrices in blocks
+    of 128 x 128 are multiplied as they are stored. Without it, a Hopper GPU reads matrices as they
+    are stored if they are in MXFP4 and transposed, as in published models, and tokens are bfloat16;
+    with few tokens float8 matrices, too. All other quantized matrices are dequantized to
+    `config.dtype` in each call, right before they are multiplied. Quantized matrices have no
+    gradient; differentiating with respect to them raises TypeError.
 
     Args:
         params: the parameters of the layer; their global shapes do not depend on the mesh.
@@ -169,9 +166,11 @@ def run_layer(
     if mask is not None:
         mask = mask.astype(jnp.bool_)
     where = find_mesh(config, x)
-    check_all_stored(params)
+    check_all_stored(params, QuantizedExperts._fields)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
+    split = where.num_tensor_ranks() if where.mesh is not None else 1
+    shared_experts.check(params, config, split)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)
@@ -228,7 +227,8 @@ def _traced_functions(
     split = where.num_tensor_ranks() if where.mesh is not None else 1
     rows = [jax.ShapeDtypeStruct((1, params.wi_0.shape[2] // split), wide)]
     if params.shared_wo is not None:
-        rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), dtype))
+        of_shared = wide if shared_experts.is_quantized(params, config) else dtype
+        rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), of_shared))
     name, count = ("activation", 1) if config.gating is None else ("gating", 2)
     traced = {name: Traced(getattr(config, name), [[row] * count for row in rows])}
     if config.router is not None:
@@ -483,7 +483,7 @@ def _on_rank(
     )
     if params.shared_wo is not None:
         with jax.named_scope("shared_experts"):
-            out += _shared_experts(params, x, config, where)
+            out += shared_experts.output(params, x, config, where)
     with jax.named_scope("combine"):
         out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
@@ -726,29 +726,6 @@ def _gathered(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> Mo
     """Returns `params`, with those in `names` gathered over their FSDP axes, without a cast."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: fsdp.gather(name, a, where) for name, a in given.items()})
-
-
-def _shared_experts(
-    params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh
-) -> jax.Array:
-    """Runs the shared experts, which process every token x [T, H], together as one MLP.
-
-    Returns [T, H], multiplied by sigmoid(x @ shared_gate) if there is a `shared_gate`. With tensor
-    axes, the result is a partial sum, which must be added to those of the ranks along these axes.
-    """
-    *wi, wo = (
-        dequantized(fsdp.gather(name, without_gradient(name, w), where, config.dtype), config.dtype)
-        for name in SHARED_WEIGHTS
-        if (w := getattr(params, name)) is not None
-    )
-    tokens = x.astype(config.dtype)
-    unit = config.expert_options()
-    out = unit(*(tokens @ w for w in wi)) @ wo
-    params = _gathered(params, ("shared_gate",), where)
-    if params.shared_gate is not None:
-        factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
-        out = (out.astype(jnp.float32) * factor).astype(out.dtype)
-    return out
 
 
 def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoEConfig) -> None:

@@ -24,7 +24,12 @@ LAYER = "jit(train_step)/transpose(jvp(Decoder))/layers_0"
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/router/top_k", "routing"),
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/dispatch/gather", "exchange"),
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/experts/mul", "experts"),
-        ("gemm", f"{LAYER}/mlp/jit(_layer)/shard_map/shared experts/dot_general", "experts"),
+        ("gemm", f"{LAYER}/mlp/jit(_layer)/shard_map/shared_experts/dot_general", "shared experts"),
+        (
+            "grouped_matmul_float8",
+            f"{LAYER}/mlp/jit(_layer)/shard_map/shared_experts/jit(_compute_gated)",
+            "shared experts",
+        ),
         ("ncclAllGather", f"{LAYER}/mlp/jit(_layer)/shard_map/all_gather", "exchange"),
         ("ncclAllReduce", f"{LAYER}/self_attn/q_proj/dot_general", "gradient sums"),
         ("ncclAllReduce", None, "gradient sums"),

@@ -203,21 +203,6 @@ def test_flax_layers_take_them(format):
     }  # fmt: skip
 
 
-def test_shared_experts_may_be_stored_quantized():
-    rng = np.random.default_rng(1)
-    format = FORMATS["float8"]
-    shared = {
-        name: jax_ep.quantize(rng.standard_normal(shape).astype(jnp.bfloat16) / 16, format)
-        for name, shape in {
-            "shared_wi_0": (H, F), "shared_wi_1": (H, F), "shared_wo": (F, H)
-        }.items()
-    }  # fmt: skip
-    params = stored(format)._replace(**shared)
-    numbers = {name: array.dequantize() for name, array in shared.items()}
-    run = output(dataclasses.replace(CONFIG, mesh=expert_mesh(2)))
-    assert_equal(run(params, X), run(numbers_of(params)._replace(**numbers), X))
-
-
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 def test_there_is_no_gradient(matmul_dtype):
     """Quantized matrices must have no gradient; the gate's must be the dequantized layer's."""

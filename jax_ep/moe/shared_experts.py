@@ -1,0 +1,113 @@
+"""Computes the shared experts, which process every token.
+
+The shared experts of a layer are stored together, as one MLP. No token is sent for them: every rank
+has all of them, or its columns of them along the tensor axes.
+
+Matrices that are not quantized are multiplied by XLA. Quantized ones go the way of the routed
+experts' matrices, as a single expert that every token chooses, so that the same kernels multiply
+float8 and read matrices as they are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.moe import few_tokens, fsdp, routing
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.expert_matmuls import Experts, check_all_stored, without_gradient
+from jax_ep.moe.expert_mlp import ExpertUnit, expert_mlp
+from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.options import options_of
+from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams
+from jax_ep.runtime.jax_compat import match_varying
+
+
+def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
+    """Runs the shared experts on every token x [T, H].
+
+    Returns [T, H], multiplied by sigmoid(x @ shared_gate) if there is a `shared_gate`. With tensor
+    axes, the result is a partial sum, which must be added to those of the ranks along these axes.
+    """
+    weights: dict[str, Any] = {
+        name: fsdp.gather(name, without_gradient(name, w), where, config.dtype)
+        for name in SHARED_WEIGHTS
+        if (w := getattr(params, name)) is not None
+    }
+    tokens = x.astype(config.dtype)
+    if is_quantized(params, config):
+        out = _output_of_quantized(weights, tokens, config, where)
+    else:
+        *wi, wo = weights.values()
+        unit = config.expert_options()
+        out = unit(*(tokens @ w for w in wi)) @ wo
+    if (gate := params.shared_gate) is not None:
+        gate = fsdp.gather("shared_gate", gate, where)
+        factor = jax.nn.sigmoid(routing.router_logits(x, gate))
+        out = (out.astype(jnp.float32) * factor).astype(out.dtype)
+    return out
+
+
+def is_quantized(params: MoEParams, config: MoEConfig) -> bool:
+    """Returns whether the matrices are stored quantized, or quantized to float8 in each call."""
+    return config.matmul_dtype is not None or isinstance(params.shared_wo, QuantizedArray)
+
+
+def check(params: MoEParams, config: MoEConfig, num_tensor_ranks: int) -> None:
+    """Raises TypeError or ValueError unless the matmuls can multiply the shared experts' matrices.
+
+    Their columns are split over `num_tensor_ranks`. There may be no shared experts.
+    """
+    if params.shared_wo is None:
+        return
+    check_all_stored(params, SHARED_WEIGHTS)
+    if config.matmul_dtype is not None:
+        hidden, width = params.shared_wi_0.shape  # type: ignore
+        on_a_rank = " on a rank" if num_tensor_ranks > 1 else ""
+        shape = hidden, width // num_tensor_ranks
+        FLOAT8_MATRICES.check_shape(f"shared_wi_0{on_a_rank}", shape)
+
+
+def _output_of_quantized(
+    weights: dict[str, Any], tokens: jax.Array, config: MoEConfig, where: LayerMesh
+) -> jax.Array:
+    """Runs the shared experts, `weights` by name, as one expert that all tokens [T, H] choose."""
+    of_one = {
+        name.removeprefix("shared_"): jax.tree.map(lambda part: part[None], w)
+        for name, w in weights.items()
+    }
+    experts = Experts(of_one["wi_0"], of_one.get("wi_1"), of_one["wo"])
+    num_tokens = tokens.shape[0]
+
+    def by_groups(
+        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        out = expert_mlp(
+            tokens,
+            experts.wi_0,
+            experts.wi_1,
+            experts.wo,
+            jnp.full(1, num_tokens, jnp.int32),
+            implementation=config.matmul_implementation,
+            **vars(options_of(ExpertUnit, config)),
+        )
+        dropped = jnp.zeros(1, jnp.int32)
+        out, dropped, _ = match_varying((out, dropped, topk_idx), ())
+        return out, dropped
+
+    # The options of the exchange and of weights do not concern these experts.
+    usual = dict(implementation=None, capacity_factor=None, wire_dtype=None, weights_on="output")
+    out, _ = few_tokens.run(
+        by_groups,
+        experts,
+        tokens,
+        jnp.zeros((num_tokens, 1), jnp.int32),
+        jnp.ones((num_tokens, 1), jnp.float32),
+        config=dataclasses.replace(config, **usual),  # type: ignore
+        where=where._replace(expert_axes=()),
+    )
+    return out

@@ -1,0 +1,213 @@
+"""Tests of shared experts whose matrices are quantized; `test_layer` tests the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import float8 as operands
+from support.float8 import error_of_norm
+from support.kernels import needs_kernels
+from support.meshes import mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, MoEParams, reference
+from jax_ep.formats import FLOAT8_MATRICES, MXFP4, Transposed
+from jax_ep.moe import shared_experts
+from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.params import SHARED_WEIGHTS
+
+FLOAT8 = jnp.float8_e4m3fn
+E, H, F, S, TOKENS = 4, 128, 256, 256, 32
+CONFIG = MoEConfig(
+    num_experts=E, num_experts_per_token=2, matmul_dtype=FLOAT8, dtype=jnp.float32
+)  # fmt: skip
+SHAPES = {"shared_wi_0": (H, S), "shared_wi_1": (H, S), "shared_wo": (S, H)}
+FORMATS = {
+    "float8": Transposed.of(FLOAT8_MATRICES),
+    "in order": FLOAT8_MATRICES,
+    "mxfp4": Transposed.of(MXFP4),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def make_params(dtype=jnp.float32):
+    """Makes parameters of which only the shared experts contribute to the output."""
+
+    def normal(seed, shape):
+        return jnp.asarray(operands.numbers("random", shape, seed) / shape[-2] ** 0.5, dtype)
+
+    return MoEParams.of(
+        gate=normal(0, (H, E)),
+        wi_0=normal(1, (E, H, F)),
+        wi_1=normal(2, (E, H, F)),
+        wo=jnp.zeros((E, F, H), dtype),
+        **{name: normal(3 + i, shape) for i, (name, shape) in enumerate(SHAPES.items())},
+    )
+
+
+def make_x(kind="random", num_tokens=TOKENS, dtype=jnp.float32):
+    return jnp.asarray(operands.numbers(kind, (num_tokens, H), 9), dtype)
+
+
+PROBE = operands.numbers("random", (TOKENS, H), 10)
+
+
+def results(output, params, x):
+    """Returns the output, and the gradients of x and of the shared experts' matrices."""
+
+    def loss(shared, x):
+        out = output(params._replace(**shared), x)
+        return jnp.sum(out * PROBE), out
+
+    shared = {name: getattr(params, name) for name in SHARED_WEIGHTS}
+    (dshared, dx), out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(shared, x)
+    return jax.device_get([out, dx, *dshared.values()])
+
+
+def layer_of(config):
+    """Returns a function (params, x) that runs the layer."""
+    return lambda params, x: jax_ep.moe_layer(params, x, config)[0]
+
+
+def alone(config):
+    """Returns a function (params, x) that runs only the shared experts of a layer."""
+    return jax.jit(lambda params, x: shared_experts.output(params, x, config, LayerMesh((), ())))
+
+
+def stored(params, format):
+    return params._replace(**{
+        name: jax_ep.quantize(getattr(params, name), format) for name in SHARED_WEIGHTS
+    })  # fmt: skip
+
+
+def numbers_of(params):
+    return params._replace(**{name: getattr(params, name).dequantize() for name in SHARED_WEIGHTS})
+
+
+@pytest.mark.parametrize("kind", quick(["random", "skewed", "zero"], "skewed"))
+def test_float8_matmuls_are_those_of_the_reference(kind):
+    params, x = make_params(), make_x(kind)
+    shared = [np.asarray(getattr(params, name))[None] for name in SHARED_WEIGHTS]
+    sizes = np.array([TOKENS])
+    want = (
+        reference.float8_expert_mlp(np.asarray(x), sizes, *shared),
+        *reference.float8_expert_mlp_grad(PROBE, np.asarray(x), sizes, *shared),
+    )
+    # As for routed experts, other orders of summation round a few hidden values otherwise.
+    bound = 2.0**-6 if jax.default_backend() == "gpu" else 2.0**-9
+    for mine, theirs in zip(results(alone(CONFIG), params, x), want, strict=True):
+        assert np.abs(theirs).max() > 0
+        assert error_of_norm(mine, theirs.reshape(mine.shape)) < bound
+    # The reference without rounding is further away, so the operands were quantized.
+    exact = reference.expert_mlp(np.asarray(x), sizes, *shared)
+    assert error_of_norm(want[0], exact) > 2.0**-5
+
+
+@pytest.mark.parametrize("shape, axes, options", quick(
+    {
+        "tensor axis": ((2, 2), ("expert", "tensor"), {"tensor_axis": "tensor"}),
+        "fsdp": ((2, 2), ("expert", "data"), {"fsdp_axes": {"embed": "data"}}),
+        "data": ((4,), ("data",), {}),
+    },
+    "tensor axis",
+))  # fmt: skip
+def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
+    """Every rank has other tokens, so the blocks of the matrices' gradients have other rows."""
+    params, x = make_params(), make_x()
+    want = results(layer_of(CONFIG), params, x)
+    with jax.set_mesh(mesh(shape, axes)):
+        got = results(layer_of(dataclasses.replace(CONFIG, **options)), params, x)
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
+
+
+def test_experts_without_a_gate_and_with_a_shared_gate():
+    params = make_params()._replace(wi_1=None, shared_wi_1=None)
+    shared = [np.asarray(w)[None] for w in (params.shared_wi_0, params.shared_wo)]
+    x, sizes = make_x(), np.array([TOKENS])
+    hidden = reference.float8_matmul(np.asarray(x), shared[0], sizes)
+    want = reference.float8_matmul(hidden / (1 + np.exp(-hidden)), shared[1], sizes)
+    gate = jnp.linspace(-1, 1, H).reshape(H, 1)
+    want /= 1 + np.exp(-np.asarray(x, np.float64) @ np.asarray(gate))
+    got = alone(CONFIG)(params._replace(shared_gate=gate), x)
+    assert error_of_norm(got, want) < 2.0**-6
+
+
+@pytest.mark.parametrize("num_tokens", quick([2, 16, 24], 16))
+@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("format", quick(FORMATS, "mxfp4"))
+def test_matrices_may_be_stored_quantized(format, matmul_dtype, num_tokens):
+    """The output must be that of the numbers, up to what bfloat16 rounds between the matmuls."""
+    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype, dtype=jnp.bfloat16)
+    params, x = stored(make_params(jnp.bfloat16), format), make_x("random", num_tokens)
+    got, want = (alone(config)(each, x) for each in (params, numbers_of(params)))
+    assert np.abs(np.asarray(want, np.float32)).max() > 0
+    assert error_of_norm(got, want) < 2.0**-6
+
+
+@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
+def test_ranks_hold_their_own_columns_of_stored_matrices(matmul_dtype):
+    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype, tensor_axis="tensor")
+    params, x = stored(make_params(), FORMATS["float8"]), make_x()
+    want = jax.jit(layer_of(config))(params, x)
+    with jax.set_mesh(mesh((2, 2), ("expert", "tensor"))):
+        got = jax.jit(layer_of(config))(params, x)
+    assert np.abs(want).max() > 0
+    assert error_of_norm(got, want) < 2.0**-10
+
+
+@pytest.mark.parametrize("format, again", [("float8", False), ("mxfp4", True)])
+def test_no_program_quantizes_float8_matrices_again(format, again):
+    params = stored(make_params(jnp.bfloat16), FORMATS[format])
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
+    program = jax.make_jaxpr(alone(config))(params, make_x(dtype=jnp.bfloat16))
+    assert ("quantize_float8_matrices" in str(program)) == again
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_tokens", quick([1, 16, 17], 16))
+def test_a_gpu_reads_mxfp4_as_it_is_stored(num_tokens):
+    """A program for GPUs must not contain the dequantized matrices."""
+    config = dataclasses.replace(CONFIG, matmul_dtype=None, dtype=jnp.bfloat16)
+    params = jax.eval_shape(lambda: stored(make_params(jnp.bfloat16), FORMATS["mxfp4"]))
+    x = jax.ShapeDtypeStruct((num_tokens, H), jnp.bfloat16)
+    text = alone(config).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"{H}x{S}xbf16" not in text and f"{S}x{H}xbf16" not in text
+    assert "@mosaic_gpu" in text
+
+
+def test_there_is_no_gradient_of_stored_matrices():
+    params = stored(make_params(), FORMATS["float8"])
+
+    def loss(wo, params):
+        return jnp.sum(alone(CONFIG)(params._replace(shared_wo=wo), make_x()))
+
+    with pytest.raises(TypeError, match="shared_wo is stored quantized, .* has no gradient"):
+        jax.grad(loss, allow_int=True)(jax.tree.map(jnp.asarray, params.shared_wo), params)
+
+
+def test_bad_matrices_are_named():
+    params, x = make_params(), make_x()
+    narrow = {name: jnp.ones([96 if n == S else n for n in s]) for name, s in SHAPES.items()}
+    with pytest.raises(ValueError, match=r"shared_wi_0 .*128.* \(128, 96\)"):
+        jax_ep.moe_layer(params._replace(**narrow), x, CONFIG)
+    on = mesh((2, 2), ("expert", "tensor"))
+    narrow = {name: w[:, :128] if "wi" in name else w[:128] for name, w in params._asdict().items()
+              if name in SHARED_WEIGHTS}  # fmt: skip
+    with pytest.raises(ValueError, match=r"shared_wi_0 on a rank .*128.* \(128, 64\)"):
+        config = dataclasses.replace(CONFIG, mesh=on, tensor_axis="tensor")
+        jax_ep.moe_layer(params._replace(**narrow), x, config)
+    mixed = params._replace(shared_wo=stored(params, FLOAT8_MATRICES).shared_wo)
+    with pytest.raises(TypeError, match="shared_wi_0, shared_wi_1, shared_wo must all be arrays"):
+        jax_ep.moe_layer(mixed, x, CONFIG)
