@@ -208,7 +208,7 @@ def forward(
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
         biases = _bias_rows(experts, groups, rows)
         operands = products if matmuls.keeps_rounded else pre
-        hidden = matmuls.rows(_hidden(unit, biases, tuple(operands)))
+        hidden = matmuls.rows(hidden_values(unit, biases, tuple(operands)))
     out = matmuls.down(hidden, experts, groups, dtype, zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
@@ -251,7 +251,7 @@ def backward(
     if results is None:
         pre = tuple(matmuls.numbers(product, dtype) for product in pre)
         factors = (pre,) if weights is None else (pre, weights)
-        hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
+        hidden, hidden_vjp = jax.vjp(functools.partial(hidden_values, unit, biases), *factors)
         dpre, *dfactors = hidden_vjp(dhidden)
         dweights = dfactors[0] if dfactors else None
     else:
@@ -284,8 +284,8 @@ def backward(
 _expert_mlp.defvjp(forward, _backward)
 
 
-def _hidden(
-    unit: Traced,
+def hidden_values(
+    unit: Callable[..., jax.Array],
     biases: tuple[jax.Array | None, ...],
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,

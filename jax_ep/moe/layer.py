@@ -223,12 +223,11 @@ def _traced_functions(
     "activation" if there is no gating. The router is traced for the shapes of one rank's tokens and
     their logits, and the other function for one row of one rank's pre-activations.
     """
-    wide, dtype = wide_dtype(config.dtype), config.dtype
+    wide = wide_dtype(config.dtype)
     split = where.num_tensor_ranks() if where.mesh is not None else 1
     rows = [jax.ShapeDtypeStruct((1, params.wi_0.shape[2] // split), wide)]
     if params.shared_wo is not None:
-        of_shared = wide if shared_experts.is_quantized(params, config) else dtype
-        rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), of_shared))
+        rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), wide))
     name, count = ("activation", 1) if config.gating is None else ("gating", 2)
     traced = {name: Traced(getattr(config, name), [[row] * count for row in rows])}
     if config.router is not None:

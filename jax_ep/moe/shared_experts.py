@@ -20,7 +20,7 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.moe import few_tokens, fsdp, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, check_all_stored, without_gradient
-from jax_ep.moe.expert_mlp import ExpertUnit, expert_mlp
+from jax_ep.moe.expert_mlp import ExpertUnit, expert_mlp, hidden_values
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.moe.options import options_of
 from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams
@@ -39,22 +39,15 @@ def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh)
         if (w := getattr(params, name)) is not None
     }
     tokens = x.astype(config.dtype)
-    if is_quantized(params, config):
+    if config.matmul_dtype is not None or isinstance(params.shared_wo, QuantizedArray):
         out = _output_of_quantized(weights, tokens, config, where)
     else:
-        *wi, wo = weights.values()
-        unit = config.expert_options()
-        out = unit(*(tokens @ w for w in wi)) @ wo
+        out = _output(weights, tokens, config)
     if (gate := params.shared_gate) is not None:
         gate = fsdp.gather("shared_gate", gate, where)
         factor = jax.nn.sigmoid(routing.router_logits(x, gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)
     return out
-
-
-def is_quantized(params: MoEParams, config: MoEConfig) -> bool:
-    """Returns whether the matrices are stored quantized, or quantized to float8 in each call."""
-    return config.matmul_dtype is not None or isinstance(params.shared_wo, QuantizedArray)
 
 
 def check(params: MoEParams, config: MoEConfig, num_tensor_ranks: int) -> None:
@@ -70,6 +63,22 @@ def check(params: MoEParams, config: MoEConfig, num_tensor_ranks: int) -> None:
         on_a_rank = " on a rank" if num_tensor_ranks > 1 else ""
         shape = hidden, width // num_tensor_ranks
         FLOAT8_MATRICES.check_shape(f"shared_wi_0{on_a_rank}", shape)
+
+
+def _output(weights: dict[str, Any], tokens: jax.Array, config: MoEConfig) -> jax.Array:
+    """Runs the shared experts, `weights` by name, which are arrays, on tokens [T, H].
+
+    As in the routed experts, everything between the matmuls is computed in float32, and the
+    backward pass computes it again from the products.
+    """
+    *wi, wo = weights.values()
+    unit = config.expert_options()
+
+    @jax.checkpoint
+    def hidden(*products: jax.Array) -> jax.Array:
+        return hidden_values(unit, (None, None), products)
+
+    return hidden(*(tokens @ w for w in wi)) @ wo
 
 
 def _output_of_quantized(

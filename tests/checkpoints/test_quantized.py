@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.contract import assert_bitwise_equal
+from support.float8 import error_of_norm
 from support.meshes import expert_mesh, mesh
 from support.published import E, deepseek_v3, gpt_oss_in_mxfp4, numbers, publish
 
@@ -115,9 +116,13 @@ def test_the_layer_computes_what_the_dequantized_one_does(tmp_path, model):
     plain = checkpoints.load_moe(tmp_path, 1, mesh=on)
     x = jnp.asarray(numbers(7, 4, 4, kept.wi_0.get_value().shape[1]), jnp.bfloat16)
     run = nnx.jit(lambda layer, x: layer(x)[0])
-    got = np.asarray(run(kept, x))
-    assert_bitwise_equal(got, np.asarray(run(plain, x)))
+    got, want = (np.asarray(run(layer, x)) for layer in (kept, plain))
     assert np.abs(got).max() > 0
+    if jax.default_backend() == "gpu" and getattr(kept, "shared_wo", None) is not None:
+        # The kernel that reads the shared experts as they are stored does not round their numbers.
+        assert error_of_norm(got, want) < 2.0**-7
+    else:
+        assert_bitwise_equal(got, want)
     checkpoints.save_moe(kept, tmp_path, 1)
     assert files_of(tmp_path) == before
     if model == "float8":
