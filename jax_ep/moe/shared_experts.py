@@ -75,10 +75,10 @@ def _output(weights: dict[str, Any], tokens: jax.Array, config: MoEConfig) -> ja
     unit = config.expert_options()
 
     @jax.checkpoint
-    def hidden(*products: jax.Array) -> jax.Array:
-        return hidden_values(unit, (None, None), products)
+    def down(wo: jax.Array, *products: jax.Array) -> jax.Array:
+        return hidden_values(unit, (None, None), products) @ wo
 
-    return hidden(*(tokens @ w for w in wi)) @ wo
+    return down(wo, *(tokens @ w for w in wi))
 
 
 def _output_of_quantized(

@@ -144,6 +144,21 @@ def test_experts_without_a_gate_and_with_a_shared_gate():
     assert error_of_norm(got, want) < 2.0**-6
 
 
+def test_only_products_are_kept_for_the_backward_pass():
+    config = dataclasses.replace(CONFIG, matmul_dtype=None, dtype=jnp.bfloat16)
+    params, x = make_params(jnp.bfloat16), make_x(dtype=jnp.bfloat16)
+    shared = {name: getattr(params, name) for name in SHARED_WEIGHTS}
+
+    def residuals(shared, x):
+        return jax.vjp(lambda *args: alone(config)(params._replace(**args[0]), args[1]), shared, x)[
+            1
+        ]
+
+    kept = jax.tree.leaves(jax.eval_shape(residuals, shared, x))
+    of_rows = [each.shape for each in kept if each.shape[:1] == (TOKENS,)]
+    assert sorted(of_rows) == [(TOKENS, H), (TOKENS, S), (TOKENS, S)]
+
+
 @pytest.mark.parametrize("num_tokens", quick([2, 16, 24], 16))
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 @pytest.mark.parametrize("format", quick(FORMATS, "mxfp4"))
