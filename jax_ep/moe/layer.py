@@ -99,9 +99,9 @@ def moe_layer(
     so may the matrices of the shared experts. With `config.matmul_dtype`, float8 matrices in blocks
     of 128 x 128 are multiplied as they are stored. Without it, a Hopper GPU reads matrices as they
     are stored if they are in MXFP4 and transposed, as in published models, and tokens are bfloat16;
-    with few tokens float8 matrices, too. All other quantized matrices are dequantized to
-    `config.dtype` in each call, right before they are multiplied. Quantized matrices have no
-    gradient; differentiating with respect to them raises TypeError.
+    with few tokens float8 matrices, too, and those of shared experts only then. All other quantized
+    matrices are dequantized to `config.dtype` in each call, right before they are multiplied.
+    Quantized matrices have no gradient; differentiating with respect to them raises TypeError.
 
     Args:
         params: the parameters of the layer; their global shapes do not depend on the mesh.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
+from support.contract import assert_bitwise_equal
 from support.float8 import error_of_norm
 from support.kernels import needs_kernels
 from support.meshes import mesh
@@ -161,11 +162,13 @@ def test_only_products_are_kept_for_the_backward_pass():
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 @pytest.mark.parametrize("format", quick(FORMATS, "mxfp4"))
 def test_matrices_may_be_stored_quantized(format, matmul_dtype, num_tokens):
-    """The output must be that of the numbers, up to what bfloat16 rounds between the matmuls."""
+    """The output must be that of the numbers; bits may differ where kernels read the matrices."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype, dtype=jnp.bfloat16)
     params, x = stored(make_params(jnp.bfloat16), format), make_x("random", num_tokens)
     got, want = (alone(config)(each, x) for each in (params, numbers_of(params)))
     assert np.abs(np.asarray(want, np.float32)).max() > 0
+    if matmul_dtype is None and jax.default_backend() != "gpu":
+        assert_bitwise_equal(np.asarray(got), np.asarray(want))
     assert error_of_norm(got, want) < 2.0**-6
 
 
@@ -189,9 +192,9 @@ def test_no_program_quantizes_float8_matrices_again(format, again):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_tokens", quick([1, 16, 17], 16))
+@pytest.mark.parametrize("num_tokens", [1, 16])
 def test_a_gpu_reads_mxfp4_as_it_is_stored(num_tokens):
-    """A program for GPUs must not contain the dequantized matrices."""
+    """A program for GPUs must not contain the dequantized matrices, if there are few tokens."""
     config = dataclasses.replace(CONFIG, matmul_dtype=None, dtype=jnp.bfloat16)
     params = jax.eval_shape(lambda: stored(make_params(jnp.bfloat16), FORMATS["mxfp4"]))
     x = jax.ShapeDtypeStruct((num_tokens, H), jnp.bfloat16)
