@@ -83,10 +83,11 @@ class ExpertUnit(HiddenUnit):
 
     Attributes:
         {HiddenUnit}
-        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the experts' matmuls multiply.
-            Sizes of a token and of all experts, shared ones too, are then multiples of 128. Tokens,
-            hidden values, matrices and their gradients are quantized, and gradients pass straight
-            through the rounding; parameters and results keep their dtypes. See the page "Float8".
+        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the experts' matmuls multiply; H
+            and F are then multiples of 128. In a layer, this holds for the shared experts, too.
+            Tokens, hidden values, matrices and their gradients are quantized, and gradients pass
+            straight through the rounding; parameters and results keep their dtypes. See the page
+            "Float8".
     """
 
     matmul_dtype: Any = option(None, optional(check_matmul_dtype))
@@ -160,6 +161,17 @@ def expert_mlp(
     unit = make_options(ExpertUnit, options, "expert_mlp")
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    return run_mlp(tokens, experts, group_sizes, unit, implementation)
+
+
+def run_mlp(
+    tokens: jax.Array,
+    experts: Experts,
+    group_sizes: jax.Array,
+    unit: ExpertUnit,
+    implementation: gmm.Implementation,
+) -> jax.Array:
+    """Computes `expert_mlp` of operands that have been checked."""
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
     traced = traced_unit(unit, tokens, experts)

@@ -1,10 +1,13 @@
-"""Runs the routed experts of a few tokens on one rank without a dispatch, as in decoding.
+"""Runs experts on a few tokens without a dispatch, as in decoding on one rank.
 
 With few tokens, a layer spends most of its time on reading the chosen experts' matrices and on
 launching kernels. On one rank, a dispatch only sorts the tokens' rows by expert, but that takes
 seven launches. Here, each chosen expert computes all tokens instead, and each token then uses only
 the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of
 experts that are not quantized has the same bits as with a dispatch.
+
+The shared experts of a few tokens, if their matrices are quantized, are a case with one expert,
+which all tokens choose.
 
 Quantized matrices are read as they are stored (`jax_ep.matmul.weight_only`); those in a format that
 the kernel does not know are dequantized. With `matmul_dtype`, more than MOST_UNQUANTIZED_TOKENS
@@ -35,7 +38,7 @@ from jax_ep.moe.expert_matmuls import Experts, matmuls_of, without_gradient
 from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
-from pallas_kernels.matmul.chosen_groups import chosen_groups, output_rows
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups, output_rows
 
 # The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
@@ -45,22 +48,30 @@ MOST_TOKENS = 16
 # nothing needs to be quantized between them.
 MOST_UNQUANTIZED_TOKENS = 2
 
-Run = Callable[..., tuple[jax.Array, jax.Array]]
+Run = Callable[..., tuple[jax.Array, Any]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
     """Returns whether a GPU may compute these tokens [T, H] without a dispatch.
 
-    It may if there are at most MOST_TOKENS tokens; `num_ranks`, the number of ranks that exchange
-    rows with each other, is 1; no option of the exchange changes the output or names an
-    implementation; JAX does not check results for NaN; and the Pallas matmul kernels can multiply
-    the experts' matrices.
+    It may if each expert can compute all of them; `num_ranks`, the number of ranks that exchange
+    rows with each other, is 1; and no option of the exchange changes the output or names an
+    implementation.
     """
-    num_tokens = tokens.shape[0]
-    if num_ranks > 1 or checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
-        return False
     of_exchange = config.implementation, config.capacity_factor, config.wire_dtype
     if any(each is not None for each in of_exchange) or config.weights_on != "output":
+        return False
+    return num_ranks == 1 and _each_computes_all(tokens, experts, config)
+
+
+def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -> bool:
+    """Returns whether a GPU may let an expert compute all of these tokens [T, H].
+
+    It may if there are at most MOST_TOKENS tokens, JAX does not check results for NaN, and the
+    Pallas matmul kernels can multiply the experts' matrices.
+    """
+    num_tokens = tokens.shape[0]
+    if checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
         return False
     if config.matmul_implementation not in (None, "pallas") or looks_for_nans():
         return False
@@ -113,6 +124,39 @@ def run(
         out, dropped, _ = match_varying((out, dropped, topk_idx), where.expert_axes)
         return out, dropped
 
+    operands = tokens, topk_idx, topk_weights
+    return _by_platform(by_chosen_experts, by_dispatch, experts, operands, where.expert_axes)
+
+
+def run_one(of_many: Run, experts: Experts, tokens: jax.Array, config: MoEConfig) -> jax.Array:
+    """Runs the only one of `experts` on all tokens [T, H]; returns [T, H].
+
+    If the kernels for few tokens cannot compute it, the result is `of_many(experts, tokens)[0]`, as
+    it is for gradients and in programs for other platforms.
+    """
+    if not _each_computes_all(tokens, experts, config):
+        return of_many(experts, tokens)[0]
+
+    def of_few(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        count = len(tokens)
+        groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
+        return _outputs(experts, tokens, groups, config, "pallas")[:count], ()
+
+    return _by_platform(of_few, of_many, experts, (tokens,), ())[0]
+
+
+def _by_platform(
+    on_gpu: Run,
+    elsewhere: Run,
+    experts: Experts,
+    operands: tuple[jax.Array, ...],
+    axes: tuple[str, ...],
+) -> tuple[jax.Array, Any]:
+    """Returns `on_gpu(experts, *operands)` on a GPU, and `elsewhere` of the same anywhere else.
+
+    Both functions return the output, and something that has no gradient. The gradient is that of
+    `elsewhere`. The results vary over the mesh axes `axes`, and over all that operands vary over.
+    """
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {
@@ -123,20 +167,20 @@ def run(
 
     @jax.custom_vjp
     def compute(quantized: dict[str, Any], experts: Experts, *others: jax.Array) -> Any:
-        operands = experts._replace(**quantized), *others
-        return lax.platform_dependent(*operands, cuda=by_chosen_experts, default=by_dispatch)
+        whole = experts._replace(**quantized)
+        return lax.platform_dependent(whole, *others, cuda=on_gpu, default=elsewhere)
 
     def compute_and_keep(quantized: dict[str, Any], *operands: Any) -> tuple[Any, Any]:
-        def of_rest(experts: Experts, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return by_dispatch(experts._replace(**quantized), *others)
+        def of_rest(experts: Experts, *others: jax.Array) -> tuple[jax.Array, Any]:
+            return elsewhere(experts._replace(**quantized), *others)
 
-        out, pull, dropped = jax.vjp(of_rest, *operands, has_aux=True)
-        return (out, dropped), pull
+        out, pull, rest = jax.vjp(of_rest, *operands, has_aux=True)
+        return (out, rest), pull
 
     compute.defvjp(compute_and_keep, lambda pull, cotangents: (None, *pull(cotangents[0])))
     rest = experts._replace(**dict.fromkeys(quantized))
-    leaves, tree = jax.tree.flatten((quantized, rest, tokens, topk_idx, topk_weights))
-    return compute(*jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes)))
+    leaves, tree = jax.tree.flatten((quantized, rest, *operands))
+    return compute(*jax.tree.unflatten(tree, match_varying(leaves, axes)))
 
 
 def _matrices_of_weight_only(
@@ -172,29 +216,34 @@ def output(
     `implementation` is the backend of the matmuls, such as "pallas". The other arguments are those
     of `run`.
     """
-    options = config.expert_options()
     with jax.named_scope("dispatch"):
         groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
     with jax.named_scope("experts"):
-        num_rows = output_rows(groups, len(tokens))
-        like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
-        unit = traced_unit(options, like_hidden, experts)
-        matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
-        stored = _matrices_of_weight_only(experts, options.matmul_dtype, tokens)
-        if stored is None:
-            y, _ = forward(
-                pad_rows(tokens), experts, groups, unit, matmuls, keep=False, zero_unused=False
-            )
-        else:
-            product = functools.partial(
-                weight_only.product,
-                groups=groups,
-                num_rows=len(tokens),
-                implementation=implementation,
-            )
-            *wi, wo = stored
-            biases = experts.biases[: len(wi)]
-            hidden = product(tokens, wi, biases, gating=unit)
-            y = product(hidden, [wo], [experts.wo_bias])
+        y = _outputs(experts, tokens, groups, config, implementation)
     with jax.named_scope("combine"):
         return sum_of_choices(y, rows, topk_weights).astype(y.dtype)
+
+
+def _outputs(
+    experts: Experts,
+    tokens: jax.Array,
+    groups: ChosenGroups,
+    config: MoEConfig,
+    implementation: Implementation,
+) -> jax.Array:
+    """Returns the outputs of the S chosen experts for all tokens, [S * height, H]."""
+    options = config.expert_options()
+    num_rows = output_rows(groups, len(tokens))
+    like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
+    unit = traced_unit(options, like_hidden, experts)
+    matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
+    stored = _matrices_of_weight_only(experts, options.matmul_dtype, tokens)
+    if stored is None:
+        rows = pad_rows(tokens)
+        return forward(rows, experts, groups, unit, matmuls, keep=False, zero_unused=False)[0]
+    product = functools.partial(
+        weight_only.product, groups=groups, num_rows=len(tokens), implementation=implementation
+    )
+    *wi, wo = stored
+    hidden = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
+    return product(hidden, [wo], [experts.wo_bias])

@@ -95,13 +95,14 @@ def moe_layer(
     after combine. In the caller's `jax.shard_map`, pass each rank its own columns of wi_0, wi_1,
     their biases, wo, and the shared experts.
 
-    wi_0, wi_1 and wo may be `QuantizedArray`s, of which only values and scales stay in memory, and
-    so may the matrices of the shared experts. With `config.matmul_dtype`, float8 matrices in blocks
-    of 128 x 128 are multiplied as they are stored. Without it, a Hopper GPU reads matrices as they
-    are stored if they are in MXFP4 and transposed, as in published models, and tokens are bfloat16;
-    with few tokens float8 matrices, too, and those of shared experts only then. All other quantized
-    matrices are dequantized to `config.dtype` in each call, right before they are multiplied.
-    Quantized matrices have no gradient; differentiating with respect to them raises TypeError.
+    wi_0, wi_1 and wo may each be a `QuantizedArray`, of which only values and scales stay in
+    memory, and so may the matrices of the shared experts. With `config.matmul_dtype`, float8
+    matrices in blocks of 128 x 128 are multiplied as they are stored. Without it, a Hopper GPU
+    reads matrices as they are stored if they are in MXFP4 and transposed, as in published models,
+    and tokens are bfloat16; with few tokens float8 matrices, too. Those of shared experts are read
+    so only with few tokens. All other quantized matrices are dequantized to `config.dtype` in each
+    call, right before they are multiplied. Quantized matrices have no gradient; differentiating
+    with respect to them raises TypeError.
 
     Args:
         params: the parameters of the layer; their global shapes do not depend on the mesh.
@@ -109,7 +110,8 @@ def moe_layer(
         config: the layer's options.
         mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and the
             metrics do not count them. A masked token may hold NaN or infinities, which reach no
-            gradient of a parameter. Its finite values must not overflow in the shared experts.
+            gradient of a parameter. Its finite values must not overflow in the shared experts. With
+            `config.matmul_dtype`, it is 0 there.
         placement: if `config.num_slots` is P, a `jax_ep.placement.Placement` of this layer, which
             says which expert each of the P slots holds. It consists of arrays, so a new one does
             not recompile the program. wi_0, wi_1 and wo are then [P, ...], as
@@ -169,8 +171,7 @@ def run_layer(
     check_all_stored(params, QuantizedExperts._fields)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
-    split = where.num_tensor_ranks() if where.mesh is not None else 1
-    shared_experts.check(params, config, split)
+    shared_experts.check(params, config, where.num_parts())
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)
@@ -224,7 +225,7 @@ def _traced_functions(
     their logits, and the other function for one row of one rank's pre-activations.
     """
     wide = wide_dtype(config.dtype)
-    split = where.num_tensor_ranks() if where.mesh is not None else 1
+    split = where.num_parts()
     rows = [jax.ShapeDtypeStruct((1, params.wi_0.shape[2] // split), wide)]
     if params.shared_wo is not None:
         rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), wide))
@@ -455,13 +456,16 @@ def _on_rank(
     x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
     sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
     # `tokens` go to the router and the routed experts, with masked tokens set to 0. The shared
-    # experts run on `x`.
+    # experts run on `x`, with masked tokens as they are, if they are finite.
     tokens = x
     if mask is not None:
         # A masked token may hold NaN or infinities. Times a zero cotangent, these would make the
         # gate's gradient NaN, so masked tokens are set to 0.
         tokens = jnp.where(mask[:, None], x, 0)
-        x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
+        # With float8, a token's numbers also determine the scales of other tokens, so masked
+        # tokens are 0 in the shared experts, too.
+        is_float8 = config.matmul_dtype is not None
+        x = tokens if is_float8 else jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.router_x is not None:
             inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
     # Free experts run on this rank's own tokens, before tokens are gathered over the tensor axes.

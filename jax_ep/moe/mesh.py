@@ -54,6 +54,13 @@ class LayerMesh(NamedTuple):
         """Returns the number of ranks that the experts' hidden size F is split over."""
         return self.size(self.tensor_axes)
 
+    def num_parts(self) -> int:
+        """Returns into how many parts this call of the layer splits the experts' hidden size F.
+
+        It is 1 in the caller's `jax.shard_map`, where parameters are split already.
+        """
+        return 1 if self.mesh is None else self.num_tensor_ranks()
+
     def axes_of(self, logical_axes: Sequence[str | None]) -> tuple[Axes, ...]:
         """Returns, for each logical axis of a parameter, the expert or tensor axes that split it.
 

@@ -179,8 +179,9 @@ class MoEParams(NamedTuple):
     E is the number of routed experts. R is the number of experts that the router chooses among: the
     E experts, and the free experts (zero, identity and constant experts). C is the number of
     constant experts. H is the hidden size of a token, F the hidden size of an expert, and S the
-    hidden size of all shared experts together. The matrices of routed and shared experts may each
-    be a `jax_ep.QuantizedArray` of the given shape, which has no gradient.
+    hidden size of all shared experts together. The three matrices of the routed experts may each
+    be a `jax_ep.QuantizedArray` of the given shape, which has no gradient, if all three are. The
+    same holds for those of the shared experts.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.

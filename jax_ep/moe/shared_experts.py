@@ -3,9 +3,9 @@
 The shared experts of a layer are stored together, as one MLP. No token is sent for them: every rank
 has all of them, or its columns of them along the tensor axes.
 
-XLA multiplies them, except in two cases, in which they go the way of the routed experts, as a
-single expert that every token chooses. The kernels multiply float8, and for few tokens they read
-matrices that are stored quantized as they are stored.
+XLA multiplies them, except in two cases, in which the kernels of the routed experts run them as a
+single expert. These kernels multiply float8, and for few tokens they read matrices that are stored
+quantized as they are stored.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.weight_only import dequantized
 from jax_ep.moe import few_tokens, fsdp, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, check_all_stored, without_gradient
-from jax_ep.moe.expert_mlp import ExpertUnit, expert_mlp, hidden_values
+from jax_ep.moe.expert_mlp import hidden_values, run_mlp
 from jax_ep.moe.mesh import LayerMesh
-from jax_ep.moe.options import options_of
 from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams
-from jax_ep.runtime.jax_compat import match_varying
+
+# With fewer tokens, arrays are not quantized to float8: in a forward pass, that takes longer than
+# the faster matmuls save. Computed from the bandwidth and the rates of an H200, not measured.
+LEAST_QUANTIZED_TOKENS = 512
 
 
 def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
@@ -42,15 +46,23 @@ def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh)
         if (w := getattr(params, name)) is not None
     )
     tokens = x.astype(config.dtype)
-    if config.matmul_dtype is not None or isinstance(wo, QuantizedArray):
-        out = _output_of_quantized(wi, wo, tokens, config, where)
+    is_stored = isinstance(wo, QuantizedArray)
+    if config.matmul_dtype is not None and not is_stored and _are_few(tokens):
+        config = dataclasses.replace(config, matmul_dtype=None)
+    if config.matmul_dtype is not None or is_stored:
+        out = _output_of_quantized(wi, wo, tokens, config)
     else:
         out = _output(wi, wo, tokens, config)
-    if (gate := params.shared_gate) is not None:
-        gate = fsdp.gather("shared_gate", gate, where)
+    if params.shared_gate is not None:
+        gate = fsdp.gather("shared_gate", params.shared_gate, where)
         factor = jax.nn.sigmoid(routing.router_logits(x, gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)
     return out
+
+
+def _are_few(tokens: jax.Array) -> bool:
+    num_tokens = tokens.shape[0]
+    return not checks.is_symbolic(num_tokens) and num_tokens < LEAST_QUANTIZED_TOKENS
 
 
 def check(params: MoEParams, config: MoEConfig, num_tensor_ranks: int) -> None:
@@ -79,10 +91,11 @@ def _output(
     unit = config.expert_options()
 
     @jax.checkpoint
-    def down(wo: jax.Array, *products: jax.Array) -> jax.Array:
+    def second_matmul(wo: jax.Array, *products: jax.Array) -> jax.Array:
         return _product(hidden_values(unit, (None, None), products), wo)
 
-    return down(wo, *(_product(tokens, w) for w in wi))
+    products = (checkpoint_name(_product(tokens, w), "expert_pre_activations") for w in wi)
+    return second_matmul(wo, *products)
 
 
 def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -91,48 +104,20 @@ def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _output_of_quantized(
-    wi: Sequence[Any], wo: Any, tokens: jax.Array, config: MoEConfig, where: LayerMesh
+    wi: Sequence[Any], wo: Any, tokens: jax.Array, config: MoEConfig
 ) -> jax.Array:
-    """Runs the shared experts as one expert that all tokens [T, H] choose.
+    """Runs the shared experts, whose matrices are stored quantized or become float8, on [T, H]."""
 
-    Of many tokens, the matrices that are stored quantized are dequantized, unless the matmuls
-    multiply float8.
-    """
+    def of_many(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        if config.matmul_dtype is not None:
+            sizes, unit = jnp.full(1, tokens.shape[0], jnp.int32), config.expert_options()
+            return run_mlp(tokens, experts, sizes, unit, config.matmul_implementation), ()
+        *wi, wo = (
+            dequantized(jax.tree.map(lambda part: part[0], w), config.dtype)
+            for w in (*experts.wi, experts.wo)
+        )
+        return _output(wi, wo, tokens, config), ()
 
-    def of_many(
-        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        if config.matmul_dtype is None:
-            *wi, wo = (
-                dequantized(jax.tree.map(lambda part: part[0], w), config.dtype)
-                for w in (*experts.wi, experts.wo)
-            )
-            out = _output(wi, wo, tokens, config)
-        else:
-            out = expert_mlp(
-                tokens,
-                experts.wi_0,
-                experts.wi_1,
-                experts.wo,
-                jnp.full(1, num_tokens, jnp.int32),
-                implementation=config.matmul_implementation,
-                **vars(options_of(ExpertUnit, config)),
-            )
-        dropped = jnp.zeros(1, jnp.int32)
-        out, dropped, _ = match_varying((out, dropped, topk_idx), ())
-        return out, dropped
-
-    gate, *up, down = (jax.tree.map(lambda part: part[None], w) for w in (*wi, wo))
-    num_tokens = tokens.shape[0]
-    # The options of the exchange and of weights do not concern these experts.
-    usual = dict(implementation=None, capacity_factor=None, wire_dtype=None, weights_on="output")
-    out, _ = few_tokens.run(
-        of_many,
-        Experts(gate, up[0] if up else None, down),
-        tokens,
-        jnp.zeros((num_tokens, 1), jnp.int32),
-        jnp.ones((num_tokens, 1), jnp.float32),
-        config=dataclasses.replace(config, **usual),  # type: ignore
-        where=where._replace(expert_axes=()),
-    )
-    return out
+    wi_0, *wi_1, wo = (jax.tree.map(lambda part: part[None], w) for w in (*wi, wo))
+    experts = Experts(wi_0, wi_1[0] if wi_1 else None, wo)
+    return few_tokens.run_one(of_many, experts, tokens, config)

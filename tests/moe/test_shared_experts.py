@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import float8 as operands
 from support.contract import assert_bitwise_equal
 from support.float8 import error_of_norm
@@ -42,6 +44,12 @@ def exact_matmuls():
         yield
 
 
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    """Lets the few tokens of these tests be quantized, as many are."""
+    monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", 1)
+
+
 def make_params(dtype=jnp.float32):
     """Makes parameters of which only the shared experts contribute to the output."""
 
@@ -69,11 +77,20 @@ def results(output, params, x):
 
     def loss(shared, x):
         out = output(params._replace(**shared), x)
-        return jnp.sum(out * PROBE), out
+        return jnp.sum(out * PROBE[: len(x)]), out
 
     shared = {name: getattr(params, name) for name in SHARED_WEIGHTS}
     (dshared, dx), out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(shared, x)
     return jax.device_get([out, dx, *dshared.values()])
+
+
+def gradient_of_x(output, params, x):
+    """Returns the gradient of x alone, which exists for matrices that are stored quantized, too."""
+
+    def loss(x):
+        return jnp.sum(output(params, x).astype(jnp.float32) * PROBE[: len(x)])
+
+    return jax.device_get(jax.jit(jax.grad(loss))(x))
 
 
 def layer_of(config):
@@ -133,6 +150,59 @@ def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
         assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.slow
+def test_the_caller_may_open_the_shard_map(check_vma):
+    config = dataclasses.replace(CONFIG, batch_axes=("data", "expert"))
+    params, x, spec = make_params(), make_x(), P(("data", "expert"))
+    run = jax.shard_map(
+        layer_of(config),
+        mesh=mesh((2, 2), ("data", "expert")),
+        in_specs=(P(), spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    assert error_of_norm(jax.jit(run)(params, x), jax.jit(layer_of(CONFIG))(params, x)) < 2.0**-10
+
+
+@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], FLOAT8))
+def test_masked_tokens_may_hold_anything(matmul_dtype):
+    """A masked token must change no gradient of a matrix, and no output of another token."""
+    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
+    params, x = make_params(), make_x()
+    mask = np.arange(TOKENS) % 2 == 0
+
+    def with_masked(factor):
+        def run(params, x):
+            out, _ = jax_ep.moe_layer(params, x, config, mask)
+            return jnp.where(mask[:, None], out, 0)
+
+        masked = jnp.where(mask[:, None], x, x * factor)
+        out, _, *dshared = results(run, params, masked)
+        return out, dshared
+
+    want = with_masked(0.0)
+    for factor in (1e4, np.nan):
+        got = with_masked(factor)
+        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.abs(theirs).max() > 0
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_few_tokens_are_not_quantized(monkeypatch):
+    """To quantize the matrices would take longer than float8 saves."""
+    monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", TOKENS)
+    params = make_params()
+    run = shared_experts.output
+
+    def program(num_tokens):
+        call = functools.partial(run, config=CONFIG, where=LayerMesh((), ()))
+        return str(jax.make_jaxpr(call)(params, make_x("random", num_tokens)))
+
+    assert "quantize_float8_matrices" not in program(TOKENS - 1)
+    assert "quantize_float8_matrices" in program(TOKENS)
+
+
 def test_experts_without_a_gate_and_with_a_shared_gate():
     params = make_params()._replace(wi_1=None, shared_wi_1=None)
     shared = [np.asarray(w)[None] for w in (params.shared_wi_0, params.shared_wo)]
@@ -170,6 +240,9 @@ def test_matrices_may_be_stored_quantized(format, matmul_dtype, num_tokens):
     if matmul_dtype is None and jax.default_backend() != "gpu":
         assert_bitwise_equal(np.asarray(got), np.asarray(want))
     assert error_of_norm(got, want) < 2.0**-6
+    dx, want = (gradient_of_x(alone(config), each, x) for each in (params, numbers_of(params)))
+    assert np.abs(want).max() > 0
+    assert error_of_norm(dx, want) < 2.0**-6
 
 
 @pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
@@ -218,12 +291,12 @@ def test_bad_matrices_are_named():
     narrow = {name: jnp.ones([96 if n == S else n for n in s]) for name, s in SHAPES.items()}
     with pytest.raises(ValueError, match=r"shared_wi_0 .*128.* \(128, 96\)"):
         jax_ep.moe_layer(params._replace(**narrow), x, CONFIG)
+    mixed = params._replace(shared_wo=stored(params, FLOAT8_MATRICES).shared_wo)
+    with pytest.raises(TypeError, match="shared_wi_0, shared_wi_1, shared_wo must all be arrays"):
+        jax_ep.moe_layer(mixed, x, CONFIG)
     on = mesh((2, 2), ("expert", "tensor"))
     narrow = {name: w[:, :128] if "wi" in name else w[:128] for name, w in params._asdict().items()
               if name in SHARED_WEIGHTS}  # fmt: skip
     with pytest.raises(ValueError, match=r"shared_wi_0 on a rank .*128.* \(128, 64\)"):
         config = dataclasses.replace(CONFIG, mesh=on, tensor_axis="tensor")
         jax_ep.moe_layer(params._replace(**narrow), x, config)
-    mixed = params._replace(shared_wo=stored(params, FLOAT8_MATRICES).shared_wo)
-    with pytest.raises(TypeError, match="shared_wi_0, shared_wi_1, shared_wo must all be arrays"):
-        jax_ep.moe_layer(mixed, x, CONFIG)
