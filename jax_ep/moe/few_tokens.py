@@ -174,8 +174,8 @@ def _by_platform(
         def of_rest(experts: Experts, *others: jax.Array) -> tuple[jax.Array, Any]:
             return elsewhere(experts._replace(**quantized), *others)
 
-        out, pull, rest = jax.vjp(of_rest, *operands, has_aux=True)
-        return (out, rest), pull
+        out, pull, others = jax.vjp(of_rest, *operands, has_aux=True)
+        return (out, others), pull
 
     compute.defvjp(compute_and_keep, lambda pull, cotangents: (None, *pull(cotangents[0])))
     rest = experts._replace(**dict.fromkeys(quantized))
