@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -67,7 +68,7 @@ def reported(store: Store, process: int, timeout_s: float) -> str | None:
     """
     key = _OUTCOME_KEY.format(process=process)
     try:
-        text = store.blocking_key_value_get(key, max(1, int(1000 * timeout_s)))
+        text = store.blocking_key_value_get(key, _milliseconds(timeout_s))
     except Exception as error:
         raise RuntimeError(
             f"process {process} has not said within {timeout_s:g} s (JAX_EP_TIMEOUT_SECONDS) "
@@ -75,6 +76,11 @@ def reported(store: Store, process: int, timeout_s: float) -> str | None:
         ) from error
     reason: str | None = json.loads(text)
     return reason
+
+
+def _milliseconds(seconds: float) -> int:
+    """Rounds up, so that nobody waits for less than the time that an error then names."""
+    return max(1, math.ceil(1000 * seconds))
 
 
 def host_id() -> str:
@@ -154,10 +160,8 @@ class Meeting:
         cards = {self._process: card}
         for process in sorted(set(processes) - {self._process}):
             try:
-                milliseconds = max(1, int(1000 * self._left()))
-                text = self._store.blocking_key_value_get(
-                    _KEY.format(process=process), milliseconds
-                )
+                key = _KEY.format(process=process)
+                text = self._store.blocking_key_value_get(key, _milliseconds(self._left()))
                 cards[process] = json.loads(text)
             except Exception as error:
                 raise Refused(

@@ -196,6 +196,22 @@ def test_a_process_that_is_killed_is_named_in_all(moment, victim, run, folder):
     assert min(seconds) >= timeout_s if waits else max(seconds) < timeout_s / 2
 
 
+def test_nobody_waits_for_less_than_the_timeout():
+    """The key-value service counts whole milliseconds, of which a timeout may be no multiple."""
+    waited = []
+
+    class Silent:
+        def key_value_set(self, key, value): ...
+
+        def blocking_key_value_get(self, key, timeout_in_ms):
+            waited.append(timeout_in_ms)
+            raise RuntimeError("DEADLINE_EXCEEDED")
+
+    with pytest.raises(RuntimeError, match=r"within 0\.0015 s"):
+        processes.reported(Silent(), 1, 0.0015)
+    assert waited == [2]
+
+
 def test_a_late_process_and_the_others_refuse(run, folder):
     outcomes = run([Process([0]), Process([1]), Process([2], late_s=1.0)], folder, 0.4)
     first, second, late = reasons(outcomes, folder)
