@@ -239,8 +239,17 @@ def gated(
         if bias is not None:
             assert groups is not None
             of_rows = group_of_row(groups, wide[i].shape[0])
-            wide[i] += bias.astype(wide[i].dtype).at[of_rows].get(mode="fill", fill_value=0)
+            wide[i] += bias_of_row(bias, of_rows, wide[i].dtype)
     return gating(*wide).astype(dtype)
+
+
+def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
+    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
+
+    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
+    group get the bias zero.
+    """
+    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
 
 
 def both_biases(

@@ -17,7 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
-from jax_ep.matmul.backend import Gating, Groups, group_of_row
+from jax_ep.matmul.backend import Gating, Groups, bias_of_row, group_of_row
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -224,7 +224,7 @@ def forward(
     out = matmuls.down(hidden, experts, groups, dtype, zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
-        bias_rows = _rows(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
+        bias_rows = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
         out = (out.astype(wide) + bias_rows).astype(out.dtype)
     return out, (rows, pre, matmuls.saved(experts), groups)
 
@@ -286,7 +286,7 @@ def backward(
         wide = wide_dtype(grad.dtype)
         rows = grad.astype(wide)
         if weights is not None and dweights is not None:
-            products = jnp.sum(rows * _rows(bias, groups, wide), axis=-1)
+            products = jnp.sum(rows * bias_of_row(bias, groups, wide), axis=-1)
             dweights += products.astype(dweights.dtype)
             rows *= weights.astype(wide)[:, None]
         dexperts = dexperts._replace(wo_bias=_sum_by_group(rows.astype(grad.dtype), groups, bias))
@@ -329,16 +329,7 @@ def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array |
     if biases == (None, None):
         return biases
     of_rows, wide = group_of_row(groups, rows.shape[0]), wide_dtype(rows.dtype)
-    return tuple(None if bias is None else _rows(bias, of_rows, wide) for bias in biases)
-
-
-def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
-
-    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
-    group get the bias zero.
-    """
-    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
+    return tuple(None if bias is None else bias_of_row(bias, of_rows, wide) for bias in biases)
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:

@@ -128,21 +128,29 @@ def run(
     return _by_platform(by_chosen_experts, by_dispatch, experts, operands, where.expert_axes)
 
 
-def run_one(of_many: Run, experts: Experts, tokens: jax.Array, config: MoEConfig) -> jax.Array:
+def run_one(
+    of_many: Callable[[Experts, jax.Array], jax.Array],
+    experts: Experts,
+    tokens: jax.Array,
+    config: MoEConfig,
+) -> jax.Array:
     """Runs the only one of `experts` on all tokens [T, H]; returns [T, H].
 
-    If the kernels for few tokens cannot compute it, the result is `of_many(experts, tokens)[0]`, as
-    it is for gradients and in programs for other platforms.
+    If the kernels for few tokens cannot compute it, the result is `of_many(experts, tokens)`, as it
+    is for gradients and in programs for other platforms.
     """
     if not _each_computes_all(tokens, experts, config):
-        return of_many(experts, tokens)[0]
+        return of_many(experts, tokens)
 
-    def of_few(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def of_few(experts: Experts, tokens: jax.Array) -> jax.Array:
         count = len(tokens)
         groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
-        return _outputs(experts, tokens, groups, config, "pallas")[:count], ()
+        return _outputs(experts, tokens, groups, config, "pallas")[:count]
 
-    return _by_platform(of_few, of_many, experts, (tokens,), ())[0]
+    def alone(function: Callable[..., jax.Array]) -> Run:
+        return lambda *operands: (function(*operands), ())
+
+    return _by_platform(alone(of_few), alone(of_many), experts, (tokens,), ())[0]
 
 
 def _by_platform(

@@ -171,7 +171,7 @@ def run_layer(
     check_all_stored(params, QuantizedExperts._fields)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
-    shared_experts.check(params, config, where.num_parts())
+    shared_experts.check(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     check_quantized(quantized, params, config.matmul_dtype)
     config = _resolved(config, params, x, where)

@@ -65,18 +65,18 @@ def _are_few(tokens: jax.Array) -> bool:
     return not checks.is_symbolic(num_tokens) and num_tokens < LEAST_QUANTIZED_TOKENS
 
 
-def check(params: MoEParams, config: MoEConfig, num_tensor_ranks: int) -> None:
+def check(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     """Raises TypeError or ValueError unless the matmuls can multiply the shared experts' matrices.
 
-    Their columns are split over `num_tensor_ranks`. There may be no shared experts.
+    There may be no shared experts.
     """
     if params.shared_wo is None:
         return
     check_all_stored(params, SHARED_WEIGHTS)
     if config.matmul_dtype is not None:
         hidden, width = params.shared_wi_0.shape  # type: ignore
-        on_a_rank = " on a rank" if num_tensor_ranks > 1 else ""
-        shape = hidden, width // num_tensor_ranks
+        on_a_rank = " on a rank" if where.num_parts() > 1 else ""
+        shape = hidden, width // where.num_parts()
         FLOAT8_MATRICES.check_shape(f"shared_wi_0{on_a_rank}", shape)
 
 
@@ -108,15 +108,15 @@ def _output_of_quantized(
 ) -> jax.Array:
     """Runs the shared experts, whose matrices are stored quantized or become float8, on [T, H]."""
 
-    def of_many(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def of_many(experts: Experts, tokens: jax.Array) -> jax.Array:
         if config.matmul_dtype is not None:
             sizes, unit = jnp.full(1, tokens.shape[0], jnp.int32), config.expert_options()
-            return run_mlp(tokens, experts, sizes, unit, config.matmul_implementation), ()
+            return run_mlp(tokens, experts, sizes, unit, config.matmul_implementation)
         *wi, wo = (
             dequantized(jax.tree.map(lambda part: part[0], w), config.dtype)
             for w in (*experts.wi, experts.wo)
         )
-        return _output(wi, wo, tokens, config), ()
+        return _output(wi, wo, tokens, config)
 
     wi_0, *wi_1, wo = (jax.tree.map(lambda part: part[None], w) for w in (*wi, wo))
     experts = Experts(wi_0, wi_1[0] if wi_1 else None, wo)

@@ -201,8 +201,6 @@ def test_nobody_waits_for_less_than_the_timeout():
     waited = []
 
     class Silent:
-        def key_value_set(self, key, value): ...
-
         def blocking_key_value_get(self, key, timeout_in_ms):
             waited.append(timeout_in_ms)
             raise RuntimeError("DEADLINE_EXCEEDED")
