@@ -31,6 +31,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(
+        fast=True,
         JAX_PLATFORMS="cpu",
         # The program sets the number of its CPU devices itself.
         XLA_FLAGS="",
