@@ -27,9 +27,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_python_block_runs_as_it_stands(program, tmp_path):
+def output_of(program: str, folder: Path) -> str:
+    """Runs a Python program in a folder, as a process of its own; returns what it prints."""
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
@@ -39,23 +38,24 @@ def test_a_python_block_runs_as_it_stands(program, tmp_path):
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_the_bytes_that_policies_keep_are_told():
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_python_block_runs_as_it_stands(program, tmp_path):
+    assert output_of(program, tmp_path).strip()
+
+
+@pytest.mark.slow
+def test_the_bytes_that_policies_keep_are_told(tmp_path):
     """The documentation's table of remat policies must have the numbers that its program prints."""
     (program,) = (program for program in PROGRAMS.values() if "mib_kept" in program)
-    environment = environment_of_program(
-        JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(REPOSITORY)
-    )
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     told = PAGES["layers.md"].replace("`", "")
-    rows = printed.stdout.splitlines()
+    rows = output_of(program, tmp_path).splitlines()
     assert len(rows) == 7 and all(f"\n{row}" in told for row in rows), rows
 
 

@@ -56,12 +56,13 @@ def test_a_step_reads_the_experts_that_its_tokens_chose(tmp_path, capsys):
 @pytest.mark.slow
 def test_all_programs_of_the_same_layers_agree(tmp_path):
     files = tmp_path / "out.json", tmp_path / "out.png"
-    args = "--batches=1,3", "--layers=2", "--check"
+    args = "--batches=1,3", "--layers=1,2", "--check"
     assert bench(*args, f"--json={files[0]}", f"--plot={files[1]}") == 0
     rows = json.loads(files[0].read_text())["rows"]
     assert [tuple(row[key] for key in ("layers", "format", "implementation", "batch")) for row in
             rows] == [
-        (2, format, implementation, batch)
+        (layers, format, implementation, batch)
+        for layers in (1, 2)
         for format in FORMATS
         for implementation in IMPLEMENTATIONS
         for batch in (1, 3)

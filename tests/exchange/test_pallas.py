@@ -134,11 +134,14 @@ SHAPES = [
     Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
     Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
     Shapes(63, 131, 5, 12, "float16", **ranks(4), alignment=3),
+    # A rank alone combines up to 128 tokens by XLA.
     Shapes(129, 1, 1, 1, "float32", **ranks(1)),
     Shapes(200, 64, 2, 6, **ranks(1)),
     Shapes(2, 8192, 13, 16, "float32", mesh=(("data", 2), ("expert", 4))),
+    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
     Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("b", "a")),
     Shapes(5, 256, 7, 8, mesh=(("expert", 2), ("data", 4)), axis_name="expert"),
+    Shapes(128, 7168, 8, 256, capacity=1000, alignment=8, overflow="fair"),
     Shapes(300, 64, 6, 2, "float16", **ranks(2), capacity=30, overflow="fair"),
     Shapes(33, 64, 2, 8, mesh=(("a", 2), ("b", 2)), axis_name=("b", "a")),
 ]
