@@ -117,9 +117,9 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    One dimension is split further, over all of these axes together. It must have shards that can be
-    split evenly; of such dimensions, the one with the longest shards is taken. If there is none,
-    the sharding stays unchanged.
+    One dimension is split further, over all of these axes together: the first whose shards can be
+    split evenly. Collectives of parts of an early dimension need few transposed copies. If no
+    dimension can be split, the sharding stays unchanged.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -133,8 +133,7 @@ def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Name
     dims = [d for d in range(array.ndim) if array.shape[d] % (parts(d) * number) == 0]
     if number == 1 or not dims:
         return sharding
-    longest = max(dims, key=lambda d: array.shape[d] // parts(d))
-    names[longest] += copies
+    names[dims[0]] += copies
     return NamedSharding(mesh, PartitionSpec(*(used or None for used in names)))
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
@@ -95,7 +96,7 @@ def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedA
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
     """Quantizes rows to float8, with one scale per 128 numbers of a row; 128 divides its length."""
-    return quantize(rows, FLOAT8_ROWS)
+    return _array(FLOAT8_ROWS, _encode(FLOAT8_ROWS, rows), rows.dtype)
 
 
 def transpose_rows(
@@ -305,7 +306,16 @@ def _kernels(backend: Backend) -> Any:
 
 def _encode(format: Float8, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     quantized = quantize(x, format)
-    return quantized.values, quantized.scales
+    return _as_rounded(quantized.values), quantized.scales
+
+
+def _as_rounded(values: jax.Array) -> jax.Array:
+    """Returns float8 values unchanged; code that reads them gets them as they were rounded.
+
+    Without the barrier, XLA may leave out a conversion to float8 and back, and with it the
+    rounding.
+    """
+    return lax.optimization_barrier(values)
 
 
 def _rows(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -344,7 +354,7 @@ def _compute_transposed(*operands, keep_order, implementation, platform):
         values, scales = with_shared_scales(
             jnp.moveaxis(tiles, 2, 1), in_blocks(rows[1]).swapaxes(1, 2)
         )
-        return jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales
+        return _as_rounded(jnp.moveaxis(values, 2, 1).reshape(-1, width).T), scales
     wide = rows[0].astype(jnp.float32)
     kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
     values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))

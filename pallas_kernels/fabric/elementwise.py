@@ -240,7 +240,7 @@ def _fast_exp(x: Value, **_: Any) -> Value:
 
 def _fast_logistic(x: Value, **_: Any) -> Value:
     power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(-1 / math.log(2))))
-    return _reciprocal(_add(power, mosaic.f32(1.0)))
+    return _ptx("rcp.approx.ftz.f32 $0, $1;", _add(power, mosaic.f32(1.0)))
 
 
 _APPROXIMATE = _EMIT | {"exp": _fast_exp, "logistic": _fast_logistic}

@@ -73,7 +73,7 @@ _REQUIRED = {
         *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
         *("ArrayType", "inline_asm", "intr_fma", "inttoptr", "load", "ptrtoint", "store"),
     ),
-    "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
+    "jaxlib.mlir.dialects.scf": ("ForOp", "IfOp", "WhileOp", "condition", "yield_"),
     "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
     "jaxlib.mlir.ir": (
         *("F32Type", "FloatAttr", "InsertionPoint", "IntegerType", "MemRefType"),
@@ -428,6 +428,15 @@ def when(condition: Value) -> Iterator[None]:
     branch = scf.IfOp(condition)
     with ir.InsertionPoint(branch.then_block):
         yield
+        scf.yield_([])
+
+
+@contextlib.contextmanager
+def repeat(count: int) -> Iterator[Value]:
+    """Opens a context whose emitted code runs `count` times; yields the number of the turn, i32."""
+    loop = scf.ForOp(i32(0), i32(count), i32(1))
+    with ir.InsertionPoint(loop.body):
+        yield loop.induction_variable
         scf.yield_([])
 
 

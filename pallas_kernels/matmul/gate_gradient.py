@@ -10,14 +10,17 @@ quantizes them before they leave the registers:
   w * h         transposed, for the gradient of wo
   <dhidden, h>  the gradient of w; the kernel sums it over the 128 columns of each tile
 
-A thread block of 32 warps handles a tile of 128 rows by 128 columns, and a thread a patch of 4 x 4
-elements. The diagram shows the patches of a warp:
+A thread block of 8 warps handles a tile of 128 rows by 128 columns in two turns of 64 rows. In a
+turn a thread handles a patch of 4 rows by 8 columns. The diagram shows the patches of a warp:
 
-         16 columns
-       +--+--+--+--+      A thread stores 4 bytes at a time, to rows and to transposed rows.
-   32  |  |  |  |  |      A warp's stores to transposed rows fill whole sectors of 32 bytes.
+         32 columns
+       +--+--+--+--+      A thread stores 8 bytes at a time to rows, and 4 to transposed rows. A
+   32  |  |  |  |  |      warp's stores fill whole sectors of 32 bytes.
   rows +--+--+--+--+
        |  |  |  |  |
+
+Between finding the scales and rounding, a thread keeps its results in shared memory. So two thread
+blocks fit on a multiprocessor, and one computes while the other waits for memory.
 """
 
 from __future__ import annotations
@@ -56,25 +59,51 @@ from pallas_kernels.matmul.quantized_tiles import (
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-_PATCH = 4
+# A thread handles a patch of 4 rows by 8 columns.
+_ROWS, _COLUMNS = 4, 8
 # The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 _ACROSS = 4
-_STRIPS = BLOCK // WARP
-_SIDES = BLOCK // (_PATCH * _ACROSS)
+_SIDES = BLOCK // (_COLUMNS * _ACROSS)
+# In a turn, the warps lie `_SIDES` side by side and `_STRIPS` above each other.
+_TURNS = 2
+_STRIPS = BLOCK // WARP // _TURNS
 _WARPS = _STRIPS * _SIDES
+_THREADS = _WARPS * WARP
+# The 32-bit words that hold the bfloat16 numbers of a row of a patch.
+_WORDS = _COLUMNS // 2
 # The kernel quantizes three results: dgate, dup and w * h. It stores all of them transposed, and
 # the first two also as rows.
 _WITH_ROWS = 2
 _RESULTS = 3
-# Shared memory holds three arrays of 32-bit numbers. The first has the largest magnitude of each
-# row in each warp's columns, for dgate and for dup. The second, from _SUMS on, has each row's sum
-# of dhidden * h in each warp's columns. The third, from _TOTALS on, has the largest magnitude in
-# each warp, for all three results.
-_SUMS = _WITH_ROWS * _SIDES * BLOCK
+# Shared memory holds four arrays of 32-bit numbers. The first has the threads' results: for each
+# turn, result and row of a patch, the words of each thread. The second, from _SIZES on, has the
+# largest magnitude of each row in each warp's columns, for dgate and for dup. The third, from _SUMS
+# on, has each row's sum of dhidden * h in each warp's columns. The fourth, from _TOTALS on, has the
+# largest magnitude in each warp and turn, for all three results.
+_SIZES = _TURNS * _RESULTS * _ROWS * _THREADS * _WORDS
+_SUMS = _SIZES + _WITH_ROWS * _SIDES * BLOCK
 _TOTALS = _SUMS + _SIDES * BLOCK
-_SHARED = _TOTALS + _RESULTS * _WARPS
+_SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
 # The bits of the bfloat16 infinity. The bits of a positive NaN are larger.
 _INFINITY = 0x7F80
+
+
+class _Operands(NamedTuple):
+    """The operands of a row of a thread's patch.
+
+    Attributes:
+      exists: whether the tile's block has such a row.
+      dhidden: words with two bfloat16 numbers each.
+      values: words of gate and of up, with four float8 values each.
+      scales: the scales of gate and of up.
+      weight: the weight of the row.
+    """
+
+    exists: Value
+    dhidden: list[Value]
+    values: list[list[Value]]
+    scales: list[Value]
+    weight: Value
 
 
 class GateGradient(NamedTuple):
@@ -237,31 +266,52 @@ class _Tile(Tile):
     height: int
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
-        """Emits the code by which a thread computes its 4 x 4 elements of the tile.
+        """Emits the code by which a thread computes its elements of the tile.
 
         `ins`, `outs` and `shared` are memrefs of the operands, the results and shared memory.
         """
-        i32, word = mosaic.i32, mosaic.integer_type(32)
+        i32 = mosaic.i32
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
         down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
-        row = arith.addi(arith.muli(strip, i32(WARP)), arith.muli(down, i32(_PATCH)))
-        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
+        of_warp = arith.addi(arith.muli(strip, i32(WARP)), arith.muli(down, i32(_ROWS)))
+        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_COLUMNS))
+
+        def row_of(turn: Value) -> Value:
+            return arith.addi(arith.muli(turn, i32(_STRIPS * WARP)), of_warp)
+
+        with mosaic.repeat(_TURNS) as turn:
+            self.compute(ins, shared, turn, row_of(turn), place)
+        mosaic.block_barrier()
+        self.finish(shared, outs, warp, lane)
+        mosaic.block_barrier()
+        with mosaic.repeat(_TURNS) as turn:
+            self.store(outs, shared, turn, row_of(turn), place)
+
+    def compute(self, ins: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
+        """Computes the thread's patch of a turn, and keeps the results in `shared`.
+
+        The patch begins in row `row` and column `place` of the tile.
+        """
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
-        # words[result][row] are two 32-bit words, each with two bfloat16 numbers.
-        words: list[list[list[Value]]] = [[] for _ in range(_RESULTS)]
+        # largest[result][row] is a word with the largest magnitudes of even and of odd columns.
+        largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
-        for i in range(_PATCH):
-            results, of_row = self.compute_row(ins, arith.addi(row, i32(i)), left)
+        for i, operands in enumerate(self.load(ins, row, left)):
+            results, of_row = self.compute_row(operands)
             sums.append(of_row)
-            for of_result, two in zip(words, results, strict=True):
-                of_result.append(two)
-        words, largest = _without_infinities(words)
+            for result, words in enumerate(results):
+                share(shared, _own_words(turn, result, i), words)
+                largest[result].append(_largest_halves(words))
+        largest = _without_infinities(shared, turn, largest)
 
         # Four threads of a warp have elements of the same row. By shuffles they find the row's
         # largest magnitudes and its sum of dhidden * h in the warp's columns. The first of the four
         # writes these numbers to shared memory.
+        side = arith.divui(place, i32(_COLUMNS * _ACROSS))
         own_side = arith.addi(arith.muli(side, i32(BLOCK)), row)
         totals = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
         for distance in (1, 2):
@@ -269,63 +319,91 @@ class _Tile(Tile):
                 with_shuffled(sizes, distance) for sizes in largest[:_WITH_ROWS]
             ]
             sums = [_plus_shuffled(each, distance) for each in sums]
-        with mosaic.when(mosaic.equal(across, i32(0))):
+        with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
             for result, sizes in enumerate(largest[:_WITH_ROWS]):
-                share(shared, arith.addi(own_side, i32(result * _SIDES * BLOCK)), sizes)
+                share(shared, arith.addi(own_side, i32(_SIZES + result * _SIDES * BLOCK)), sizes)
             bits = [arith.bitcast(word, each) for each in sums]
             share(shared, arith.addi(own_side, i32(_SUMS)), bits)
         with mosaic.when(mosaic.equal(lane, i32(0))):
+            at = arith.addi(arith.muli(turn, i32(_WARPS)), warp)
             for result, total in enumerate(totals):
-                share(shared, arith.addi(warp, i32(_TOTALS + result * _WARPS)), [total])
-        mosaic.block_barrier()
-        self.finish(shared, outs, warp, lane)
-        mosaic.block_barrier()
+                share(shared, arith.addi(at, i32(_total_of(result))), [total])
 
-        for result, of_result in enumerate(words):
-            numbers = [[number for w in two for number in two_numbers(w)] for two in of_result]
+    def store(self, outs: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
+        """Rounds what `compute` has kept of the thread's patch of a turn, and stores it."""
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
+        for result in range(_RESULTS):
+            numbers = [
+                [number for w in _own(shared, turn, result, i) for number in two_numbers(w)]
+                for i in range(_ROWS)
+            ]
             if result < _WITH_ROWS:
                 factors = shared_numbers(
-                    shared, arith.addi(row, i32(result * _SIDES * BLOCK)), _PATCH
+                    shared, arith.addi(row, i32(_SIZES + result * _SIDES * BLOCK)), _ROWS
                 )
                 start = pointer_to(
                     outs[2 * result], arith.addi(self.first, row), self.width, left, 1
                 )
                 for i, factor in enumerate(factors):
                     with mosaic.when(mosaic.below(arith.addi(row, i32(i)), self.count)):
-                        four = rounded_word(numbers[i], [factor] * _PATCH)
-                        llvm.store(four, past(start, i * self.width), alignment=_PATCH)
-            (factor,) = shared_numbers(shared, i32(_TOTALS + result * _WARPS), 1)
+                        words = [
+                            rounded_word(numbers[i][j : j + 4], [factor] * 4)
+                            for j in range(0, _COLUMNS, 4)
+                        ]
+                        both = vector.from_elements(mosaic.vector_type(len(words), word), words)
+                        llvm.store(both, past(start, i * self.width), alignment=_COLUMNS)
+            (factor,) = shared_numbers(shared, i32(_total_of(result)), 1)
             top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
             start = pointer_to(outs[4 + 2 * result], left, self.height, top, 1)
-            for j in range(_PATCH):
-                four = rounded_word([of_row[j] for of_row in numbers], [factor] * _PATCH)
-                llvm.store(four, past(start, j * self.height), alignment=_PATCH)
+            for j in range(_COLUMNS):
+                four = rounded_word([of_row[j] for of_row in numbers], [factor] * _ROWS)
+                llvm.store(four, past(start, j * self.height), alignment=_ROWS)
 
-    def compute_row(self, ins: Any, row: Value, left: Value) -> tuple[list[list[Value]], Value]:
-        """Computes four elements of a row of the tile, from column `left` of the arrays on.
+    def load(self, ins: Any, row: Value, left: Value) -> list[_Operands]:
+        """Loads the operands of a thread's patch, from row `row` of the tile and column `left` on.
+
+        Returns those of each row of the patch.
+        """
+        word, f32 = mosaic.integer_type(32), mosaic.float_type()
+        dhidden, gate, gate_scales, up, up_scales, weights = ins
+
+        def words_at(ref: Any, row: Value, size: int) -> list[Value]:
+            count = size * _COLUMNS // 4
+            at = pointer_to(ref, row, self.width, left, size)
+            loaded = llvm.load(mosaic.vector_type(count, word), at, alignment=4 * count)
+            return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+        def scale_at(ref: Any, row: Value) -> Value:
+            return llvm.load(f32, pointer_to(ref, row, self.width // BLOCK, self.column, 4))
+
+        rows = []
+        for i in range(_ROWS):
+            exists, source = self.find(arith.addi(row, mosaic.i32(i)))
+            rows.append(
+                _Operands(
+                    exists,
+                    words_at(dhidden, source, 2),
+                    [words_at(each, source, 1) for each in (gate, up)],
+                    [scale_at(each, source) for each in (gate_scales, up_scales)],
+                    llvm.load(f32, pointer_to(weights, source, 1, mosaic.i32(0), 4)),
+                )
+            )
+        return rows
+
+    def compute_row(self, operands: _Operands) -> tuple[list[list[Value]], Value]:
+        """Computes a row of a thread's patch.
 
         Returns (words, sum). `words` has the elements of dgate, dup and w * h: for each of the
-        three, two 32-bit words with two bfloat16 numbers each. `sum` is the sum of dhidden * h over
-        the four elements. All are zero if `row` is past the last row of the tile's block.
+        three, 32-bit words with two bfloat16 numbers each. `sum` is the sum of dhidden * h over
+        the row's elements. All are zero if the tile's block has no such row.
         """
-        i32, word = mosaic.i32, mosaic.integer_type(32)
-        dhidden, gate, gate_scales, up, up_scales, weights = ins
-        exists, row = self.find(row)
-
-        def or_zero(two: Value) -> Value:
-            return arith.select(exists, two, i32(0))
-
-        at = pointer_to(dhidden, row, self.width, left, 2)
-        two = llvm.load(mosaic.vector_type(2, word), at, alignment=8)
-        grads = [n for i in range(2) for n in two_numbers(vector.extract(two, [], [i]))]
-        pre = []
-        for values, scales in ((gate, gate_scales), (up, up_scales)):
-            at = pointer_to(values, row, self.width, left, 1)
-            four = float8.widened(PTX_TYPE, llvm.load(word, at, alignment=4))
-            at = pointer_to(scales, row, self.width // BLOCK, self.column, 4)
-            scale = llvm.load(mosaic.float_type(), at)
-            pre.append([arith.mulf(number, scale) for number in four])
-        weight = llvm.load(mosaic.float_type(), pointer_to(weights, row, 1, i32(0), 4))
+        exists, dhidden, values, scales, weight = operands
+        grads = [number for w in dhidden for number in two_numbers(w)]
+        pre = [
+            [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]
+            for words, scale in zip(values, scales, strict=True)
+        ]
         columns: list[list[Value]] = [[] for _ in range(_RESULTS)]
         total = mosaic.f32(0.0)
         for grad, *arguments in zip(grads, *pre, strict=True):
@@ -335,7 +413,11 @@ class _Tile(Tile):
             for column, number in zip(columns, (*both, arith.mulf(hidden, weight)), strict=True):
                 column.append(number)
         words = [
-            [or_zero(_bfloat16s(*four[i : i + 2])) for i in range(0, _PATCH, 2)] for four in columns
+            [
+                arith.select(exists, _bfloat16s(*row[i : i + 2]), mosaic.i32(0))
+                for i in range(0, _COLUMNS, 2)
+            ]
+            for row in columns
         ]
         return words, arith.select(exists, total, mosaic.f32(0.0))
 
@@ -349,9 +431,9 @@ class _Tile(Tile):
         thread = mosaic.thread()
         tiles = self.width // BLOCK
         for result in range(_WITH_ROWS + 1):
-            start = arith.subi(thread, i32(result * BLOCK))
+            start = arith.subi(thread, i32(result * BLOCK % _THREADS))
             with mosaic.when(mosaic.below(start, i32(BLOCK))):
-                base = result * _SIDES * BLOCK
+                base = _SIZES + result * _SIDES * BLOCK
                 sides = [arith.addi(start, i32(base + side * BLOCK)) for side in range(_SIDES)]
                 found = [word_at(shared, at) for at in sides]
                 if result < _WITH_ROWS:
@@ -367,8 +449,9 @@ class _Tile(Tile):
                     llvm.store(value, pointer_to(out, row, tiles, self.column, 4))
         for result in range(_RESULTS):
             with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1 - result))):
-                base = i32(_TOTALS + result * _WARPS)
-                largest = mosaic.warp_max(word_at(shared, arith.addi(base, lane)))
+                base = i32(_total_of(result))
+                at = arith.addi(base, arith.remui(lane, i32(_TURNS * _WARPS)))
+                largest = mosaic.warp_max(word_at(shared, at))
                 with mosaic.when(mosaic.equal(lane, i32(0))):
                     scale, factor = scale_of(largest)
                     share(shared, base, [arith.bitcast(word, factor)])
@@ -376,44 +459,76 @@ class _Tile(Tile):
                     llvm.store(scale, at)
 
 
-def _without_infinities(
-    words: list[list[list[Value]]],
-) -> tuple[list[list[list[Value]]], list[list[Value]]]:
-    """Replaces infinities by NaN in a thread's numbers, and finds the largest magnitudes.
+def _total_of(result: int) -> int:
+    """Returns where in shared memory the largest magnitudes of a result begin, of each warp.
 
-    words[result][row] are the numbers of a row, two bfloat16 in each word. Returns the new words,
-    and largest[result][row]: the float32 bits of the row's largest finite magnitude.
+    The first of them is later overwritten with 1 / scale.
+    """
+    return _TOTALS + result * _TURNS * _WARPS
+
+
+def _own_words(turn: Value, result: int, row: int) -> Value:
+    """Returns where in shared memory this thread keeps a row of a patch.
+
+    The patch is that of a turn and a result.
+    """
+    before = arith.muli(turn, mosaic.i32(_SIZES // _TURNS))
+    before = arith.addi(before, mosaic.i32((result * _ROWS + row) * _THREADS * _WORDS))
+    return arith.addi(arith.muli(mosaic.thread(), mosaic.i32(_WORDS)), before)
+
+
+def _own(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
+    """Loads the words that this thread keeps of a row of a patch; see `_own_words`."""
+    word = mosaic.integer_type(32)
+    at = mosaic.element_pointer(mosaic.pointer(shared), _own_words(turn, result, row), word)
+    loaded = llvm.load(mosaic.vector_type(_WORDS, word), at, alignment=4 * _WORDS)
+    return [vector.extract(loaded, [], [i]) for i in range(_WORDS)]
+
+
+def _without_infinities(shared: Any, turn: Value, largest: list[list[Value]]) -> list[list[Value]]:
+    """Replaces infinities by NaN in a thread's results in `shared`, and finds their magnitudes.
+
+    `largest[result][row]` is the result of `_largest_halves` for the words of a row. Returns the
+    float32 bits of each row's largest finite magnitude.
     """
     i32 = mosaic.i32
-    all_words = [word for of_result in words for two in of_result for word in two]
-    sizes = [arith.andi(word, i32(0x7FFF7FFF)) for word in all_words]
-    pairs = [_max_of_halves(*sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
-    most = functools.reduce(_max_of_halves, pairs)
+    rows = [row for of_result in largest for row in of_result]
+    most = functools.reduce(_max_of_halves, rows)
     low, high = arith.andi(most, i32(0xFFFF)), arith.shrui(most, i32(16))
     finite = arith.andi(mosaic.below(low, i32(_INFINITY)), mosaic.below(high, i32(_INFINITY)))
 
     def checked() -> list[Value]:
-        clean, sizes = [], []
-        for word in all_words:
-            size = i32(0)
-            for shift in (0, 16):
-                bits = arith.andi(arith.shrui(word, i32(shift)), i32(0x7FFF))
-                is_finite = mosaic.below(bits, i32(_INFINITY))
-                nan = arith.select(is_finite, i32(0), i32(0x7FC0 << shift))
-                word = arith.ori(word, nan)
-                kept = arith.select(is_finite, bits, i32(0))
-                size = arith.ori(size, arith.shli(kept, i32(shift)))
-            clean.append(word)
-            sizes.append(size)
-        both = [_max_of_halves(*sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
-        return clean + both
+        found = []
+        for result in range(_RESULTS):
+            for row in range(_ROWS):
+                words, sizes = [], []
+                for word in _own(shared, turn, result, row):
+                    size = i32(0)
+                    for shift in (0, 16):
+                        bits = arith.andi(arith.shrui(word, i32(shift)), i32(0x7FFF))
+                        is_finite = mosaic.below(bits, i32(_INFINITY))
+                        nan = arith.select(is_finite, i32(0), i32(0x7FC0 << shift))
+                        word = arith.ori(word, nan)
+                        kept = arith.select(is_finite, bits, i32(0))
+                        size = arith.ori(size, arith.shli(kept, i32(shift)))
+                    words.append(word)
+                    sizes.append(size)
+                share(shared, _own_words(turn, result, row), words)
+                found.append(functools.reduce(_max_of_halves, sizes))
+        return found
 
-    results = mosaic.unless(finite, checked, all_words + pairs)
-    clean, pairs = results[: len(all_words)], results[len(all_words) :]
-    pick, rows = iter(clean), iter(pairs)
-    clean_words = [[[next(pick) for _ in two] for two in of_result] for of_result in words]
-    largest = [[_as_float_bits(next(rows)) for _ in of_result] for of_result in words]
-    return clean_words, largest
+    pick = iter(mosaic.unless(finite, checked, rows))
+    return [[_as_float_bits(next(pick)) for _ in of_result] for of_result in largest]
+
+
+def _largest_halves(words: list[Value]) -> Value:
+    """Returns a word with the largest magnitudes of the low and of the high halves of `words`.
+
+    The halves are bfloat16 numbers. The bits of an infinity and of a NaN count as larger than those
+    of other numbers.
+    """
+    sizes = [arith.andi(word, mosaic.i32(0x7FFF7FFF)) for word in words]
+    return functools.reduce(_max_of_halves, sizes)
 
 
 def _max_of_halves(a: Value, b: Value) -> Value:

@@ -40,6 +40,9 @@ from pallas_kernels.matmul.quantized_tiles import (
     on_tiles,
     past,
     pointer_to,
+    share,
+    shared_numbers,
+    word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
@@ -86,6 +89,7 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
         _interpreted,
         width=width,
         num_warps=_WARPS,
+        num_shared=BLOCK,
         interpret=interpret,
     )
     return TransposedRows(*results)
@@ -126,10 +130,13 @@ class _Tile(Tile):
     width: int
     height: int
 
-    def emit(self, values: Any, scales: Any, out: Any, out_scales: Any) -> None:
-        """Emits the code by which a thread transposes its patch; takes memrefs of all arrays."""
-        i32 = mosaic.i32
-        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+    def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
+        """Emits the code by which a thread transposes its patch.
+
+        Takes memrefs of all arrays, and of shared memory for the scales of the tile's rows.
+        """
+        i32, f32, thread = mosaic.i32, mosaic.float_type(), mosaic.thread()
+        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
         strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
         down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
         row = arith.muli(arith.addi(arith.muli(strip, i32(_DOWN)), down), i32(_PATCH))
@@ -138,22 +145,23 @@ class _Tile(Tile):
 
         # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
         words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
-        own = [self.load_scale(scales, arith.addi(row, i32(i))) for i in range(_PATCH)]
+        # The scales of the tile's rows lie far from each other in memory, so each is loaded once.
+        with mosaic.when(mosaic.below(thread, i32(BLOCK))):
+            own = self.load_scale(scales, thread)
+            share(shared, thread, [arith.bitcast(mosaic.integer_type(32), own)])
+        mosaic.block_barrier()
         # Each warp finds the largest scale of the tile's 128 rows. Positive float32 numbers compare
         # like their bits as integers, so the maximum is taken of the bits.
-        of_lane = [
-            arith.bitcast(
-                mosaic.integer_type(32),
-                self.load_scale(scales, arith.addi(lane, i32(start))),
-            )
-            for start in range(0, BLOCK, WARP)
-        ]
+        of_lane = [word_at(shared, arith.addi(lane, i32(start))) for start in range(0, BLOCK, WARP)]
         bits = mosaic.warp_max(max_of(of_lane))
-        f32 = mosaic.float_type()
         largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
         inverse = float8.reciprocal(largest)
-        factors = [arith.mulf(scale, inverse) for scale in own]
-        with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
+        factors = [
+            arith.mulf(scale, inverse)
+            for start in range(0, _PATCH, 4)
+            for scale in shared_numbers(shared, arith.addi(row, i32(start)), 4)
+        ]
+        with mosaic.when(mosaic.equal(thread, i32(0))):
             at = pointer_to(out_scales, self.block, self.width // BLOCK, self.column, 4)
             llvm.store(largest, at)
 
