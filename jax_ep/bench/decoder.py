@@ -183,6 +183,16 @@ def attention_implementation(platform: str, dtype: Any) -> Literal["cudnn", "xla
     return "cudnn" if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 else "xla"
 
 
+def _dot_of_heads(x: jax.Array, kernel: jax.Array, _: Any, precision: Any = None) -> jax.Array:
+    """Multiplies x [..., heads, D] by a kernel [heads, D, H], with heads and D as one dimension.
+
+    So the kernel's gradient is computed in the kernel's layout. XLA would transpose it otherwise.
+    """
+    return jnp.dot(
+        x.reshape(*x.shape[:-2], -1), kernel.reshape(-1, kernel.shape[-1]), precision=precision
+    )
+
+
 class Attention(nn.Module):
     """Causal grouped-query self-attention with normalized queries and keys."""
 
@@ -218,6 +228,7 @@ class Attention(nn.Module):
             axis=(-2, -1),
             use_bias=False,
             kernel_init=init,
+            dot_general=_dot_of_heads,
             name="o_proj",
             **self.dtypes,
         )(y)

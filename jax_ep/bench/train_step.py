@@ -1,11 +1,13 @@
 """Defines the training step of `jax_ep.bench.decoder.Decoder`, and the shardings of its state.
 
-Parameters have the shardings that the model defines: experts are split over the mesh axis "expert";
-heads, experts' hidden width and the vocabulary over "tensor", and every matrix along H over "fsdp",
-if the mesh has these axes. Over all other axes, parameters are replicated. The optimizer's state is
-also split over the axes along which parameters are replicated (ZeRO; Rajbhandari et al., 2020):
-each device updates a part of the parameters with its part of the gradients, and then all-gathers
-the updated parts.
+In a step, parameters have the shardings that the model defines: experts are split over the mesh
+axis "expert"; heads, experts' hidden width and the vocabulary over "tensor", and every matrix along
+H over "fsdp", if the mesh has these axes. Over all other axes, parameters are replicated.
+
+Between steps, parameters and the optimizer's state are also split over these other axes (ZeRO;
+Rajbhandari et al., 2020): each device updates a part of the parameters with its part of the
+gradients. The parts are all-gathered at the start of the next step, not right after the update,
+because there XLA lets the first layers run beside the gathers of later ones.
 """
 
 from __future__ import annotations
@@ -64,16 +66,16 @@ class Layout(NamedTuple):
     """The shardings of the training step's arrays on the mesh.
 
     Attributes:
-        state: the shardings of a `TrainState`.
-        parts: the shardings of gradients and parameters while the optimizer updates the parameters.
-            With them, each device updates a different part of the parameters.
+        state: the shardings of a `TrainState`. Each device holds, and updates, a different part of
+            the parameters.
+        params: the shardings of the parameters while a step computes gradients.
         batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
             of S tokens, each with one more token as the target of the last.
         everywhere: the sharding of a fully replicated array.
     """
 
     state: TrainState
-    parts: Any
+    params: Any
     batch: NamedSharding
     everywhere: NamedSharding
 
@@ -98,8 +100,8 @@ def make_layout(
     )
     router_state = shardings.get(ROUTER_STATE, {})
     return Layout(
-        TrainState(everywhere, shardings["params"], router_state, opt_state),
-        parts,
+        TrainState(everywhere, parts, router_state, opt_state),
+        shardings["params"],
         NamedSharding(mesh, PartitionSpec(None, _batch_axes(mesh))),
         everywhere,
     )
@@ -212,7 +214,7 @@ def make_train_step(
     def microbatch(state: TrainState, tokens: jax.Array, quantized: Any = None) -> Any:
         grad_fn = jax.grad(loss_fn, has_aux=True)
         grads, found = grad_fn(state.params, state.router_state, tokens, quantized)
-        return lax.with_sharding_constraint(grads, layout.parts), *found
+        return lax.with_sharding_constraint(grads, layout.state.params), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
         """Computes the gradients of all microbatches, one microbatch after the other.
@@ -230,18 +232,18 @@ def make_train_step(
 
         def add(sums: Any, tokens: jax.Array) -> Any:
             grads, *found = jax.tree.map(jnp.add, sums, wide(tokens))
-            return (lax.with_sharding_constraint(grads, layout.parts), *found), None
+            return (lax.with_sharding_constraint(grads, layout.state.params), *found), None
 
         (grads, means, counts), _ = lax.scan(add, wide(batches[0]), batches[1:])
         return *jax.tree.map(lambda x: x / number, (grads, means)), counts
 
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, dict]:
-        grads, means, counts = accumulate(state, batches)
+        whole = lax.with_sharding_constraint(state.params, layout.params)
+        grads, means, counts = accumulate(state._replace(params=whole), batches)
         with jax.named_scope("optimizer"):
-            own = lax.with_sharding_constraint(state.params, layout.parts)
-            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
-            updates, opt_state = optimizer.update(grads, state.opt_state, own)
-            params = optax.apply_updates(own, updates)
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
             squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
             grad_norm = jnp.sqrt(sum(squares))
         router_state = _step_biases(state.router_state, counts["expert_counts"], objective)

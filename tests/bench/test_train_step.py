@@ -40,7 +40,8 @@ def one_step(shape: tuple[int, ...], microbatches: int) -> tuple[TrainState, dic
         batches = tokens.reshape(microbatches, -1, SEQ_LEN + 1)
         state, metrics = step(state, jax.device_put(batches, layout.batch))
     mu = state.opt_state[0].mu
-    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, mu, layout.parts))
+    for parts in (mu, state.params):
+        assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, parts, layout.state.params))
     return jax.tree.map(np.asarray, (state, metrics))
 
 
@@ -88,15 +89,18 @@ def test_microbatches_add_up():
 @pytest.mark.needs_devices(8)
 def test_states_are_split_over_the_axes_that_hold_copies():
     layout = train_step.make_layout(MODEL, OPTIMIZER, make_mesh(4, 2), SEQ_LEN)
-    experts = layout.state.params["layers_0"]["mlp"]["wi_0"]
+    experts = layout.params["layers_0"]["mlp"]["wi_0"]
     assert experts.spec == PartitionSpec("expert", None, None)
-    mu = layout.state.opt_state[0].mu
-    assert mu["layers_0"]["mlp"]["wi_0"].spec == PartitionSpec("expert", ("data",), None)
-    assert mu["norm"]["scale"].spec == PartitionSpec(("data", "expert"))
-    assert mu["embed_tokens"]["embedding"].spec == PartitionSpec(("data", "expert"), None)
+    parts = layout.state.params
+    assert layout.state.opt_state[0].mu == parts
     assert layout.state.opt_state[0].count.spec == PartitionSpec()
-    # The projection's axis of 2 heads cannot be split over 8 devices, but its 32 rows can.
-    assert mu["layers_0"]["self_attn"]["k_proj"]["kernel"].spec[0] == ("data", "expert")
+    # Of 8 experts, 2 ranks have 4 each, which 4 ranks along "data" split further.
+    assert parts["layers_0"]["mlp"]["wi_0"].spec == PartitionSpec(("expert", "data"), None, None)
+    assert parts["norm"]["scale"].spec == PartitionSpec(("data", "expert"))
+    assert parts["embed_tokens"]["embedding"].spec == PartitionSpec(("data", "expert"), None)
+    # The projection's 4 heads cannot be split over 8 devices, but the 8 columns of a head can.
+    o_proj = parts["layers_0"]["self_attn"]["o_proj"]["kernel"]
+    assert o_proj.spec == PartitionSpec(None, ("data", "expert"), None)
 
 
 @pytest.mark.needs_devices(8)
