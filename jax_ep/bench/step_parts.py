@@ -60,9 +60,14 @@ def part_of(kernel: str, op_name: str | None) -> str:
     if MATMUL.search(kernel) and part != "shared experts":
         return "experts"
     # Collectives outside of the exchange and the optimizer sum gradients over devices.
-    if _COLLECTIVE.search(kernel) and part not in ("exchange", "optimizer"):
+    if is_collective(kernel) and part not in ("exchange", "optimizer"):
         return GRADIENT_SUMS
     return part
+
+
+def is_collective(kernel: str) -> bool:
+    """Returns whether a kernel, or a kernel's label, is that of one of XLA's collectives."""
+    return _COLLECTIVE.search(kernel) is not None
 
 
 def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:

@@ -290,7 +290,10 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def traced_launches(
-    run: Callable[[], None], num_devices: int, label: Callable[[Any], str] | None = None
+    run: Callable[[], None],
+    num_devices: int,
+    label: Callable[[Any], str] | None = None,
+    gives_way: Callable[[str], bool] | None = None,
 ) -> list[list[Kernel]]:
     """Calls `run` under JAX's profiler, and lists what each GPU launched during the call.
 
@@ -298,6 +301,7 @@ def traced_launches(
       run: the function to call.
       num_devices: the number of GPUs that are expected to run kernels.
       label: returns the name under which a profiler event is listed. None: the event's own name.
+      gives_way: see `launches_by_device`.
 
     Returns:
       A list with, for each GPU, its launches in the order of their start.
@@ -313,14 +317,16 @@ def traced_launches(
             run()
         (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
         profile = jax.profiler.ProfileData.from_file(path)
-    launches = launches_by_device(profile, label)
+    launches = launches_by_device(profile, label, gives_way)
     if len(launches) != num_devices:
         raise RuntimeError(f"the trace has kernels of {len(launches)} GPUs, not of {num_devices}")
     return launches
 
 
 def launches_by_device(
-    profile: jax.profiler.ProfileData, label: Callable[[Any], str] | None = None
+    profile: jax.profiler.ProfileData,
+    label: Callable[[Any], str] | None = None,
+    gives_way: Callable[[str], bool] | None = None,
 ) -> list[list[Kernel]]:
     """Lists the launches of kernels, copies and memsets that a profile shows for each GPU.
 
@@ -329,6 +335,9 @@ def launches_by_device(
     Args:
       profile: the profile.
       label: returns the name under which a profiler event is listed. None: the event's own name.
+      gives_way: None: the duration of each launch is counted in full. Else the durations of a GPU
+        add up to the time during which anything runs on it: `gives_way` says of a name whether such
+        launches count only while no others run; see `shared_durations`.
 
     Returns:
       A list with, for each GPU, its launches in the order of their start.
@@ -339,16 +348,51 @@ def launches_by_device(
             continue
         # Only the profile's lines "Stream..." are read. Other lines ("XLA Ops", "Steps", ...) show
         # the same time again.
-        events = [
-            (event.start_ns, label(event) if label else event.name, event.duration_ns / 1e3)
+        events = sorted(
+            (event.start_ns, label(event) if label else event.name, event.duration_ns)
             for line in plane.lines
             if line.name.startswith("Stream")
             for event in line.events
             if not event.name.startswith(SPACER)
-        ]
-        if events:
-            devices.append([(name, duration) for _, name, duration in sorted(events)])
+        )
+        if not events:
+            continue
+        durations = [duration for *_, duration in events]
+        if gives_way is not None:
+            spans = [(start, start + duration) for start, _, duration in events]
+            durations = shared_durations(spans, [gives_way(name) for _, name, _ in events])
+        devices.append(
+            [(name, ns / 1e3) for (_, name, _), ns in zip(events, durations, strict=True)]
+        )
     return devices
+
+
+def shared_durations(
+    spans: Sequence[tuple[float, float]], gives_way: Sequence[bool]
+) -> list[float]:
+    """Divides the time during which any of several launches run among them.
+
+    Each instant belongs to the launches that run then and do not give way, in equal shares; if
+    there are none, to those that give way.
+
+    Args:
+      spans: the start and the end of each launch.
+      gives_way: for each launch, whether it gives way to others.
+
+    Returns:
+      The time of each launch, in the unit of `spans`.
+    """
+    times = [0.0] * len(spans)
+    changes = sorted((at, i) for i, span in enumerate(spans) for at in span)
+    running: set[int] = set()
+    before = 0.0
+    for at, i in changes:
+        first = [j for j in running if not gives_way[j]] or running
+        for j in first:
+            times[j] += (at - before) / len(first)
+        before = at
+        running ^= {i}
+    return times
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:

@@ -18,9 +18,10 @@ program holds on a device, according to XLA: arguments, results and temporaries.
 
 The times of the step's parts are device times from JAX's profiler, means over ranks;
 `jax_ep.bench.step_parts` assigns kernels to parts. They are measured on a program that is compiled
-without CUDA graphs, because kernels in a CUDA graph lose the names of their operations. Parts
-whose kernels run concurrently are each counted in full. "Idle" is the step's time minus the sum of
-the parts.
+without CUDA graphs, because kernels in a CUDA graph lose the names of their operations. While one
+of XLA's collectives and another kernel run at the same time, only the other kernel counts. So the
+parts add up to the time during which a GPU runs anything. Collectives count as far as nothing runs
+beside them. "Idle" is the step's time minus the sum of the parts.
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ class StepLoop:
             for _ in range(repeats):
                 self._run(compiled)
 
-        launches = timing.traced_launches(run, self.mesh.size, label)
+        is_collective = step_parts.is_collective
+        launches = timing.traced_launches(run, self.mesh.size, label, is_collective)
         return timing.summarize_by_rank(launches, repeats * self.iterations)
 
 

@@ -93,3 +93,15 @@ def test_times_are_summed_by_part():
         "rest": 2.0,
     }
     assert sum(sums.values()) == time.median
+
+
+def test_a_collective_counts_while_nothing_else_runs():
+    """The times must add up to the time during which anything runs."""
+    spans = [(0, 10), (5, 20), (15, 40), (15, 17), (50, 60), (55, 60)]
+    gives_way = [False, True, False, False, True, True]
+    times = timing.shared_durations(spans, gives_way)
+    assert times == [10, 5, 24, 1, 7.5, 2.5]
+    assert sum(times) == 40 + 10
+    is_collective = step_parts.is_collective
+    assert is_collective("gradient sums: ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...)")
+    assert not is_collective("exchange: ep_dispatch_mosaic_gpu_kernel")
