@@ -87,24 +87,41 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
     np.testing.assert_array_equal(nothing.weights, 0.0)
 
 
-@simulated
-@pytest.mark.parametrize("kind", quick(SUMS, "unlike beyond"))
-@pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
-@pytest.mark.parametrize("columns", quick([64, 96], 64))
-def test_sums_are_compared_exactly(columns, groups, kind):
+def assert_compares_exactly(scores, bias, logits, groups):
     """The kernel must choose the columns with the largest exact sums of score and bias.
 
-    `kind` says which sums are equal if they are rounded to float32. The exact sums must decide
-    between them, and between equal exact sums the logits.
+    The exact sums must decide between sums that are equal if they are rounded to float32, and
+    between equal exact sums the logits. `bias` is [1, columns] or [rows, columns].
     """
-    scores, bias, logits = sums(5, columns, kind)
     logits = comparable(logits, groups)
-    chosen = choose(
-        9, groups=groups, scores="softmax", rounded=scores, bias=bias[None], logits=logits
-    )
+    chosen = choose(9, groups=groups, scores="softmax", rounded=scores, bias=bias, logits=logits)
     want = by_sums(scores, bias, logits, groups)[:, :9]
     np.testing.assert_array_equal(chosen.columns, want)
     np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(logits, want, axis=1))
+
+
+GROUPS = [None, Groups(8, 3, 1), Groups(8, 3, 2)]
+
+
+@simulated
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_sums_with_one_bias_are_compared_exactly(groups):
+    scores, bias, logits = sums(5, 64, "unlike beyond")
+    assert_compares_exactly(scores, bias[None], logits, groups)
+
+
+@pytest.mark.slow
+@simulated
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("columns", [64, 96])
+def test_sums_with_a_bias_for_each_row_are_compared_exactly(columns, groups):
+    """The rows are of all kinds of sums that are equal if they are rounded to float32."""
+    of_kinds = [sums(5, columns, kind) for kind in SUMS]
+    each = [
+        (scores, np.broadcast_to(bias, scores.shape), logits) for scores, bias, logits in of_kinds
+    ]
+    scores, bias, logits = (np.concatenate(parts) for parts in zip(*each, strict=True))
+    assert_compares_exactly(scores, bias, logits, groups)
 
 
 @simulated
