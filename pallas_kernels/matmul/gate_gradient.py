@@ -3,7 +3,7 @@
 An expert computes gate = x @ wi_0, up = x @ wi_1, h = gating(gate, up) and (w * h) @ wo, where w is
 the weight of a row. The kernel takes dhidden, the gradient of w * h. It multiplies dh = w * dhidden
 by the derivatives of the gating. The results are operands of the next float8 matmuls, so the kernel
-quantizes them before they leave the registers:
+quantizes them before it writes them to memory:
 
   dgate, dup    the gradients of gate and up: as rows, for the gradient of x; and transposed, for
                 the gradients of wi_0 and wi_1
