@@ -166,6 +166,23 @@ def test_gate_gradient(implementation, kind, of_grad, gating, dtype):
     operands.assert_gate_gradient(got, operands.gate_gradient(*live, gating), SIZES)
 
 
+@here
+def test_gate_gradient_is_rounded_to_bfloat16_first(implementation):
+    """XLA must not remove this rounding within one program as excess precision."""
+    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
+    dhidden = jnp.asarray(rows_of("random", N, 3), jnp.bfloat16)
+    pre = tuple(operands.rows(rows_of("random", N, seed)) for seed in (0, 1))
+    weights = np.random.default_rng(0).random(ROWS, np.float32)
+    got = jax.jit(
+        lambda *arrays: float8.gate_gradient(lambda a, b: a * b, *arrays, implementation)
+    )(dhidden, pre, weights, blocks)
+    weighted = np.asarray(dhidden).astype(np.float32) * weights[:, None]
+    for (rows, _), other in zip(got.dpre, pre[::-1], strict=True):
+        numbers = weighted * np.asarray(other.dequantize(jnp.float32))
+        rounded = numbers.astype(jnp.bfloat16).astype(np.float32)[:LIVE]
+        assert_encodes([np.asarray(part)[:LIVE] for part in (rows.values, rows.scales)], rounded)
+
+
 @implementations
 def test_a_row_that_shares_a_larger_scale_keeps_its_nan(implementation):
     """A NaN in a row of zeros must survive next to a row of huge numbers."""
