@@ -53,6 +53,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} devices, this machine has {jax.device_count()}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with test number JAX_EP_TESTS_FIRST, modulo their number, then runs the others.
+
+    CI, which may not have time for all tests, begins with another one for each commit.
+    """
+    first = int(os.environ.get("JAX_EP_TESTS_FIRST", "0")) % max(len(items), 1)
+    items[:] = items[first:] + items[:first]
+
+
 # The hook is optional, since pytest-xdist may not be installed.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:

@@ -92,17 +92,33 @@ def test_a_user_may_refuse_to_compile_fast():
     assert environment == {COMPILES_FAST: "0"}
 
 
-def test_what_there_is_no_time_for_is_skipped():
-    """Tests after JAX_EP_TESTS_END must be skipped, and the summary must say why."""
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "test_flags.py"]
+def run_tests(*arguments: str, **environment: str) -> str:
+    """Runs tests/test_flags.py in a process of its own; returns what pytest printed."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(
-        command,
+        [*command, "test_flags.py"],
         cwd=Path(__file__).parents[1],
-        env=environment_of_program(JAX_EP_TESTS_END=str(time.time() - 1)),
+        env=environment_of_program(**environment),
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout
-    assert "no time is left" in done.stdout
-    assert "passed" not in done.stdout.splitlines()[-1]
+    return done.stdout
+
+
+def test_what_there_is_no_time_for_is_skipped():
+    """Tests after JAX_EP_TESTS_END must be skipped, and the summary must say why."""
+    printed = run_tests(JAX_EP_TESTS_END=str(time.time() - 1))
+    assert "no time is left" in printed
+    assert "passed" not in printed.splitlines()[-1]
+
+
+def test_another_test_may_be_the_first():
+    def collected(first: int) -> list[str]:
+        printed = run_tests("--collect-only", "-q", JAX_EP_TESTS_FIRST=str(first))
+        return [line for line in printed.splitlines() if "::" in line]
+
+    in_order = collected(0)
+    assert len(in_order) > 2
+    assert collected(len(in_order) + 2) == in_order[2:] + in_order[:2]
