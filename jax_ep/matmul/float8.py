@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.dtypes import rounded
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
 from jax_ep.matmul.backend import (
@@ -451,19 +452,14 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
     def in_float32(*arrays: jax.Array) -> jax.Array:
         return gating(*arrays).astype(jnp.float32)
 
-    def rounded(x: jax.Array) -> jax.Array:
-        # Rounds by reduce_precision, because XLA may skip a cast to a narrower dtype and back.
-        bits = jnp.finfo(dtype)
-        return lax.reduce_precision(x, bits.nexp, bits.nmant)
-
     hidden, vjp = jax.vjp(in_float32, *(_rows(*products[i : i + 2]) for i in (0, 2)))
     grad, of_rows = dhidden.astype(jnp.float32), weights[:, None]
-    both = [rounded(each) for each in vjp(grad * of_rows)]
+    both = [rounded(each, dtype) for each in vjp(grad * of_rows)]
     transpose = functools.partial(
         _compute_transposed, implementation=implementation, platform=platform
     )
     turned = [transpose(each, blocks, keep_order=True) for each in both]
-    weighted = transpose(rounded(hidden * of_rows), blocks, keep_order=False)
+    weighted = transpose(rounded(hidden * of_rows, dtype), blocks, keep_order=False)
     products = (grad * hidden).reshape(dhidden.shape[0], width // BLOCK, BLOCK)
     rows, transposed = ([part for each in turned for part in each[i : i + 2]] for i in (0, 2))
     return *rows, *transposed, *weighted, products.sum(axis=2)

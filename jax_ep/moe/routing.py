@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
+from jax_ep.dtypes import rounded
 from jax_ep.exchange.routes import expert_ids
 from jax_ep.moe import few_logits
 from jax_ep.moe.options import (
@@ -96,11 +97,7 @@ def router_logits(
     if bias is not None:
         checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
-    if dtype.itemsize < 4:
-        # Rounds by reduce_precision, because XLA may skip a cast to a narrower dtype and back.
-        bits = jnp.finfo(dtype)
-        logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
-    return logits
+    return rounded(logits, dtype)
 
 
 def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
@@ -154,8 +151,7 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
         return [x]
     parts = []
     for _ in range(count):
-        # Rounds to bfloat16 by reduce_precision, because XLA may skip a cast to bfloat16 and back.
-        part = lax.reduce_precision(x, 8, 7)
+        part = rounded(x, jnp.bfloat16)
         parts.append(part.astype(jnp.bfloat16))
         # The remainder of an infinity is 0, because infinity minus infinity would be NaN.
         x = jnp.where(jnp.isfinite(part), x - part, 0)
