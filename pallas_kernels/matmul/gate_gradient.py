@@ -52,6 +52,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     scale_of,
     share,
     shared_numbers,
+    shared_words,
     store_kept,
     two_numbers,
     with_shuffled,
@@ -304,7 +305,7 @@ class _Tile(Tile):
             results, of_row = self.compute_row(operands)
             sums.append(of_row)
             for result, words in enumerate(results):
-                share(shared, _own_words(turn, result, i), words)
+                share(shared, _own_place(turn, result, i), words)
                 largest[result].append(_largest_halves(words))
         largest = _without_infinities(shared, turn, largest)
 
@@ -335,7 +336,7 @@ class _Tile(Tile):
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
         for result in range(_RESULTS):
             numbers = [
-                [number for w in _own(shared, turn, result, i) for number in two_numbers(w)]
+                [number for w in _own_words(shared, turn, result, i) for number in two_numbers(w)]
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
@@ -467,7 +468,7 @@ def _total_of(result: int) -> int:
     return _TOTALS + result * _TURNS * _WARPS
 
 
-def _own_words(turn: Value, result: int, row: int) -> Value:
+def _own_place(turn: Value, result: int, row: int) -> Value:
     """Returns where in shared memory this thread keeps a row of a patch.
 
     The patch is that of a turn and a result.
@@ -477,12 +478,9 @@ def _own_words(turn: Value, result: int, row: int) -> Value:
     return arith.addi(arith.muli(mosaic.thread(), mosaic.i32(_WORDS)), before)
 
 
-def _own(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
-    """Loads the words that this thread keeps of a row of a patch; see `_own_words`."""
-    word = mosaic.integer_type(32)
-    at = mosaic.element_pointer(mosaic.pointer(shared), _own_words(turn, result, row), word)
-    loaded = llvm.load(mosaic.vector_type(_WORDS, word), at, alignment=4 * _WORDS)
-    return [vector.extract(loaded, [], [i]) for i in range(_WORDS)]
+def _own_words(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
+    """Loads the words that this thread keeps of a row of a patch; see `_own_place`."""
+    return shared_words(shared, _own_place(turn, result, row), _WORDS)
 
 
 def _without_infinities(shared: Any, turn: Value, largest: list[list[Value]]) -> list[list[Value]]:
@@ -502,7 +500,7 @@ def _without_infinities(shared: Any, turn: Value, largest: list[list[Value]]) ->
         for result in range(_RESULTS):
             for row in range(_ROWS):
                 words, sizes = [], []
-                for word in _own(shared, turn, result, row):
+                for word in _own_words(shared, turn, result, row):
                     size = i32(0)
                     for shift in (0, 16):
                         bits = arith.andi(arith.shrui(word, i32(shift)), i32(0x7FFF))
@@ -513,7 +511,7 @@ def _without_infinities(shared: Any, turn: Value, largest: list[list[Value]]) ->
                         size = arith.ori(size, arith.shli(kept, i32(shift)))
                     words.append(word)
                     sizes.append(size)
-                share(shared, _own_words(turn, result, row), words)
+                share(shared, _own_place(turn, result, row), words)
                 found.append(functools.reduce(_max_of_halves, sizes))
         return found
 

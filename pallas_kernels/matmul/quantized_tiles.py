@@ -222,10 +222,18 @@ def share(ref: Any, at: Value, numbers: list[Value]) -> None:
 
 
 def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
-    """Loads up to 4 consecutive numbers from `ref` in shared memory, from `at` on."""
-    f32 = mosaic.float_type()
-    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
-    loaded = llvm.load(mosaic.vector_type(count, f32), pointer, alignment=4 * count)
+    """Loads up to 4 consecutive float32 numbers from `ref` in shared memory, from `at` on."""
+    return _shared(ref, at, count, mosaic.float_type())
+
+
+def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
+    """Loads up to 4 consecutive 32-bit words from `ref` in shared memory, from `at` on."""
+    return _shared(ref, at, count, mosaic.integer_type(32))
+
+
+def _shared(ref: Any, at: Value, count: int, element: Any) -> list[Value]:
+    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, element)
+    loaded = llvm.load(mosaic.vector_type(count, element), pointer, alignment=4 * count)
     return [vector.extract(loaded, [], [j]) for j in range(count)]
 
 
