@@ -97,7 +97,7 @@ def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedA
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
     """Quantizes rows to float8, with one scale per 128 numbers of a row; 128 divides its length."""
-    return _array(FLOAT8_ROWS, _encode(FLOAT8_ROWS, rows), rows.dtype)
+    return quantize(rows, FLOAT8_ROWS)
 
 
 def transpose_rows(
@@ -307,16 +307,7 @@ def _kernels(backend: Backend) -> Any:
 
 def _encode(format: Float8, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     quantized = quantize(x, format)
-    return _as_rounded(quantized.values), quantized.scales
-
-
-def _as_rounded(values: jax.Array) -> jax.Array:
-    """Returns float8 values unchanged; code that reads them gets them as they were rounded.
-
-    Without the barrier, XLA may leave out a conversion to float8 and back, and with it the
-    rounding.
-    """
-    return lax.optimization_barrier(values)
+    return quantized.values, quantized.scales
 
 
 def _rows(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -355,7 +346,9 @@ def _compute_transposed(*operands, keep_order, implementation, platform):
         values, scales = with_shared_scales(
             jnp.moveaxis(tiles, 2, 1), in_blocks(rows[1]).swapaxes(1, 2)
         )
-        return _as_rounded(jnp.moveaxis(values, 2, 1).reshape(-1, width).T), scales
+        # Without the barrier, XLA may leave out the rounding, as in `jax_ep.quantize`.
+        values = lax.optimization_barrier(values)
+        return jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales
     wide = rows[0].astype(jnp.float32)
     kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
     values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))
