@@ -542,12 +542,15 @@ def _chunks(
         top = lax.pmax(jnp.max(logits, axis=1), tensor)
         exponentials = jnp.exp(logits - top[:, None])
         total = lax.psum(jnp.sum(exponentials, axis=1), tensor)
-        is_target = jnp.arange(columns) == (target - first)[:, None]
-        chosen = lax.psum(jnp.sum(jnp.where(is_target, logits, 0), axis=1), tensor)
+        column = target - first
+        here = (0 <= column) & (column < columns)
+        logit = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1)[:, None], axis=1)
+        chosen = lax.psum(jnp.where(here, logit[:, 0], 0), tensor)
         counts = target >= 0
         loss += jnp.sum(jnp.where(counts, top + jnp.log(total) - chosen, 0))
         if not gradients:
             return (loss, dhead), None
+        is_target = jnp.arange(columns) == column[:, None]
         dlogits = jnp.where(counts[:, None], exponentials / total[:, None] - is_target, 0)
         dlogits = dlogits.astype(x.dtype)
         dx = jnp.dot(dlogits, head.T, preferred_element_type=jnp.float32)

@@ -139,7 +139,7 @@ _REMAT = FLAGS.choice(
     "What a layer keeps for its backward pass besides its input. none: all that JAX keeps.",
 )
 _LOSS_CHUNK = FLAGS.integer(
-    "loss_chunk", 2048, "The number of tokens whose logits a rank holds at a time."
+    "loss_chunk", 8192, "The number of tokens whose logits a rank holds at a time."
 )
 _PARAM_DTYPE = FLAGS.choice(
     "param_dtype",

@@ -28,6 +28,10 @@ from jax_ep.bench.decoder import TENSOR_AXIS, Decoder, axis_rules
 from jax_ep.linen import ROUTER_STATE
 from jax_ep.moe.routing import update_expert_bias
 
+# The options of XLA with which the training step is compiled for GPUs. By default, XLA runs one
+# collective at a time beside other kernels.
+GPU_COMPILER_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+
 
 class TrainState(NamedTuple):
     """The state that one training step passes to the next, and that a checkpoint saves.
@@ -252,11 +256,13 @@ def make_train_step(
 
     # The metrics are replicated on all devices, so that every process can read them.
     shardings = layout.state, layout.everywhere
+    on_gpus = layout.everywhere.mesh.devices.flat[0].platform == "gpu"
     return jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(layout.state, layout.batch),
         out_shardings=shardings,
+        compiler_options=GPU_COMPILER_OPTIONS if on_gpus else None,
     )
 
 

@@ -12,18 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.backend import Groups, pad_rows
-from jax_ep.matmul.pallas import core_count, emitted
+from jax_ep.matmul.pallas import emitted, launch_size
 from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import gate_gradient as gate_kernel
 from pallas_kernels.matmul import quantize, transpose
+from pallas_kernels.matmul import quantize_matrices as matrices_kernel
 from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
 def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
     with jax.enable_x64(False):
-        return [part for each in quantize.quantize_matrices(matrices) for part in each]
+        return [part for each in matrices_kernel.quantize_matrices(matrices) for part in each]
 
 
 def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.Array]:
@@ -37,13 +38,14 @@ def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.A
 def product(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool) -> jax.Array:
     num_rows = output_rows(groups, pairs[0][0][0].shape[0])
     padded = [(_padded(rows), Scaled(*matrices)) for rows, matrices in pairs]
+    depth = sum(rows.values.shape[1] for rows, _ in padded)
     with jax.enable_x64(False):
         out = kernels.product(
             padded,
             groups,
             dtype=dtype,
-            num_blocks=core_count(),
             zero_unused=zero_unused,
+            **launch_size(num_rows, depth, pairs[0][1][0].shape[1]),
         )
     return out[:num_rows]
 
@@ -57,6 +59,7 @@ def gated_product(
     not support the operations of `gating`.
     """
     first, second = (Scaled(*each) for each in rhs)
+    num_rows, (num_cols, depth) = output_rows(groups, lhs[0].shape[0]), first.values.shape[1:]
     with jax.enable_x64(False):
         if (function := emitted(gating)) is None:
             return None
@@ -66,9 +69,8 @@ def gated_product(
             groups,
             function,
             keep=keep,
-            num_blocks=core_count(),
+            **launch_size(num_rows, 2 * depth, num_cols),
         )
-    num_rows = output_rows(groups, lhs[0].shape[0])
     return [part[:num_rows] for each in results for part in each]
 
 
@@ -93,6 +95,7 @@ def gate_gradient(
 
 
 def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[jax.Array]:
+    num_cols = sum(values.shape[0] for values, _ in grads)
     with jax.enable_x64(False):
         return list(
             kernels.drhs_of_each(
@@ -100,7 +103,7 @@ def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[ja
                 grads,
                 groups,
                 dtype=jnp.dtype(dtype),
-                num_blocks=core_count(),
+                **launch_size(*lhs[0].shape, num_cols),
             )
         )
 

@@ -6,6 +6,7 @@ so a machine without GPUs does not load them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,9 @@ _FEW_ROWS = 64
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)
 _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
+# The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
+# which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
+_MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
 # The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
 HOPPER_CORES = 132
 
@@ -130,6 +134,7 @@ def sum_of_products(
 
     lhs, rhs = pairs[0]
     num_groups, num_cols, mxfp4_depth = _sizes(rhs, transpose_rhs)
+    num_rows = output_rows(groups, lhs.shape[0])
     if tiles is None and isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
@@ -140,9 +145,9 @@ def sum_of_products(
             groups,
             transpose_rhs=transpose_rhs,
             tiles=tiles,
-            num_blocks=core_count(),
             zero_unused=zero_unused,
-        )[: output_rows(groups, lhs.shape[0])]
+            **launch_size(num_rows, sum(lhs.shape[1] for lhs, _ in pairs), num_cols),
+        )[:num_rows]
 
 
 def gated_product(
@@ -165,6 +170,7 @@ def gated_product(
     from pallas_kernels.matmul import gated_matmul as kernels
 
     num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], False)
+    num_rows = output_rows(groups, lhs.shape[0])
     if tiles is None and isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, matrices=2, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
@@ -179,11 +185,11 @@ def gated_product(
             function,
             keep=keep,
             tiles=tiles,
-            num_blocks=core_count(),
             biases=biases and (readable(biases[0]), readable(biases[1])),
             zero_unused=zero_unused,
+            **launch_size(num_rows, 2 * lhs.shape[1], num_cols),
         )
-        return tuple(result[: output_rows(groups, lhs.shape[0])] for result in results)
+        return tuple(result[:num_rows] for result in results)
 
 
 def drhs(
@@ -216,7 +222,7 @@ def drhs_of_each(
             [pad_rows(grad) for grad in grads],
             group_sizes,
             tiles=tiles or drhs_tiles(grads[0].shape[1]),
-            num_blocks=core_count(),
+            **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
         )
 
 
@@ -351,6 +357,20 @@ def core_count() -> int:
     """
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
+
+
+def launch_size(*lengths: int) -> dict[str, Any]:
+    """Returns the arguments `num_blocks` and `num_waves` of a kernel with large products.
+
+    With several waves of thread blocks, a kernel loses less time while another kernel holds some of
+    the multiprocessors, as a collective does that runs beside it; see
+    `pallas_kernels.matmul.kernel.Kernel.walk`.
+
+    Args:
+      lengths: the product of these is the number of multiplications of the kernel.
+    """
+    num_waves = min(math.prod(lengths) // _LEAST_MULTIPLICATIONS, _MOST_WAVES)
+    return {"num_blocks": core_count(), "num_waves": max(num_waves, 1)}
 
 
 BACKEND = Backend(

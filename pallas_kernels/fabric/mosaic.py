@@ -477,6 +477,16 @@ def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None)
     return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
 
 
+def chosen_bytes(low: Value, high: Value, selector: Value) -> Value:
+    """Emits the choice of four of the 8 bytes of two words, as a word.
+
+    The last four hexadecimal digits of `selector` are the indices of the bytes, the last digit that
+    of the result's lowest byte. Bytes 0 to 3 are those of `low`, and 4 to 7 those of `high`.
+    """
+    text = "prmt.b32 $0, $1, $2, $3;"
+    return llvm.inline_asm(integer_type(32), [low, high, selector], text, "=r,r,r,r")
+
+
 def opaque(words: Sequence[Value]) -> list[Value]:
     """Emits nothing, but hides from the compiler that the results are the given 32-bit words.
 

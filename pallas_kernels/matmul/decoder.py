@@ -383,7 +383,7 @@ def look_up(own_table: Value, word: Value, selector: Value) -> Value:
 
     The last digit of `selector` is the index of the byte in `word`; the others are 4.
     """
-    byte = _chosen(word, mosaic.i32(0), selector)
+    byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
     place = arith.addi(own_table, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
 
@@ -423,7 +423,9 @@ def _scales_of(codes: Value) -> Value:
 def _scaled(pairs: Sequence[Value], scales: Value) -> list[Value]:
     """Multiplies a thread's 16 numbers of a column, 8 pairs of bfloat16, by its two scales."""
     # Each scale, twice in a word.
-    low, high = (_chosen(scales, mosaic.i32(0), mosaic.i32(each)) for each in (0x1010, 0x3232))
+    low, high = (
+        mosaic.chosen_bytes(scales, mosaic.i32(0), mosaic.i32(each)) for each in (0x1010, 0x3232)
+    )
     half = len(pairs) // 2
     return [_multiplied(pair, low if i < half else high) for i, pair in enumerate(pairs)]
 
@@ -451,19 +453,13 @@ _HIGH = 0x3F3F3F00, 0x40404040
 def _bfloat16_of_byte(byte: Value) -> Value:
     """Converts the two float4 numbers of a byte to two bfloat16 in a word."""
     low, high = (
-        _chosen(mosaic.i32(first), mosaic.i32(last), arith.andi(byte, mosaic.i32(0x77)))
+        mosaic.chosen_bytes(mosaic.i32(first), mosaic.i32(last), arith.andi(byte, mosaic.i32(0x77)))
         for first, last in (_LOW, _HIGH)
     )
     # Bytes 0 and 1 of `low` and `high` belong to the first and the second number.
-    sizes = _chosen(low, high, mosaic.i32(0x5140))
+    sizes = mosaic.chosen_bytes(low, high, mosaic.i32(0x5140))
     signs = arith.ori(arith.shli(byte, mosaic.i32(12)), arith.shli(byte, mosaic.i32(24)))
     return arith.ori(sizes, arith.andi(signs, mosaic.i32(0x80008000)))
-
-
-def _chosen(low: Value, high: Value, selector: Value) -> Value:
-    """Returns four of the 8 bytes of two words; the last four digits of `selector` say which."""
-    word = mosaic.integer_type(32)
-    return llvm.inline_asm(word, [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _multiplied(pair: Value, scale: Value) -> Value:

@@ -110,6 +110,7 @@ def drhs_of_each(
     *,
     tiles: DrhsTiles,
     num_blocks: int,
+    num_waves: int = 1,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
@@ -121,7 +122,8 @@ def drhs_of_each(
         multiple of tiles.block_n.
       group_sizes: [L] int32, the number of rows of each group, in order.
       tiles: tile sizes, and number of pipeline stages.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -129,7 +131,15 @@ def drhs_of_each(
     """
     num_groups, width = group_sizes.shape[0], grads[0].shape[1]
     shape = num_groups, lhs.shape[1], width
-    kernel = _Drhs(tiles, num_blocks, bool(interpret), width, *shape[:2], len(grads))
+    kernel = _Drhs(
+        tiles,
+        num_blocks,
+        bool(interpret),
+        width,
+        *shape[:2],
+        len(grads),
+        num_waves=num_waves,
+    )
     return tuple(
         launch(
             kernel,

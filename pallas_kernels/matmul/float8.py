@@ -101,6 +101,7 @@ def product(
     *,
     dtype: Any,
     num_blocks: int,
+    num_waves: int = 1,
     zero_unused: bool = False,
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
@@ -113,7 +114,8 @@ def product(
       groups: [L] int32, the number of rows of each group, in order; or S chosen groups of at most
         64 rows, where R is their height, or S times the height.
       dtype: the dtype of the result: bfloat16, float16 or float32.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       zero_unused: whether rows past the last group become zero; else they are not written.
       tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
@@ -135,6 +137,7 @@ def product(
         jnp.dtype(dtype),
         shared_rows=lhs.values.shape[0] < num_rows,
         zero_unused=zero_unused,
+        num_waves=num_waves,
     )
     operands = [array for rows, matrices in pairs for array in _operands(rows, matrices)]
     return _run(
@@ -155,6 +158,7 @@ def gated_product(
     *,
     keep: bool,
     num_blocks: int,
+    num_waves: int = 1,
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> tuple[Scaled, ...]:
@@ -169,7 +173,8 @@ def gated_product(
         64 rows, whose height is R.
       gating: an elementwise function of the two float32 products.
       keep: whether to return the two products, too.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -190,6 +195,7 @@ def gated_product(
         shared_rows=lhs.values.shape[0] < num_rows,
         gating=gating,
         keep=keep,
+        num_waves=num_waves,
     )
     values = jax.ShapeDtypeStruct((num_rows, width), lhs.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
@@ -599,7 +605,7 @@ class _Product(_Float8Kernel):
         # compute warpgroups of all thread blocks take turns at the chunks.
         worker = lax.axis_index("block") * COMPUTERS + computer
         workers, columns = (
-            jnp.int32(self.num_blocks * COMPUTERS),
+            jnp.int32(self.all_blocks * COMPUTERS),
             jnp.int32(self.width // self.chunk),
         )
         first = lax.div(used_rows, jnp.int32(_ROWS))
@@ -761,6 +767,7 @@ def drhs_of_each(
     *,
     dtype: Any,
     num_blocks: int,
+    num_waves: int = 1,
     tiles: Float8Tiles | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
@@ -776,7 +783,8 @@ def drhs_of_each(
       groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
         result of `row_blocks.row_blocks`.
       dtype: the dtype of the results: bfloat16, float16 or float32.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       tiles: number of pipeline stages and order of tiles, or None for the default.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -798,6 +806,7 @@ def drhs_of_each(
         height=height,
         num_groups=num_groups,
         num_grads=len(grads),
+        num_waves=num_waves,
     )
     results = launch(
         kernel,

@@ -39,6 +39,7 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import Float8
+from pallas_kernels.matmul.packed import Packed
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
@@ -54,7 +55,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     shared_numbers,
     shared_words,
     store_kept,
-    two_numbers,
     with_shuffled,
     word_at,
 )
@@ -85,8 +85,7 @@ _SIZES = _TURNS * _RESULTS * _ROWS * _THREADS * _WORDS
 _SUMS = _SIZES + _WITH_ROWS * _SIDES * BLOCK
 _TOTALS = _SUMS + _SIDES * BLOCK
 _SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
-# The bits of the bfloat16 infinity. The bits of a positive NaN are larger.
-_INFINITY = 0x7F80
+_BFLOAT16 = Packed(jnp.bfloat16)
 
 
 class _Operands(NamedTuple):
@@ -298,16 +297,16 @@ class _Tile(Tile):
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
-        # largest[result][row] is a word with the largest magnitudes of even and of odd columns.
+        # largest[result][row] is the bits of the largest magnitude of a row of a result.
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
         for i, operands in enumerate(self.load(ins, row, left)):
             results, of_row = self.compute_row(operands)
             sums.append(of_row)
             for result, words in enumerate(results):
+                words = [_BFLOAT16.without_infinities(word) for word in words]
                 share(shared, _own_place(turn, result, i), words)
-                largest[result].append(_largest_halves(words))
-        largest = _without_infinities(shared, turn, largest)
+                largest[result].append(_BFLOAT16.largest(words))
 
         # Four threads of a warp have elements of the same row. By shuffles they find the row's
         # largest magnitudes and its sum of dhidden * h in the warp's columns. The first of the four
@@ -336,7 +335,11 @@ class _Tile(Tile):
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
         for result in range(_RESULTS):
             numbers = [
-                [number for w in _own_words(shared, turn, result, i) for number in two_numbers(w)]
+                [
+                    number
+                    for word in _own_words(shared, turn, result, i)
+                    for number in _BFLOAT16.numbers(word)
+                ]
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
@@ -400,7 +403,7 @@ class _Tile(Tile):
         the row's elements. All are zero if the tile's block has no such row.
         """
         exists, dhidden, values, scales, weight = operands
-        grads = [number for w in dhidden for number in two_numbers(w)]
+        grads = [number for w in dhidden for number in _BFLOAT16.numbers(w)]
         pre = [
             [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]
             for words, scale in zip(values, scales, strict=True)
@@ -481,67 +484,6 @@ def _own_place(turn: Value, result: int, row: int) -> Value:
 def _own_words(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
     """Loads the words that this thread keeps of a row of a patch; see `_own_place`."""
     return shared_words(shared, _own_place(turn, result, row), _WORDS)
-
-
-def _without_infinities(shared: Any, turn: Value, largest: list[list[Value]]) -> list[list[Value]]:
-    """Replaces infinities by NaN in a thread's results in `shared`, and finds their magnitudes.
-
-    `largest[result][row]` is the result of `_largest_halves` for the words of a row. Returns the
-    float32 bits of each row's largest finite magnitude.
-    """
-    i32 = mosaic.i32
-    rows = [row for of_result in largest for row in of_result]
-    most = functools.reduce(_max_of_halves, rows)
-    low, high = arith.andi(most, i32(0xFFFF)), arith.shrui(most, i32(16))
-    finite = arith.andi(mosaic.below(low, i32(_INFINITY)), mosaic.below(high, i32(_INFINITY)))
-
-    def checked() -> list[Value]:
-        found = []
-        for result in range(_RESULTS):
-            for row in range(_ROWS):
-                words, sizes = [], []
-                for word in _own_words(shared, turn, result, row):
-                    size = i32(0)
-                    for shift in (0, 16):
-                        bits = arith.andi(arith.shrui(word, i32(shift)), i32(0x7FFF))
-                        is_finite = mosaic.below(bits, i32(_INFINITY))
-                        nan = arith.select(is_finite, i32(0), i32(0x7FC0 << shift))
-                        word = arith.ori(word, nan)
-                        kept = arith.select(is_finite, bits, i32(0))
-                        size = arith.ori(size, arith.shli(kept, i32(shift)))
-                    words.append(word)
-                    sizes.append(size)
-                share(shared, _own_place(turn, result, row), words)
-                found.append(functools.reduce(_max_of_halves, sizes))
-        return found
-
-    pick = iter(mosaic.unless(finite, checked, rows))
-    return [[_as_float_bits(next(pick)) for _ in of_result] for of_result in largest]
-
-
-def _largest_halves(words: list[Value]) -> Value:
-    """Returns a word with the largest magnitudes of the low and of the high halves of `words`.
-
-    The halves are bfloat16 numbers. The bits of an infinity and of a NaN count as larger than those
-    of other numbers.
-    """
-    sizes = [arith.andi(word, mosaic.i32(0x7FFF7FFF)) for word in words]
-    return functools.reduce(_max_of_halves, sizes)
-
-
-def _max_of_halves(a: Value, b: Value) -> Value:
-    """Returns the maximum of the low halves and of the high halves of two words, as one word.
-
-    The halves are compared as unsigned 16-bit integers.
-    """
-    return mosaic.asm("max.u16x2 $0, $1, $2;", "=r,r,r", a, b, returns=mosaic.integer_type(32))
-
-
-def _as_float_bits(halves: Value) -> Value:
-    """Converts the larger half of a word, a positive bfloat16, to the bits of the same float32."""
-    low = arith.shli(halves, mosaic.i32(16))
-    high = arith.andi(halves, mosaic.i32(0xFFFF0000))
-    return arith.maxui(low, high)
 
 
 def _plus_shuffled(number: Value, distance: int) -> Value:

@@ -51,6 +51,7 @@ def gated_product(
     keep: bool,
     tiles: Tiles,
     num_blocks: int,
+    num_waves: int = 1,
     biases: tuple[jax.Array, jax.Array] | None = None,
     zero_unused: bool = True,
     interpret: Any = None,
@@ -70,7 +71,8 @@ def gated_product(
       gating: an elementwise function of the two products.
       keep: whether to return the two products, too.
       tiles: tile sizes of an output, and numbers of pipeline stages and of store buffers.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       biases: None, or two arrays [L, N] floating.
       zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
@@ -95,6 +97,7 @@ def gated_product(
         keep=keep,
         has_biases=biases is not None,
         is_quantized=is_quantized,
+        num_waves=num_waves,
     )
     table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(

@@ -188,6 +188,7 @@ def product(
     transpose_rhs: bool,
     tiles: Tiles,
     num_blocks: int,
+    num_waves: int = 1,
     zero_unused: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
@@ -205,7 +206,8 @@ def product(
         times the height.
       transpose_rhs: whether each rhs holds the transposes of the matrices.
       tiles: tile sizes, number of pipeline stages, and number of store buffers.
-      num_blocks: number of thread blocks to launch.
+      num_blocks: number of thread blocks that run at the same time.
+      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
       zero_unused: whether rows past the last group become zero; else they are not written.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
@@ -227,6 +229,7 @@ def product(
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
         is_quantized=is_quantized,
+        num_waves=num_waves,
     )
     table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
     return launch(
@@ -558,7 +561,7 @@ class Computer:
         """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
         if self.kernel.zero_unused:
             worker = lax.axis_index("block") * COMPUTERS + self.number
-            self.store.zeros_from(self.rows.num_rows, worker, self.kernel.num_blocks * COMPUTERS)
+            self.store.zeros_from(self.rows.num_rows, worker, self.kernel.all_blocks * COMPUTERS)
 
     @property
     def _dtype(self) -> Any:

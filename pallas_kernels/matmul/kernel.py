@@ -52,6 +52,8 @@ _LOADER = 2
 # Registers per thread of the loader warpgroup and of the compute warpgroups. All threads start with
 # 168 registers; then the loader gives most of its own to the compute warpgroups.
 _LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
+# A thread block of a wave has at least this many output tiles, or the wave is the last with tiles.
+_LEAST_TILES = 8
 # Bytes of a thread block's shared memory that are reserved for barriers and for Mosaic.
 OTHER_BYTES = 2560
 
@@ -316,15 +318,17 @@ class Kernel:
     Attributes:
       tiles: the tile sizes. Has at least the attributes `block_n`, the number of columns of an
         output tile, and `band`, the number of columns of output tiles in a band (see `place`).
-      num_blocks: number of thread blocks.
+      num_blocks: number of thread blocks of a wave, which is as many as run at the same time.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
       width: number of columns of the output.
+      num_waves: number of waves of thread blocks; see `walk`.
     """
 
     tiles: Any
     num_blocks: int
     interpreted: bool
     width: int
+    num_waves: int = dataclasses.field(default=1, kw_only=True)
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         """Runs as the kernel's body.
@@ -333,6 +337,11 @@ class Kernel:
         to shared memory and barriers, by name.
         """
         raise NotImplementedError
+
+    @property
+    def all_blocks(self) -> int:
+        """Returns the number of thread blocks of all waves."""
+        return self.num_blocks * self.num_waves
 
     @property
     def tile_columns(self) -> int:
@@ -374,8 +383,12 @@ class Kernel:
     ) -> Any:
         """Runs `body` on each output tile that belongs to this thread block.
 
-        Block b has the tiles b, b + num_blocks, b + 2 * num_blocks and so on. The next tile is
-        looked up before the body runs on the current one, to hide the latency of the look-up.
+        A wave of thread blocks has a range of tiles. Block b of a wave has the tiles b,
+        b + num_blocks, b + 2 * num_blocks and so on of its wave's range. A GPU starts the blocks
+        wave by wave, each as soon as a multiprocessor is free. So where another kernel holds some
+        multiprocessors, the other ones take over what the blocks that wait for these would have
+        done. The next tile is looked up before the body runs on the current one, to hide the
+        latency of the look-up.
 
         Args:
           total: int32, the number of output tiles of all blocks.
@@ -390,11 +403,18 @@ class Kernel:
         Returns:
           The carry that the body returned last.
         """
-        block, stride = lax.axis_index("block"), self.num_blocks
-        mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
+        first, end = lax.axis_index("block"), total
+        stride = jnp.int32(self.num_blocks)
+        if self.num_waves > 1:
+            wave, first = quotient_and_rest(first, stride)
+            of_block = lax.div(total + (self.all_blocks - 1), jnp.int32(self.all_blocks))
+            of_wave = jnp.maximum(of_block, _LEAST_TILES) * stride
+            first += wave * of_wave
+            end = jnp.minimum(total, (wave + 1) * of_wave)
+        mine = lax.div(jnp.maximum(end - first + (stride - 1), 0), stride)
 
         def looked_up(i: Any) -> Any:
-            return look_up(jnp.minimum(block + i * stride, jnp.maximum(total - 1, 0)))
+            return look_up(jnp.minimum(first + i * stride, jnp.maximum(total - 1, 0)))
 
         def turn(i: jax.Array, both: Any) -> Any:
             tile, carry = both
@@ -461,7 +481,7 @@ def launch(
     """Returns a function that launches `kernel`. It takes operand arrays and returns result arrays.
 
     Args:
-      kernel: the kernel, which runs on `kernel.num_blocks` blocks of three warpgroups.
+      kernel: the kernel, which runs on `kernel.all_blocks` blocks of three warpgroups.
       scratch_types: types of shared memory and barriers, by the names under which the kernel takes
         the references to them.
       out_type: shape and dtype of the result, or a list of them.
@@ -472,7 +492,7 @@ def launch(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(kernel.num_blocks,),
+        grid=(kernel.all_blocks,),
         grid_names=("block",),
         num_threads=COMPUTERS + 1,
         thread_name="warpgroup",

@@ -1,9 +1,9 @@
-"""Kernel that quantizes rows or matrices to float8, and also transposes them, in one memory pass.
+"""Kernel that quantizes rows to float8, and also transposes them, in one memory pass.
 
 Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
-contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
-gradient of the matrices needs the rows and their gradients transposed, with scales that are shared
-by 128 rows. `pallas_kernels.matmul.transpose` transposes rows that are already quantized.
+contracts the columns of the rows. The gradient of the matrices needs the rows and their gradients
+transposed, with scales that are shared by 128 rows. `pallas_kernels.matmul.transpose` transposes
+rows that are already quantized, and `pallas_kernels.matmul.quantize_matrices` quantizes matrices.
 
 A thread block of 16 warps handles a tile of 128 rows by 128 columns. The diagram shows the patches
 of 4 x 4 elements that the 32 threads of a warp handle in one step:
@@ -31,7 +31,6 @@ from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import Float8
-from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.quantized_tiles import (
     Scaled,
     Tile,
@@ -92,7 +91,6 @@ def quantize_rows(
     job = _Job(
         width=width,
         num_blocks=num_blocks,
-        rows_of_matrix=num_blocks * BLOCK,
         by_row=keep_order,
     )
     values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
@@ -107,47 +105,6 @@ def quantize_rows(
     return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
 
 
-def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
-    """Quantizes matrices to float8_e4m3fn; returns the quantized matrices and their transposes.
-
-    A scale belongs to a block of 128 rows by 128 columns. So a matrix and its transpose have the
-    same float8 values and scales.
-
-    Args:
-      matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
-
-    Returns:
-      (matrices [L, K, N], transposed matrices [L, N, K]).
-    """
-    num_matrices, height, width = matrices.shape
-    num_blocks = num_matrices * height // BLOCK
-    job = _Job(
-        width=width,
-        num_blocks=num_blocks,
-        rows_of_matrix=height,
-        by_row=False,
-        whole=True,
-    )
-    first = jnp.arange(num_blocks, dtype=jnp.int32) * BLOCK
-    blocks = jnp.stack([first, jnp.full_like(first, BLOCK)], axis=1)
-    values, transposed, scales = job.run(
-        [
-            jax.ShapeDtypeStruct((num_blocks * BLOCK, width), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
-        ],
-        matrices.reshape(-1, width),
-        blocks,
-        interpret,
-    )
-    scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
-    return (
-        Scaled(values.reshape(matrices.shape), scales),
-        Scaled(transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Job:
     """The kernel that quantizes and transposes. Its blocks handle tiles of 128 rows by 128 columns.
@@ -155,20 +112,13 @@ class _Job:
     Attributes:
       width: number of columns of the input.
       num_blocks: number of blocks of 128 rows. There are num_blocks x (width / 128) tiles.
-      rows_of_matrix: number of rows of a matrix, a multiple of 128. Each matrix is transposed by
-        itself. If the input is rows in groups, it counts as one matrix, with each group padded to a
-        multiple of 128 rows.
       by_row: whether the kernel also stores the values without the transposition, with a scale for
         each 128 columns of a row.
-      whole: set for matrices: every block has 128 rows, and the kernel also stores the values
-        without the transposition, with the same scales as the transposed values.
     """
 
     width: int
     num_blocks: int
-    rows_of_matrix: int
     by_row: bool
-    whole: bool = False
 
     def run(self, out_type: Any, rows: jax.Array, blocks: jax.Array, interpret: Any) -> Any:
         return on_tiles(
@@ -201,11 +151,7 @@ class _Job:
             store_kept(outs[0], outs[1], tile, first, count, column)
         values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
         outs[-1][block, column] = scales[0, 0]
-        if self.whole:
-            outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
-        matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(self.rows_of_matrix))
-        at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
-        outs[-2][at] = values.T
+        outs[-2][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
 
     def emit(
         self, memrefs: list[Any], block: Value, column: Value, first: Value, count: Value
@@ -272,9 +218,7 @@ class _Job:
             tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in of_rows]] * _WALKS)
         (factor,) = shared_numbers(shared, of_block, 1)
         factors = [[factor] * _PATCH] * _WALKS
-        if self.whole:
-            tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
-        tile.store_transposed(outs[1] if self.whole else outs[-2], numbers, factors)
+        tile.store_transposed(outs[-2], numbers, factors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,15 +255,11 @@ class _Tile(Tile):
         numbers: list[list[list[Value]]] = [[] for _ in range(_WALKS)]
         for i in range(_PATCH):
             row = arith.addi(self.row, i32(i))
-            if self.job.whole:
-                row = arith.addi(self.first, row)
-            else:
-                exists, row = self.find(row)
+            exists, row = self.find(row)
             start = pointer_to(source, row, self.job.width, self.column_of_thread, size)
             for walk in range(_WALKS):
                 four = _load_four(past(start, walk * _STEP * size), element, size)
-                if not self.job.whole:
-                    four = [arith.select(exists, value, zero) for value in four]
+                four = [arith.select(exists, value, zero) for value in four]
                 numbers[walk].append(four)
         return numbers
 
@@ -354,11 +294,9 @@ class _Tile(Tile):
                     llvm.store(four, at, alignment=_PATCH)
 
     def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
-        i32, height = mosaic.i32, self.job.rows_of_matrix
-        top = arith.muli(self.block, i32(BLOCK))
-        matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
-        first = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
-        start = pointer_to(out, first, height, arith.addi(row, self.row), 1)
+        height = self.job.num_blocks * BLOCK
+        row = arith.addi(arith.muli(self.block, mosaic.i32(BLOCK)), self.row)
+        start = pointer_to(out, self.column_of_thread, height, row, 1)
         for walk in range(_WALKS):
             for j in range(_PATCH):
                 column = [numbers[walk][i][j] for i in range(_PATCH)]

@@ -49,7 +49,7 @@ class Scaled(NamedTuple):
 def on_tiles(
     name: str,
     operands: Sequence[jax.Array],
-    blocks: jax.Array,
+    blocks: jax.Array | None,
     out_type: Sequence[jax.ShapeDtypeStruct],
     emit: Callable[..., None],
     interpreted: Callable[..., None],
@@ -67,7 +67,8 @@ def on_tiles(
     Args:
       name: the kernel's name in profiles.
       operands: the kernel's operands, without `blocks`.
-      blocks: [number of blocks, 2] int32, each block's first row and number of rows, at most 128.
+      blocks: [number of blocks, 2] int32, each block's first row and number of rows, at most 128;
+        None: the rows of the first operand, 128 in each block.
       out_type: shapes and dtypes of the results.
       emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
         the operands, the results and, with `num_shared`, the shared memory. `block` is the index of
@@ -88,12 +89,14 @@ def on_tiles(
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
-        of_blocks = refs[num_operands]
-        numbers = [block, column, of_blocks[block, 0], of_blocks[block, 1]]
-        arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
+        if blocks is None:
+            numbers, arrays = [block, column, block * BLOCK, jnp.int32(BLOCK)], [*refs]
+        else:
+            of_blocks = refs[num_operands]
+            numbers = [block, column, of_blocks[block, 0], of_blocks[block, 1]]
+            arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
 
-        @pl.when(numbers[-1] > 0)
-        def _() -> None:
+        def run() -> None:
             if interpret:
                 is_first = lax.axis_index("warpgroup") == 0
                 pl.when(is_first)(lambda: interpreted(arrays, *numbers))
@@ -102,6 +105,9 @@ def on_tiles(
             layouts = [mosaic.REFERENCE] * len(memrefs) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(emit_tile, [*memrefs, *numbers], layouts)
 
+        run() if blocks is None else pl.when(numbers[-1] > 0)(run)
+
+    num_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
     return mosaic.kernel(
         kernel,
@@ -109,12 +115,12 @@ def on_tiles(
         scratch_types=shared,
         num_threads=num_warps * WARP // LANES,
         thread_name="warpgroup",
-        grid=(blocks.shape[0] * tiles,),
+        grid=(num_blocks * tiles,),
         grid_names=("tile",),
         auto_barriers=False,
         interpret=interpret,
         kernel_name=name,
-    )(*operands, blocks)
+    )(*operands, *(() if blocks is None else (blocks,)))
 
 
 @dataclasses.dataclass(frozen=True)

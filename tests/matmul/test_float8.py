@@ -241,15 +241,19 @@ def test_transposed_rows_share_scales(implementation, kind, is_quantized):
 
 
 @implementations
-def test_matrices_in_both_orders_have_the_same_numbers(implementation):
-    matrices = jax.random.normal(jax.random.key(0), (2, K, N), jnp.float32)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["random", "zero", "nan", "infinity", "subnormal"])
+def test_matrices_in_both_orders_have_the_same_numbers(implementation, kind, dtype):
+    matrices = jnp.asarray(operands.numbers(kind, (2, K, N)), dtype)
     both = float8.quantize_matrices(matrices, implementation)
     assert both.matrices.format == both.transposed.format == FLOAT8_MATRICES
     for part in ("values", "scales"):
         mine, turned = (np.asarray(getattr(each, part)) for each in both)
         assert mine.swapaxes(1, 2).tobytes() == turned.tobytes()
     want = quantize(matrices, FLOAT8_MATRICES)
-    assert np.asarray(both.matrices.values).tobytes() == np.asarray(want.values).tobytes()
+    for part in ("values", "scales"):
+        mine, wanted = (np.asarray(getattr(each, part)) for each in (both.matrices, want))
+        assert mine.tobytes() == wanted.tobytes()
 
 
 @implementations

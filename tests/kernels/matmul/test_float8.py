@@ -22,7 +22,7 @@ from support.simulator import interpret, simulated
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, quantize
+from pallas_kernels.matmul import float8, quantize, quantize_matrices
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -187,7 +187,9 @@ def test_quantized_rows(keep_order):
 @simulated
 def test_quantized_matrices():
     matrices = jax.random.normal(jax.random.key(0), (2, 256, 128), jnp.bfloat16)
-    got = interpret(lambda: quantize.quantize_matrices(matrices, interpret=simulator.INTERPRETER))
+    got = interpret(
+        lambda: quantize_matrices.quantize_matrices(matrices, interpret=simulator.INTERPRETER)
+    )
     x = np.asarray(matrices.astype(jnp.float32))
     for mine, want in zip(
         got, (operands.matrices(x), operands.transposed_matrices(x)), strict=True

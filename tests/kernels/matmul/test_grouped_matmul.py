@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.kernels import needs_kernels
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
+from pallas_kernels.matmul import kernel
 from pallas_kernels.matmul.grouped_matmul import Tiles, product
 
 
@@ -26,7 +28,7 @@ def operands(num_rows, sizes, depth, width):
     return (*arrays, jnp.asarray(sizes, jnp.int32))
 
 
-def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
+def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True, num_waves=1):
     """Runs `product` in the interpreter, which raises an error if there is a race.
 
     Args:
@@ -35,14 +37,51 @@ def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
         tiles: the kernel's `Tiles`.
         transpose_rhs: whether the matrices are transposed.
         zero_unused: whether the kernel writes zeros past the last group.
+        num_waves: the number of waves of thread blocks.
 
     Returns:
         The sum of the products, [R, N].
     """
     options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
-    options["zero_unused"] = zero_unused
+    options |= dict(zero_unused=zero_unused, num_waves=num_waves)
     call = functools.partial(product, pairs, group_sizes, transpose_rhs=transpose_rhs, **options)
     return interpret(call)
+
+
+@pytest.mark.parametrize("least_tiles", [1, 8])
+@pytest.mark.parametrize("num_waves", [1, 2, 3])
+def test_waves_walk_over_all_tiles_in_order(monkeypatch, num_waves, least_tiles):
+    """Each tile belongs to one thread block, and a wave's tiles come before the next wave's."""
+    monkeypatch.setattr(kernel, "_LEAST_TILES", least_tiles)
+    walker = kernel.Kernel(Tiles((16,), 128, 2, 1), 4, True, 128, num_waves=num_waves)
+
+    @functools.partial(jax.vmap, axis_name="block", axis_size=4 * num_waves, in_axes=None)
+    def walked(total):
+        def body(tile, exists, found):
+            return found.at[tile].add(jnp.asarray(exists, jnp.int32))
+
+        none = jnp.zeros(100, jnp.int32)
+        return walker.walk(total, lambda tile: tile, body, none, once_more=True)
+
+    for total in (0, 1, 3, 4, 5, 13, 32, 33, 64, 65, 99, 100):
+        found = np.asarray(jax.jit(walked)(jnp.int32(total))).reshape(num_waves, 4, 100)
+        np.testing.assert_array_equal(found.sum((0, 1)), np.arange(100) < total)
+        of_tile = found.sum(1).argmax(0)[:total]
+        assert np.all(np.diff(of_tile) >= 0)
+        most = max(-(-total // (4 * num_waves)), least_tiles)
+        assert found.sum(2).max() <= most
+        assert len(set(of_tile)) == -(-total // (4 * most))
+
+
+@simulated
+@pytest.mark.slow
+def test_waves_leave_the_bits_as_they_are(monkeypatch):
+    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
+    lhs, rhs, _, group_sizes = operands(96, [3, 0, 21, 40], 64, 256)
+    pairs, tiles = [(lhs, rhs)], Tiles((16, 32), 128, 2, 1)
+    one, three = (np.asarray(run(pairs, group_sizes, tiles, num_waves=n)) for n in (1, 3))
+    np.testing.assert_array_equal(one, three)
+    assert np.any(one[:64]) and not np.any(one[64:])
 
 
 @simulated
