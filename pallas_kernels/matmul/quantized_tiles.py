@@ -105,7 +105,13 @@ def on_tiles(
             layouts = [mosaic.REFERENCE] * len(memrefs) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(emit_tile, [*memrefs, *numbers], layouts)
 
-        run() if blocks is None else pl.when(numbers[-1] > 0)(run)
+        if blocks is None:
+            run()
+        else:
+            # The condition also reads the first row, so that it is loaded together with the number
+            # of rows, not after the branch.
+            _, _, first, count = numbers
+            pl.when((count > 0) & (first >= 0))(run)
 
     num_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}

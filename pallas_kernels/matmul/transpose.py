@@ -145,10 +145,11 @@ class _Tile(Tile):
 
         # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
         words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
-        # The scales of the tile's rows lie far from each other in memory, so each is loaded once.
-        with mosaic.when(mosaic.below(thread, i32(BLOCK))):
-            own = self.load_scale(scales, thread)
-            share(shared, thread, [arith.bitcast(mosaic.integer_type(32), own)])
+        # The scales of the tile's rows lie far from each other in memory, so each is loaded once by
+        # a half of the threads. A branch would make the loads of the values wait for the scales.
+        of_row = arith.remui(thread, i32(BLOCK))
+        own = self.load_scale(scales, of_row)
+        share(shared, of_row, [arith.bitcast(mosaic.integer_type(32), own)])
         mosaic.block_barrier()
         # Each warp finds the largest scale of the tile's 128 rows. Positive float32 numbers compare
         # like their bits as integers, so the maximum is taken of the bits.
