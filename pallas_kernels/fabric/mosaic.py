@@ -528,21 +528,6 @@ def address(memref: Value, bits: int = 64) -> Value:
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
 
 
-def start_copy(destination: Value, source: Value, num_bytes: int) -> None:
-    """Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory by this thread.
-
-    `destination` and `source` are pointers to multiples of `num_bytes`.
-    """
-    kind = "cg" if num_bytes == 16 else "ca"
-    at = llvm.ptrtoint(integer_type(32), destination)
-    asm(f"cp.async.{kind}.shared.global [$0], [$1], {num_bytes};", "r,l,~{memory}", at, source)
-
-
-def wait_for_copies() -> None:
-    """Waits for all copies that this thread has started by `start_copy`."""
-    asm("cp.async.wait_all;", "~{memory}")
-
-
 def element_at(memref: Value, index: Value) -> Value:
     """Emits a load of element `index` of a 1D memref; the index may differ between threads."""
     element = element_of(memref)

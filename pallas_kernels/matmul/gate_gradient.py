@@ -19,9 +19,8 @@ turn a thread handles a patch of 4 rows by 8 columns. The diagram shows the patc
   rows +--+--+--+--+
        |  |  |  |  |
 
-Asynchronous copies fetch a thread's operands to shared memory, and its results take their place
-there until the scales are known. So all loads of a tile are under way at once, and two thread
-blocks fit on a multiprocessor, of which one computes while the other waits for memory.
+Between finding the scales and rounding, a thread keeps its results in shared memory. So two thread
+blocks fit on a multiprocessor, and one computes while the other waits for memory.
 """
 
 from __future__ import annotations
@@ -93,12 +92,14 @@ class _Operands(NamedTuple):
     """The operands of a row of a thread's patch.
 
     Attributes:
+      exists: whether the tile's block has such a row.
       dhidden: words with two bfloat16 numbers each.
       values: words of gate and of up, with four float8 values each.
       scales: the scales of gate and of up.
       weight: the weight of the row.
     """
 
+    exists: Value
     dhidden: list[Value]
     values: list[list[Value]]
     scales: list[Value]
@@ -280,30 +281,27 @@ class _Tile(Tile):
             return arith.addi(arith.muli(turn, i32(_STRIPS * WARP)), of_warp)
 
         with mosaic.repeat(_TURNS) as turn:
-            self.fetch(ins, shared, turn, row_of(turn), place)
-        mosaic.wait_for_copies()
-        with mosaic.repeat(_TURNS) as turn:
-            self.compute(shared, turn, row_of(turn), place)
+            self.compute(ins, shared, turn, row_of(turn), place)
         mosaic.block_barrier()
         self.finish(shared, outs, warp, lane)
         mosaic.block_barrier()
         with mosaic.repeat(_TURNS) as turn:
             self.store(outs, shared, turn, row_of(turn), place)
 
-    def compute(self, shared: Any, turn: Value, row: Value, place: Value) -> None:
-        """Computes the thread's patch of a turn, and keeps the results in place of the operands.
+    def compute(self, ins: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
+        """Computes the thread's patch of a turn, and keeps the results in `shared`.
 
         The patch begins in row `row` and column `place` of the tile.
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
         # largest[result][row] is the bits of the largest magnitude of a row of a result.
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
-        for i in range(_ROWS):
-            exists = mosaic.below(arith.addi(row, i32(i)), self.count)
-            results, of_row = self.compute_row(exists, _fetched(shared, turn, i))
+        for i, operands in enumerate(self.load(ins, row, left)):
+            results, of_row = self.compute_row(operands)
             sums.append(of_row)
             for result, words in enumerate(results):
                 words = [_BFLOAT16.without_infinities(word) for word in words]
@@ -366,42 +364,45 @@ class _Tile(Tile):
                 four = rounded_word([of_row[j] for of_row in numbers], [factor] * _ROWS)
                 llvm.store(four, past(start, j * self.height), alignment=_ROWS)
 
-    def fetch(self, ins: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
-        """Starts to copy the operands of the thread's patch of a turn to `shared`.
+    def load(self, ins: Any, row: Value, left: Value) -> list[_Operands]:
+        """Loads the operands of a thread's patch, from row `row` of the tile and column `left` on.
 
-        The copies take no registers, so all of a tile are under way at once. They go to where the
-        thread will keep its results: dhidden to that of the first one, the values of gate and of up
-        to that of the second, and their scales and the weights to that of the third.
+        Returns those of each row of the patch.
         """
-        word = mosaic.integer_type(32)
+        word, f32 = mosaic.integer_type(32), mosaic.float_type()
         dhidden, gate, gate_scales, up, up_scales, weights = ins
-        left = arith.addi(arith.muli(self.column, mosaic.i32(BLOCK)), place)
-        tiles = self.width // BLOCK
+
+        def words_at(ref: Any, row: Value, size: int) -> list[Value]:
+            count = size * _COLUMNS // 4
+            at = pointer_to(ref, row, self.width, left, size)
+            loaded = llvm.load(mosaic.vector_type(count, word), at, alignment=4 * count)
+            return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+        def scale_at(ref: Any, row: Value) -> Value:
+            return llvm.load(f32, pointer_to(ref, row, self.width // BLOCK, self.column, 4))
+
+        rows = []
         for i in range(_ROWS):
-            _, source = self.find(arith.addi(row, mosaic.i32(i)))
-            copies = [
-                (0, 0, pointer_to(dhidden, source, self.width, left, 2), 2 * _COLUMNS),
-                (1, 0, pointer_to(gate, source, self.width, left, 1), _COLUMNS),
-                (1, 2, pointer_to(up, source, self.width, left, 1), _COLUMNS),
-                (2, 0, pointer_to(gate_scales, source, tiles, self.column, 4), 4),
-                (2, 1, pointer_to(up_scales, source, tiles, self.column, 4), 4),
-                (2, 2, pointer_to(weights, source, 1, mosaic.i32(0), 4), 4),
-            ]
-            for result, first, pointer, num_bytes in copies:
-                at = arith.addi(_own_place(turn, result, i), mosaic.i32(first))
-                destination = mosaic.element_pointer(mosaic.pointer(shared), at, word)
-                mosaic.start_copy(destination, pointer, num_bytes)
+            exists, source = self.find(arith.addi(row, mosaic.i32(i)))
+            rows.append(
+                _Operands(
+                    exists,
+                    words_at(dhidden, source, 2),
+                    [words_at(each, source, 1) for each in (gate, up)],
+                    [scale_at(each, source) for each in (gate_scales, up_scales)],
+                    llvm.load(f32, pointer_to(weights, source, 1, mosaic.i32(0), 4)),
+                )
+            )
+        return rows
 
-    def compute_row(self, exists: Value, operands: _Operands) -> tuple[list[list[Value]], Value]:
+    def compute_row(self, operands: _Operands) -> tuple[list[list[Value]], Value]:
         """Computes a row of a thread's patch.
-
-        `exists` says whether the tile's block has such a row.
 
         Returns (words, sum). `words` has the elements of dgate, dup and w * h: for each of the
         three, 32-bit words with two bfloat16 numbers each. `sum` is the sum of dhidden * h over
         the row's elements. All are zero if the tile's block has no such row.
         """
-        dhidden, values, scales, weight = operands
+        exists, dhidden, values, scales, weight = operands
         grads = [number for w in dhidden for number in _BFLOAT16.numbers(w)]
         pre = [
             [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]
@@ -478,13 +479,6 @@ def _own_place(turn: Value, result: int, row: int) -> Value:
     before = arith.muli(turn, mosaic.i32(_SIZES // _TURNS))
     before = arith.addi(before, mosaic.i32((result * _ROWS + row) * _THREADS * _WORDS))
     return arith.addi(arith.muli(mosaic.thread(), mosaic.i32(_WORDS)), before)
-
-
-def _fetched(shared: Any, turn: Value, row: int) -> _Operands:
-    """Loads the operands of a row of this thread's patch of a turn; see `_Tile.fetch`."""
-    dhidden, values, scalars = (_own_words(shared, turn, k, row) for k in range(_RESULTS))
-    *scales, weight = [arith.bitcast(mosaic.float_type(), word) for word in scalars[:3]]
-    return _Operands(dhidden, [values[:2], values[2:]], scales, weight)
 
 
 def _own_words(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
