@@ -55,10 +55,9 @@ ELSEWHERE = {
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # Kernels in one table share tests; float8 kernels are tested with their operands'
     # quantization.
-    "pallas_kernels/matmul/packed.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/matmul/quantize.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/matmul/quantize_matrices.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/matmul/quantized_tiles.py": "tests/kernels/matmul/test_float8.py",
+    "pallas_kernels/matmul/packed.py": "tests/kernels/matmul/test_quantize.py",
+    "pallas_kernels/matmul/quantize_matrices.py": "tests/kernels/matmul/test_quantize.py",
+    "pallas_kernels/matmul/quantized_tiles.py": "tests/kernels/matmul/test_quantize.py",
     "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",

@@ -26,25 +26,20 @@ blocks fit on a multiprocessor, and one computes while the other waits for memor
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.packed import Packed
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
     Tile,
-    load_tile,
     max_of,
     on_tiles,
     past,
@@ -54,7 +49,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     share,
     shared_numbers,
     shared_words,
-    store_kept,
     with_shuffled,
     word_at,
 )
@@ -147,8 +141,6 @@ def gate_gradient(
     up: Scaled,
     weights: jax.Array,
     blocks: jax.Array,
-    *,
-    interpret: Any = None,
 ) -> GateGradient:
     """Computes the gradients of gate and up from the gradient of w * h, where h = act(gate, up).
 
@@ -164,7 +156,6 @@ def gate_gradient(
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`. P is the number of rows with padding, in which each group starts at a
         multiple of 128.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       The gradients of gate and up, the hidden values w * h, and sums for the gradient of w. All
@@ -189,11 +180,9 @@ def gate_gradient(
         blocks,
         [*[values, scales] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, scales],
         emit,
-        functools.partial(_interpreted, gating),
         width=width,
         num_warps=_WARPS,
         num_shared=_SHARED,
-        interpret=interpret,
     )
     rows, turned, dweights = results[:4], results[4:-1], results[-1]
     return GateGradient(
@@ -202,52 +191,6 @@ def gate_gradient(
         TransposedRows(*turned[4:]),
         dweights,
     )
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    # Rounds to bfloat16. XLA may optimize away a conversion to bfloat16 and back, but it keeps
-    # reduce_precision.
-    return lax.reduce_precision(x, 8, 7)
-
-
-def _interpreted(
-    gating: Elementwise, refs: Any, block: Any, column: Any, first: Any, count: Any
-) -> None:
-    """Computes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
-
-    `refs` are references to the kernel's operands, without `blocks`, and to its results. The other
-    arguments are the attributes of `_Tile` with the same names.
-    """
-    (dhidden, gate, gate_scales, up, up_scales, weights), outs = refs[:6], refs[6:]
-    columns = pl.ds(column * BLOCK, BLOCK)
-    exists = (jnp.arange(BLOCK) < count)[:, None]
-
-    def load(ref: Any, scales: Any = None) -> Any:
-        scale = None if scales is None else lambda row: scales[row, column]
-        return load_tile(ref, first, count, columns, scale)
-
-    def weight(i: Any, of_rows: Any) -> Any:
-        return of_rows.at[i].set(weights[first + jnp.where(i < count, i, 0)])
-
-    of_rows = lax.fori_loop(0, BLOCK, weight, jnp.zeros(BLOCK, jnp.float32))
-    grad, numbers = load(dhidden), (load(gate, gate_scales), load(up, up_scales))
-    hidden, dgate, dup = gating.function(*numbers, grad * of_rows[:, None])
-    results = [_rounded(each) for each in (dgate, dup, hidden * of_rows[:, None])]
-    results = [jnp.where(exists, each, 0) for each in results]
-    sums = jnp.sum(jnp.where(exists, grad * hidden, 0), axis=1)
-    for k, each in enumerate(results[:_WITH_ROWS]):
-        store_kept(outs[2 * k], outs[2 * k + 1], each, first, count, column)
-
-    def store_sum(i: Any, _: Any) -> None:
-        @pl.when(i < count)
-        def _() -> None:
-            outs[-1][first + i, column] = sums[i]
-
-    lax.fori_loop(0, BLOCK, store_sum, None)
-    for k, each in enumerate(results):
-        values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(each)
-        outs[4 + 2 * k][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
-        outs[5 + 2 * k][block, column] = scales[0, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,16 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import Float8
 from pallas_kernels.matmul.quantized_tiles import (
     Scaled,
     Tile,
-    load_tile,
     max_of,
     on_tiles,
     past,
@@ -43,7 +40,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     scale_of,
     share,
     shared_numbers,
-    store_kept,
     with_shuffled,
     word_at,
 )
@@ -69,7 +65,6 @@ def quantize_rows(
     blocks: jax.Array,
     *,
     keep_order: bool,
-    interpret: Any = None,
 ) -> tuple[Scaled | None, TransposedRows]:
     """Quantizes rows to float8_e4m3fn, and transposes them.
 
@@ -80,7 +75,6 @@ def quantize_rows(
         multiple of 128.
       keep_order: whether to return the quantized rows also without the transposition, with a scale
         for each 128 columns of a row.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Past the last
@@ -100,7 +94,7 @@ def quantize_rows(
         jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
     ]
-    results = job.run(out_type, rows, blocks, interpret)
+    results = job.run(out_type, rows, blocks)
     *kept, values, scales = results
     return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
 
@@ -120,46 +114,25 @@ class _Job:
     num_blocks: int
     by_row: bool
 
-    def run(self, out_type: Any, rows: jax.Array, blocks: jax.Array, interpret: Any) -> Any:
+    def run(self, out_type: Any, rows: jax.Array, blocks: jax.Array) -> Any:
         return on_tiles(
             "quantize_tiles",
             [rows],
             blocks,
             out_type,
             self.emit,
-            self.interpreted,
             width=self.width,
             num_warps=_WARPS,
             num_shared=_SIDES * BLOCK + _WARPS,
-            interpret=interpret,
         )
-
-    def interpreted(self, refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
-        """Quantizes a tile by JAX operations in Pallas' interpreter, where `emit` cannot run.
-
-        Args:
-          refs: references to the input and the outputs.
-          block: the index of the tile's block of 128 rows.
-          column: the tile's columns begin at 128 * column.
-          first: the block's first row in the input.
-          count: the number of rows that the block has; the rest of its 128 rows is padding.
-        """
-        source, *outs = refs
-        columns = pl.ds(column * BLOCK, BLOCK)
-        tile = load_tile(source, first, count, columns)
-        if self.by_row:
-            store_kept(outs[0], outs[1], tile, first, count, column)
-        values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
-        outs[-1][block, column] = scales[0, 0]
-        outs[-2][columns, pl.ds(block * BLOCK, BLOCK)] = values.T
 
     def emit(
         self, memrefs: list[Any], block: Value, column: Value, first: Value, count: Value
     ) -> None:
         """Emits the code by which a thread quantizes its elements of a tile.
 
-        `memrefs` are the input, the outputs, and shared memory. The other arguments are those of
-        `interpreted`.
+        `memrefs` are the input, the outputs, and shared memory. The other arguments are the
+        attributes of `_Tile` with the same names.
         """
         source, *outs, shared = memrefs
         i32 = mosaic.i32

@@ -22,13 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import Float8
-from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.packed import Packed
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
@@ -65,12 +62,11 @@ def _warps_of(packed: Packed) -> int:
     return _SIDES * BLOCK // (_rows_of(packed) * _DOWN)
 
 
-def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
+def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     """Quantizes matrices to float8_e4m3fn; returns the quantized matrices and their transposes.
 
     Args:
       matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       (matrices [L, K, N], transposed matrices [L, N, K]).
@@ -80,15 +76,6 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
 
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
         _emit(memrefs, packed, height, width, block, column)
-
-    def interpreted(refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
-        source, values, transposed, scales = refs
-        tile = pl.ds(block * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
-        rounded, scale = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(source[tile])
-        values[tile], scales[block, column] = rounded, scale[0, 0]
-        matrix, row = quotient_and_rest(block * BLOCK, jnp.int32(height))
-        at = pl.ds(matrix * width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
-        transposed[at] = rounded.T
 
     num_blocks = num_matrices * height // BLOCK
     values, transposed, scales = on_tiles(
@@ -101,11 +88,9 @@ def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Sc
             jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
         emit,
-        interpreted,
         width=width,
         num_warps=_warps_of(packed),
         num_shared=_warps_of(packed),
-        interpret=interpret,
     )
     scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
     return (

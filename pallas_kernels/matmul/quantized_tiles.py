@@ -52,12 +52,10 @@ def on_tiles(
     blocks: jax.Array | None,
     out_type: Sequence[jax.ShapeDtypeStruct],
     emit: Callable[..., None],
-    interpreted: Callable[..., None],
     *,
     width: int,
     num_warps: int,
     num_shared: int = 0,
-    interpret: Any = None,
 ) -> list[jax.Array]:
     """Runs a kernel with a thread block for each tile of 128 rows by 128 columns.
 
@@ -74,12 +72,9 @@ def on_tiles(
         the operands, the results and, with `num_shared`, the shared memory. `block` is the index of
         the tile's block of rows, and the tile's columns begin at 128 * column. `first` and `count`
         are the block's first row and its number of rows.
-      interpreted: `interpreted(refs, block, column, first, count)` computes the same by JAX
-        operations in Pallas' interpreter, where `emit` cannot run. `refs` has no shared memory.
       width: number of columns, a multiple of 128.
       num_warps: number of warps of a thread block.
       num_shared: number of 32-bit numbers in shared memory.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
     """
     tiles, num_operands = width // BLOCK, len(operands)
 
@@ -97,10 +92,6 @@ def on_tiles(
             arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
 
         def run() -> None:
-            if interpret:
-                is_first = lax.axis_index("warpgroup") == 0
-                pl.when(is_first)(lambda: interpreted(arrays, *numbers))
-                return
             memrefs = [*arrays, *scratch.values()]
             layouts = [mosaic.REFERENCE] * len(memrefs) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(emit_tile, [*memrefs, *numbers], layouts)
@@ -124,7 +115,6 @@ def on_tiles(
         grid=(num_blocks * tiles,),
         grid_names=("tile",),
         auto_barriers=False,
-        interpret=interpret,
         kernel_name=name,
     )(*operands, *(() if blocks is None else (blocks,)))
 
@@ -153,50 +143,6 @@ class Tile:
         """
         exists = mosaic.below(row, self.count)
         return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
-
-
-def store_kept(values_ref, scales_ref, tile, first, count, column):
-    """Quantizes the first `count` rows of a tile in Pallas' interpreter, and stores them.
-
-    Args:
-      values_ref: [R, K] float8, gets the quantized rows from row `first` on, in the 128 columns
-        that begin at 128 * `column`.
-      scales_ref: [R, K / 128] float32, gets the scale of each of these rows, in column `column`.
-      tile: [128, 128] float32.
-      first: the row of the outputs for row 0 of `tile`.
-      count: the number of rows to store.
-      column: the index of the tile's 128 columns.
-    """
-    values, scales = FLOAT8_ROWS.encode(tile)
-
-    def store(i: Any, _: Any) -> None:
-        @pl.when(i < count)
-        def _() -> None:
-            values_ref[first + i, pl.ds(column * BLOCK, BLOCK)] = values[i]
-            scales_ref[first + i, column] = scales[i, 0]
-
-    lax.fori_loop(0, BLOCK, store, None)
-
-
-def load_tile(ref: Any, first: Any, count: Any, columns: Any, scales: Any = None) -> jax.Array:
-    """Loads a tile of a block of rows in Pallas' interpreter: [128, 128] float32.
-
-    Args:
-      ref: reference to rows.
-      first: the block's first row.
-      count: number of rows of the block. The tile's other rows become zero.
-      columns: the slice of the tile's columns.
-      scales: for quantized rows, `scales(row)` returns the scale of a row in these columns.
-    """
-
-    def load(i: Any, tile: jax.Array) -> jax.Array:
-        row = first + jnp.where(i < count, i, 0)
-        numbers = ref[row, columns].astype(jnp.float32)
-        if scales is not None:
-            numbers *= scales(row)
-        return tile.at[i].set(jnp.where(i < count, numbers, 0))
-
-    return lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
 
 
 def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:

@@ -25,8 +25,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
@@ -44,7 +42,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     shared_numbers,
     word_at,
 )
-from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
+from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # A thread handles a patch of 8 rows by 8 columns. A row of the patch is two 32-bit words, of four
 # float8 values each.
@@ -58,7 +56,7 @@ _SIDES = BLOCK // (_PATCH * _ACROSS)
 _WARPS = _SIDES * BLOCK // (_PATCH * _DOWN)
 
 
-def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) -> TransposedRows:
+def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
     """Transposes quantized rows, with one scale for each 128 rows by 128 columns.
 
     Args:
@@ -66,7 +64,6 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`. P is the number of rows with padding, in which each group starts at a
         multiple of 128.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       The transposed rows, values [K, P] and scales [P / 128, K / 128]. If a block has fewer than
@@ -86,35 +83,11 @@ def transpose_rows(rows: Scaled, blocks: jax.Array, *, interpret: Any = None) ->
             jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
         emit,
-        _interpreted,
         width=width,
         num_warps=_WARPS,
         num_shared=BLOCK,
-        interpret=interpret,
     )
     return TransposedRows(*results)
-
-
-def _interpreted(refs: Any, block: Any, column: Any, first: Any, count: Any) -> None:
-    """Transposes a tile by JAX operations in Pallas' interpreter, where `_Tile` cannot run.
-
-    `refs` are references to the input and the results. The other arguments are the attributes of
-    `_Tile` with the same names.
-    """
-    values, scales, out, out_scales = refs
-    columns = pl.ds(column * BLOCK, BLOCK)
-
-    def load(i: Any, tile: Any) -> Any:
-        row = first + jnp.where(i < count, i, 0)
-        return (
-            tile[0].at[i].set(values[row, columns]),
-            tile[1].at[i].set(jnp.where(i < count, scales[row, column], 0)),
-        )
-
-    nothing = jnp.zeros((BLOCK, BLOCK), values.dtype), jnp.zeros(BLOCK, jnp.float32)
-    tile, scale = with_shared_scales(*lax.fori_loop(0, BLOCK, load, nothing))
-    out[columns, pl.ds(block * BLOCK, BLOCK)] = tile.T
-    out_scales[block, column] = scale
 
 
 @dataclasses.dataclass(frozen=True)

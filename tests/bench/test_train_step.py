@@ -151,3 +151,8 @@ def test_shapes_of_a_state_are_those_of_the_state():
         shapes = train_step.init_state(MODEL, OPTIMIZER, layout, SEQ_LEN, only_shapes=True)
     state, _ = one_step((1, 1), 1)
     assert jax.tree.map(np.shape, state) == jax.tree.map(lambda x: x.shape, shapes)
+
+
+def test_xla_knows_the_compiler_options():
+    add = jax.jit(lambda x: x + 1, compiler_options=train_step.GPU_COMPILER_OPTIONS)
+    assert add(1.0) == 2.0

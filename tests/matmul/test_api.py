@@ -18,6 +18,7 @@ from support.matmuls import available_implementations
 from support.meshes import cuda_mesh
 from support.selection import quick
 
+from jax_ep.matmul import pallas
 from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
     drhs_of_each,
@@ -562,3 +563,8 @@ def test_what_runs_where():
     if jax.default_backend() == "cpu":
         assert (reason("pallas", "cuda") is None) == KERNELS_RUN
     assert reason("pallas", "cpu") is not None
+
+
+def test_only_large_products_run_in_waves():
+    for lengths, num_waves in (((1024, 2048, 768), 1), ((98304, 2048, 768), 2), ((10**5,) * 3, 4)):
+        assert pallas.launch_size(*lengths)["num_waves"] == num_waves

@@ -14,7 +14,6 @@ from support import simulator
 from support.float8 import (
     assert_encodes,
     assert_gated_within_bound,
-    assert_same_numbers,
     assert_within_bound,
 )
 from support.simulator import interpret, simulated
@@ -22,7 +21,7 @@ from support.simulator import interpret, simulated
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, quantize, quantize_matrices
+from pallas_kernels.matmul import float8
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -162,37 +161,3 @@ def test_gradient_of_matrices(kinds):
         # Group 1 is empty, so its gradient is zero.
         assert not mine[1].astype(np.float32).any()
         assert_within_bound(mine, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
-
-
-@simulated
-@pytest.mark.parametrize("keep_order", [False, True])
-def test_quantized_rows(keep_order):
-    x = rows_of(operands.numbers("skewed", (LIVE, 256)))
-    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    kept, got = interpret(
-        lambda: quantize.quantize_rows(
-            jnp.asarray(x), blocks, keep_order=keep_order, interpret=simulator.INTERPRETER
-        )
-    )
-    want = operands.transposed_rows(x, SIZES)
-    assert_same_numbers(*(operands.live_blocks(each, SIZES) for each in (got, want)))
-    assert (kept is not None) == keep_order
-    if keep_order:
-        in_order = operands.rows(x)
-        assert_same_numbers(
-            [part[:LIVE] for part in kept], [in_order.values[:LIVE], in_order.scales[:LIVE]]
-        )
-
-
-@simulated
-def test_quantized_matrices():
-    matrices = jax.random.normal(jax.random.key(0), (2, 256, 128), jnp.bfloat16)
-    got = interpret(
-        lambda: quantize_matrices.quantize_matrices(matrices, interpret=simulator.INTERPRETER)
-    )
-    x = np.asarray(matrices.astype(jnp.float32))
-    for mine, want in zip(
-        got, (operands.matrices(x), operands.transposed_matrices(x)), strict=True
-    ):
-        for part, expected in zip(mine, (want.values, want.scales), strict=True):
-            assert np.asarray(part).tobytes() == np.asarray(expected).tobytes()

@@ -1,13 +1,12 @@
-"""Tests of the kernel of a gate's gradient, in Pallas' GPU interpreter."""
+"""Tests of the kernel of a gate's gradient, by the code that it emits."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import emitted
 from support import float8 as operands
-from support import simulator
-from support.simulator import interpret, simulated
 
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from jax_ep.matmul.float8 import GateGradient
@@ -18,27 +17,24 @@ from pallas_kernels.matmul.row_blocks import row_blocks
 SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE
 
 
-@simulated
 @pytest.mark.parametrize(
     ("kind", "gating"), [("random", operands.shifted), ("nan", operands.swiglu)]
 )
-def test_gate_gradient(kind, gating):
+def test_gate_gradient(monkeypatch, kind, gating):
+    emitted.emulate(monkeypatch)
     dhidden = np.asarray(jnp.asarray(operands.rows_in_blocks("random"), jnp.bfloat16))
     gate, up = (
         operands.rows(operands.rows_in_blocks(each, i)) for i, each in enumerate((kind, "random"))
     )
     weights = np.random.default_rng(0).random(ROWS, np.float32)
     blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), ROWS)
-    got = interpret(
-        lambda: gate_gradient.gate_gradient(
-            gate_gradient.gradient_of(gating),
-            jnp.asarray(dhidden),
-            Scaled(gate.values, gate.scales),
-            Scaled(up.values, up.scales),
-            jnp.asarray(weights),
-            blocks,
-            interpret=simulator.INTERPRETER,
-        )
+    got = gate_gradient.gate_gradient(
+        gate_gradient.gradient_of(gating),
+        jnp.asarray(dhidden),
+        Scaled(gate.values, gate.scales),
+        Scaled(up.values, up.scales),
+        jnp.asarray(weights),
+        blocks,
     )
     rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in got.dpre]
     whole = GateGradient(

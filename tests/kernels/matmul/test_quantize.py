@@ -1,0 +1,48 @@
+"""Tests of the kernels that quantize rows and matrices to float8, by the code that they emit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import emitted
+from support import float8 as operands
+from support.float8 import assert_same_numbers
+
+from pallas_kernels.matmul.quantize import quantize_rows
+from pallas_kernels.matmul.quantize_matrices import quantize_matrices
+from pallas_kernels.matmul.row_blocks import row_blocks
+
+SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE
+KINDS = ["random", "skewed", "zero", "nan", "infinity", "subnormal"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_matrices(monkeypatch, kind, dtype):
+    emitted.emulate(monkeypatch)
+    matrices = jnp.asarray(operands.numbers(kind, (2, 256, 128)), dtype)
+    x = np.asarray(matrices.astype(jnp.float32))
+    wanted = operands.matrices(x), operands.transposed_matrices(x)
+    for mine, want in zip(quantize_matrices(matrices), wanted, strict=True):
+        for part, expected in zip(mine, (want.values, want.scales), strict=True):
+            assert np.asarray(part).tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_rows(monkeypatch, kind, dtype, keep_order):
+    emitted.emulate(monkeypatch)
+    rows = jnp.asarray(operands.rows_in_blocks(kind), dtype)
+    x = np.asarray(rows.astype(jnp.float32))
+    blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), ROWS)
+    kept, got = quantize_rows(rows, blocks, keep_order=keep_order)
+    want = operands.transposed_rows(x, SIZES)
+    assert_same_numbers(*(operands.live_blocks(each, SIZES) for each in (got, want)))
+    assert (kept is not None) == keep_order
+    if keep_order:
+        in_order = operands.rows(x)
+        assert_same_numbers(
+            [part[:LIVE] for part in kept], [in_order.values[:LIVE], in_order.scales[:LIVE]]
+        )

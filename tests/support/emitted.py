@@ -1,0 +1,367 @@
+"""Runs the code that kernels emit for one thread on a CPU, in NumPy, to test it without a GPU.
+
+Some kernels emit their code operation by operation, which Pallas' interpreter cannot run. Here
+these operations compute at once, for all threads of a thread block together. A value is an array
+[threads, turns], or one that broadcasts to it; in `mosaic.repeat`, all turns are computed together.
+So a turn must not read what another turn writes.
+
+Loads and stores must be aligned and within their array, and two warps must not access the same word
+of shared memory, one of them by a store, without a barrier in between. Else AssertionError is
+raised. Results begin as poison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.fabric import elementwise, float8, mosaic
+from pallas_kernels.matmul import (
+    gate_gradient,
+    packed,
+    quantize,
+    quantize_matrices,
+    quantized_tiles,
+    transpose,
+)
+from pallas_kernels.matmul.row_blocks import BLOCK
+
+_KERNELS = gate_gradient, quantize, quantize_matrices, transpose
+_MODULES = elementwise, float8, packed, quantized_tiles, *_KERNELS
+_WARP = 32
+_POISON = 0xCD
+_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+
+
+class VectorType(NamedTuple):
+    length: int
+    element: Any
+
+
+class Pointer(NamedTuple):
+    """A pointer of each thread: an array, and offsets in it in bytes."""
+
+    memory: Memory
+    offset: Any
+
+
+class Memory:
+    """An array in memory, as bytes. In shared memory, it knows which warps have accessed a word."""
+
+    def __init__(self, array: np.ndarray, is_shared: bool = False):
+        self.dtype = array.dtype
+        self.bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.is_shared = is_shared
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets who has accessed which word, at a barrier of the thread block."""
+        size = len(self.bytes) // 4 if self.is_shared else 0
+        self.readers = np.full(size, -1)
+        self.writers = np.full(size, -1)
+
+    def check(self, words: np.ndarray, warps: np.ndarray, *earlier: np.ndarray) -> None:
+        for of_words in earlier:
+            before = of_words[words]
+            assert np.all((before == -1) | (before == warps)), "no barrier between two warps"
+
+
+class Emulator:
+    """Emulates the modules `mosaic`, `arith`, `llvm` and `vector` for a thread block."""
+
+    def __init__(self, num_threads: int):
+        self.thread = np.arange(num_threads, dtype=np.uint32)[:, None]
+        self.active: Any = np.ones((1, 1), bool)
+        self.shared: list[Memory] = []
+        self.mosaic = types.SimpleNamespace(
+            **{name: getattr(mosaic, name) for name in ("REFERENCE", "SCALAR", "inline", "kernel")},
+            i32=lambda value: np.full((1, 1), value & 0xFFFFFFFF, np.uint32),
+            i64=lambda value: np.full((1, 1), value, np.uint64),
+            f32=lambda value: np.full((1, 1), value, np.float32),
+            integer_type=lambda bits: np.dtype(f"uint{bits}"),
+            float_type=lambda: np.dtype(np.float32),
+            element_type=np.dtype,
+            vector_type=VectorType,
+            element_of=lambda memory: memory.dtype,
+            bytes_of=lambda dtype: dtype.itemsize,
+            equal=np.equal,
+            below=np.less,
+            thread=lambda: self.thread,
+            pointer=lambda memory: Pointer(memory, np.zeros((1, 1), np.int64)),
+            element_pointer=_element_pointer,
+            when=self.when,
+            repeat=self.repeat,
+            unless=self.unless,
+            asm=lambda text, _, *operands, returns=None: _ptx(text, operands),
+            chosen_bytes=lambda *words: _ptx("prmt.b32 $0, $1, $2, $3;", words),
+            warp_max=self.warp_max,
+            shuffle=self.shuffle,
+            block_barrier=self.block_barrier,
+        )
+        self.arith = types.SimpleNamespace(
+            **{name: ufunc for ufunc, names in _ARITHMETIC.items() for name in names},
+            CmpIPredicate=types.SimpleNamespace(eq=np.equal, ult=np.less),
+            cmpi=lambda compare, a, b: compare(a, b),
+            select=np.where,
+            bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
+            extui=lambda dtype, x: x.astype(dtype),
+            extf=lambda dtype, x: x.astype(dtype),
+            trunci=lambda dtype, x: x.astype(dtype),
+        )
+        self.llvm = types.SimpleNamespace(
+            load=self.load,
+            store=self.store,
+            inline_asm=lambda _, operands, text, *__, **___: _ptx(text, operands),
+            bitcast=lambda kind, x: _halves(x, kind.element),
+            extractelement=lambda vector, index: vector[int(index.flat[0])],
+        )
+        self.vector = types.SimpleNamespace(
+            from_elements=lambda kind, elements: list(elements),
+            extract=lambda vector, _, index: vector[index[0]],
+        )
+
+    @contextlib.contextmanager
+    def when(self, condition: Any) -> Iterator[None]:
+        before, self.active = self.active, self.active & condition
+        yield
+        self.active = before
+
+    @contextlib.contextmanager
+    def repeat(self, count: int) -> Iterator[Any]:
+        yield np.arange(count, dtype=np.uint32)[None]
+
+    def unless(self, condition: Any, function: Callable[[], Any], values: list[Any]) -> list[Any]:
+        with self.when(~condition):
+            found = function()
+        return [np.where(condition, a, b) for a, b in zip(values, found, strict=True)]
+
+    def block_barrier(self) -> None:
+        for memory in self.shared:
+            memory.forget()
+
+    def warp_max(self, word: Any) -> Any:
+        of_warps = self._of_all(word).reshape(-1, _WARP, np.shape(word)[1])
+        return np.repeat(of_warps.max(1), _WARP, axis=0)
+
+    def shuffle(self, word: Any, distance: int) -> Any:
+        return self._of_all(word)[self.thread[:, 0] ^ distance]
+
+    def load(self, kind: Any, pointer: Pointer, alignment: int = 0) -> Any:
+        length, dtype = kind if isinstance(kind, VectorType) else (1, kind)
+        at, active = self._places(pointer, length * dtype.itemsize, alignment or dtype.itemsize)
+        memory = pointer.memory
+        if memory.is_shared:
+            words, warps = at[active] // 4, self._warps(active)
+            for i in range(length):
+                memory.check(words + i, warps, memory.writers)
+                memory.readers[words + i] = warps
+        found = []
+        for i in range(length):
+            places = (at + i * dtype.itemsize)[..., None] + np.arange(dtype.itemsize)
+            loaded = memory.bytes[np.where(active[..., None], places, 0)]
+            found.append(loaded.view(dtype)[..., 0])
+        return found if isinstance(kind, VectorType) else found[0]
+
+    def store(self, value: Any, pointer: Pointer, alignment: int = 0) -> None:
+        elements = value if isinstance(value, list) else [value]
+        size = elements[0].dtype.itemsize
+        at, active = self._places(pointer, len(elements) * size, alignment or size)
+        memory = pointer.memory
+        for i, element in enumerate(elements):
+            if memory.is_shared:
+                words, warps = at[active] // 4 + i, self._warps(active)
+                memory.check(words, warps, memory.readers, memory.writers)
+                memory.writers[words] = warps
+            element = np.ascontiguousarray(np.broadcast_to(element, at.shape))
+            as_bytes = element[..., None].view(np.uint8)
+            places = (at + i * size)[..., None] + np.arange(size)
+            memory.bytes[places[active]] = as_bytes[active]
+
+    def _places(self, pointer: Pointer, size: int, alignment: int) -> tuple[Any, Any]:
+        """Returns the offsets of all threads and turns, and which of these are active."""
+        offset, active = np.broadcast_arrays(pointer.offset, self.active & (self.thread >= 0))
+        offset = np.broadcast_to(offset, np.broadcast_shapes(offset.shape, self.thread.shape))
+        used = offset[active]
+        assert np.all(used % alignment == 0), "an access is not aligned"
+        assert np.all((used >= 0) & (used + size <= len(pointer.memory.bytes))), "out of bounds"
+        return offset, active
+
+    def _warps(self, active: Any) -> Any:
+        return np.broadcast_to(self.thread // _WARP, active.shape)[active].astype(np.int64)
+
+    def _of_all(self, word: Any) -> Any:
+        return np.broadcast_to(word, np.broadcast_shapes(np.shape(word), self.thread.shape))
+
+
+_ARITHMETIC: dict[Any, tuple[str, ...]] = {
+    np.add: ("addi", "addf"),
+    np.subtract: ("subi",),
+    np.multiply: ("muli", "mulf"),
+    np.floor_divide: ("divui",),
+    np.remainder: ("remui",),
+    np.bitwise_and: ("andi",),
+    np.bitwise_or: ("ori",),
+    np.left_shift: ("shli",),
+    np.right_shift: ("shrui",),
+    np.maximum: ("maxui", "maximumf"),
+}
+
+
+def _element_pointer(pointer: Pointer, index: Any, element: Any) -> Pointer:
+    return Pointer(pointer.memory, pointer.offset + index.astype(np.int64) * element.itemsize)
+
+
+def _halves(word: Any, dtype: Any) -> list[Any]:
+    """Returns the two numbers of 16 bits of a word, the low half first."""
+    return [(word >> np.uint32(shift)).astype(np.uint16).view(dtype) for shift in (0, 16)]
+
+
+def _word(low: Any, high: Any) -> Any:
+    """Packs two numbers of 16 bits in a word."""
+    low, high = (each.view(np.uint16).astype(np.uint32) for each in np.broadcast_arrays(low, high))
+    return low | high << np.uint32(16)
+
+
+def _ptx(text: str, operands: Sequence[Any]) -> Any:
+    """Computes an instruction of inline PTX, or a few of them."""
+    for pattern, function in _PTX.items():
+        if match := re.search(pattern, text):
+            with np.errstate(all="ignore"):
+                return function(*operands, *match.groups())
+    raise NotImplementedError(text)
+
+
+def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Applies a function of float arrays to the numbers of words of a PTX type."""
+
+    def of_words(*operands: Any) -> Any:
+        *words, kind = operands
+        if kind == "f32":
+            found = function(*(word.view(np.float32) for word in words))
+            return found.astype(np.float32).view(np.uint32)
+        dtype = np.dtype({"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}[kind])
+        both = zip(*(_halves(word, dtype) for word in words), strict=True)
+        return _word(*(function(*numbers).astype(dtype) for numbers in both))
+
+    return of_words
+
+
+def _larger_magnitude(a: Any, b: Any) -> Any:
+    largest = np.fmax(np.abs(a), np.abs(b)).astype(a.dtype)
+    return np.where(np.signbit(a) ^ np.signbit(b), -largest, largest)
+
+
+def _float8_word(*numbers: Any) -> Any:
+    word = np.uint32(0)
+    for i, number in enumerate(numbers):
+        rounded = np.clip(number, -448, 448).astype(_FLOAT8).view(np.uint8)
+        rounded = np.where(np.isnan(number), np.uint8(0x7F), rounded)
+        word = word | rounded.astype(np.uint32) << np.uint32(8 * i)
+    return word
+
+
+def _chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
+    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    word = np.uint32(0)
+    for i in range(4):
+        byte = selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(7)
+        chosen = both >> byte * np.uint64(8) & np.uint64(0xFF)
+        word = word | chosen.astype(np.uint32) << np.uint32(8 * i)
+    return word
+
+
+def _widened(pair: Any) -> Any:
+    both = ((pair >> np.uint16(shift)).astype(np.uint8).view(_FLOAT8) for shift in (0, 8))
+    return _word(*(each.astype(np.float16) for each in both))
+
+
+# Maps patterns of inline PTX to functions of the operands, and of the pattern's groups.
+_PTX: dict[str, Callable[..., Any]] = {
+    r"^prmt\.b32 ": _chosen_bytes,
+    r"^fma\.rn\.(\w+) \$0, \$1, \$2, \$1;": _of_numbers(
+        lambda a, b: a.astype(np.float64) * b.astype(np.float64) + a.astype(np.float64)
+    ),
+    r"^max\.xorsign\.abs\.(\w+) ": _of_numbers(_larger_magnitude),
+    r"^fma\.rn\.f32 \$0, \$1, \$2, \$3;": lambda a, b, c: (a.astype(np.float64) * b + c).astype(
+        np.float32
+    ),
+    r"^rcp\.(?:rn|approx|approx\.ftz)\.f32 ": lambda x: np.float32(1) / x,
+    r"^div\.full\.f32 ": np.divide,
+    r"^ex2\.approx\.ftz\.f32 ": np.exp2,
+    r"^add\.rn\.f32 ": np.add,
+    r"^sub\.rn\.f32 ": np.subtract,
+    r"^mul\.rn\.f32 ": np.multiply,
+    r"^max\.NaN\.f32 ": np.maximum,
+    r"^min\.NaN\.f32 ": np.minimum,
+    r"^neg\.f32 ": np.negative,
+    r"^abs\.f32 ": np.abs,
+    r"cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1": _float8_word,
+    r"^cvt\.rn\.f16x2\.e4m3x2 ": _widened,
+    r"^cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;": lambda low, high: _word(
+        low.astype(jnp.bfloat16), high.astype(jnp.bfloat16)
+    ),
+}
+
+
+def _on_tiles(
+    name: str,
+    operands: Sequence[jax.Array],
+    blocks: jax.Array | None,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    emit: Callable[..., None],
+    *,
+    width: int,
+    num_warps: int,
+    num_shared: int = 0,
+) -> list[np.ndarray]:
+    """Runs a kernel like `quantized_tiles.on_tiles`, with the code that `emit` emits."""
+    ins = [Memory(np.asarray(operand)) for operand in operands]
+    outs = []
+    for out in out_type:
+        size = out.size * jnp.dtype(out.dtype).itemsize
+        outs.append(Memory(np.full(size, _POISON, np.uint8).view(out.dtype)))
+    if blocks is None:
+        firsts = range(0, operands[0].shape[0], BLOCK)
+        table = [(first, BLOCK) for first in firsts]
+    else:
+        table = np.asarray(blocks).tolist()
+    for block, (first, count) in enumerate(table):
+        for column in range(width // BLOCK if count else 0):
+            emulator = Emulator(num_warps * _WARP)
+            shared = np.full(num_shared, np.nan, np.float32)
+            emulator.shared = [Memory(shared, is_shared=True)] if num_shared else []
+            numbers = (np.full((1, 1), n, np.uint32) for n in (block, column, first, count))
+            with _emulated(emulator), np.errstate(all="ignore"):
+                emit([*ins, *outs, *emulator.shared], *numbers)
+    return [
+        memory.bytes.view(out.dtype).reshape(out.shape)
+        for memory, out in zip(outs, out_type, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _emulated(emulator: Emulator) -> Iterator[None]:
+    before = []
+    for module in _MODULES:
+        for name in ("mosaic", "arith", "llvm", "vector"):
+            if name in vars(module):
+                before.append((module, name, getattr(module, name)))
+                setattr(module, name, getattr(emulator, name))
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def emulate(monkeypatch: Any) -> None:
+    """Makes kernels of tiles run on the CPU, by the code that they emit, until the test ends."""
+    for module in _KERNELS:
+        monkeypatch.setattr(module, "on_tiles", _on_tiles)
