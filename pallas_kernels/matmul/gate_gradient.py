@@ -167,18 +167,19 @@ def gate_gradient(
     height = num_blocks * BLOCK
 
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
-        tile = _Tile(block, column, first, count, gating, width, height)
+        tile = _Tile(block, column, first, count, gating, num_rows, width, height)
         tile.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
     values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
-    scales = jax.ShapeDtypeStruct((num_rows, tiles), jnp.float32)
+    # The next matmuls take the scales of rows transposed.
+    of_rows = jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
     of_blocks = jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32)
     results = on_tiles(
         "gate_gradient_float8",
         [dhidden, *gate, *up, weights],
         blocks,
-        [*[values, scales] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, scales],
+        [*[values, of_rows] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, of_rows],
         emit,
         width=width,
         num_warps=_WARPS,
@@ -186,10 +187,10 @@ def gate_gradient(
     )
     rows, turned, dweights = results[:4], results[4:-1], results[-1]
     return GateGradient(
-        (Scaled(*rows[:2]), Scaled(*rows[2:])),
+        (Scaled(rows[0], rows[1].T), Scaled(rows[2], rows[3].T)),
         (TransposedRows(*turned[:2]), TransposedRows(*turned[2:4])),
         TransposedRows(*turned[4:]),
-        dweights,
+        dweights.T,
     )
 
 
@@ -199,12 +200,14 @@ class _Tile(Tile):
 
     Attributes:
       gating: the function (gate, up, dh) -> (h, dgate, dup).
+      num_rows: the number of rows of the operands.
       width: the number of columns of the operands.
       height: the number of columns of the transposed results: the number of rows, with each group
         padded to a multiple of 128.
     """
 
     gating: Elementwise
+    num_rows: int
     width: int
     height: int
 
@@ -393,7 +396,7 @@ class _Tile(Tile):
                         value = arith.addf(value, arith.bitcast(mosaic.float_type(), each))
                 with mosaic.when(mosaic.below(start, self.count)):
                     row = arith.addi(self.first, start)
-                    llvm.store(value, pointer_to(out, row, tiles, self.column, 4))
+                    llvm.store(value, pointer_to(out, self.column, self.num_rows, row, 4))
         for result in range(_RESULTS):
             with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1 - result))):
                 base = i32(_total_of(result))

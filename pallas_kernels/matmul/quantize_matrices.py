@@ -77,25 +77,26 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
         _emit(memrefs, packed, height, width, block, column)
 
-    num_blocks = num_matrices * height // BLOCK
-    values, transposed, scales = on_tiles(
+    tiles, rows = (num_matrices, height // BLOCK, width // BLOCK), num_matrices * height
+    values, transposed, scales, turned = on_tiles(
         "quantize_matrices",
         [matrices.reshape(-1, width)],
         None,
         [
-            jax.ShapeDtypeStruct((num_blocks * BLOCK, width), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((rows, width), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((rows // BLOCK, width // BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((num_matrices * width // BLOCK, height // BLOCK), jnp.float32),
         ],
         emit,
         width=width,
         num_warps=_warps_of(packed),
         num_shared=_warps_of(packed),
     )
-    scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
+    turned = turned.reshape(num_matrices, tiles[2], tiles[1])
     return (
-        Scaled(values.reshape(matrices.shape), scales),
-        Scaled(transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)),
+        Scaled(values.reshape(matrices.shape), scales.reshape(tiles)),
+        Scaled(transposed.reshape(num_matrices, width, height), turned),
     )
 
 
@@ -112,7 +113,7 @@ def _emit(
       block: the index of the tile's block of 128 rows, counted over all matrices.
       column: the tile's columns begin at 128 * column.
     """
-    source, values, transposed, scales, shared = memrefs
+    source, values, transposed, scales, scales_turned, shared = memrefs
     i32 = mosaic.i32
     thread = mosaic.thread()
     warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
@@ -136,13 +137,17 @@ def _emit(
     mosaic.block_barrier()
     fours = (shared_words(shared, i32(i), 4) for i in range(0, _warps_of(packed), 4))
     scale, factor = scale_of(max_of(size for four in fours for size in four))
+    wide, high = width // BLOCK, height // BLOCK
+    matrix, above = (op(block, i32(high)) for op in (arith.divui, arith.remui))
     with mosaic.when(mosaic.equal(thread, i32(0))):
-        llvm.store(scale, pointer_to(scales, block, width // BLOCK, column, 4))
+        llvm.store(scale, pointer_to(scales, block, wide, column, 4))
+        first = arith.addi(arith.muli(matrix, i32(wide)), column)
+        llvm.store(scale, pointer_to(scales_turned, first, high, above, 4))
 
     in_order = pointer_to(values, arith.addi(top, row), width, left, 1)
-    matrix, above = (op(top, i32(height)) for op in (arith.divui, arith.remui))
     first = arith.addi(arith.muli(matrix, i32(width)), left)
-    turned = pointer_to(transposed, first, height, arith.addi(above, row), 1)
+    above = arith.addi(arith.muli(above, i32(BLOCK)), row)
+    turned = pointer_to(transposed, first, height, above, 1)
 
     rounded = []
     for i, words in enumerate(rows):
