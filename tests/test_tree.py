@@ -56,7 +56,6 @@ ELSEWHERE = {
     # Kernels in one table share tests; float8 kernels are tested with their operands'
     # quantization.
     "pallas_kernels/matmul/packed.py": "tests/kernels/matmul/test_quantize.py",
-    "pallas_kernels/matmul/quantize_matrices.py": "tests/kernels/matmul/test_quantize.py",
     "pallas_kernels/matmul/quantized_tiles.py": "tests/kernels/matmul/test_quantize.py",
     "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",

@@ -17,14 +17,13 @@ from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import gate_gradient as gate_kernel
 from pallas_kernels.matmul import quantize, transpose
-from pallas_kernels.matmul import quantize_matrices as matrices_kernel
 from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
 def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
     with jax.enable_x64(False):
-        return [part for each in matrices_kernel.quantize_matrices(matrices) for part in each]
+        return [part for each in quantize.quantize_matrices(matrices) for part in each]
 
 
 def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.Array]:

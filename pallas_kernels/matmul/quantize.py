@@ -1,34 +1,36 @@
-"""Kernel that quantizes rows to float8, and also transposes them, in one memory pass.
+"""Kernels that quantize rows or matrices to float8, and also transpose them, in one memory pass.
 
 Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
-contracts the columns of the rows. The gradient of the matrices needs the rows and their gradients
-transposed, with scales that are shared by 128 rows. `pallas_kernels.matmul.transpose` transposes
-rows that are already quantized, and `pallas_kernels.matmul.quantize_matrices` quantizes matrices.
+contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
+gradient of the matrices needs the rows and their gradients transposed, with scales that are shared
+by 128 rows. `pallas_kernels.matmul.transpose` transposes rows that are already quantized.
 
-A thread block of 16 warps handles a tile of 128 rows by 128 columns. The diagram shows the patches
-of 4 x 4 elements that the 32 threads of a warp handle in one step:
+A thread block handles a tile of 128 rows by 128 columns, and a thread a patch of 8 columns. The
+patch has 8 rows of 16-bit elements, or 4 of float32:
 
-            16 columns                   A warp handles 32 rows by 32 columns, in 2 steps of 16
-         +--+--+--+--+                   columns. In each step a thread handles 4 x 4 elements:
-    32   |  |  |  |  |  x 2              it stores 4 bytes at a time, to rows of the values and
-    rows +--+--+--+--+                   to rows of the transposed values. A warp's stores to
-         |  |  |  |  |                   transposed values fill whole sectors of 32 bytes.
+            4 patches                    A warp handles 32 columns, and 64 or 32 rows. It stores 32
+         +--+--+--+--+                   bytes of each row: each thread 8 bytes. Of each column it
+    8    |  |  |  |  |                   stores 64 or 32 bytes. Until the scales are known, the
+  patches+--+--+--+--+                   elements stay as they were loaded, two 16-bit numbers in
+         |  |  |  |  |                   a word. Transposed words are made of rounded bytes.
 
-In the transposed array each group starts at a multiple of 128, so that each sum of 128 products
+In the transposed rows each group starts at a multiple of 128, so that each sum of 128 products
 belongs to one group. The padding between groups is zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import WARP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.matmul.packed import Packed
 from pallas_kernels.matmul.quantized_tiles import (
     Scaled,
     Tile,
@@ -40,31 +42,28 @@ from pallas_kernels.matmul.quantized_tiles import (
     scale_of,
     share,
     shared_numbers,
+    shared_words,
+    store_words,
+    transposed_bytes,
     with_shuffled,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-# In each step, a thread handles a patch of 4 rows by 4 columns.
-_PATCH = 4
-# In a step, the patches of a warp's 32 threads lie 4 side by side and 8 above each other.
+# A thread's patch has 8 columns, and as many rows as 32 registers can hold. Four float8 values make
+# a 32-bit word.
+_COLUMNS = 8
+_REGISTERS = 32
+_WORD = 4
+# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 _ACROSS = 4
-# The number of columns that a warp handles in a step.
-_STEP = _PATCH * _ACROSS
-# A tile of 128 x 128 has _STRIPS strips of 32 rows. _SIDES warps, side by side, handle a strip.
-_STRIPS = BLOCK // WARP
-_SIDES = 4
-# The number of columns of a tile that a warp handles in total. It takes `_WALKS` steps for them.
-_WIDTH = BLOCK // _SIDES
-_WALKS = _WIDTH // _STEP
-_WARPS = _STRIPS * _SIDES
+_DOWN = WARP // _ACROSS
+# The number of warps that cover 128 columns.
+_SIDES = BLOCK // (_COLUMNS * _ACROSS)
 
 
 def quantize_rows(
-    rows: jax.Array,
-    blocks: jax.Array,
-    *,
-    keep_order: bool,
+    rows: jax.Array, blocks: jax.Array, *, keep_order: bool
 ) -> tuple[Scaled | None, TransposedRows]:
     """Quantizes rows to float8_e4m3fn, and transposes them.
 
@@ -80,216 +79,262 @@ def quantize_rows(
       (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Past the last
       group, the contents of both are undefined.
     """
-    num_rows, width = rows.shape
-    num_blocks = blocks.shape[0]
-    job = _Job(
-        width=width,
-        num_blocks=num_blocks,
-        by_row=keep_order,
-    )
-    values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
-    scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
-    out_type = [
-        *([values, scales] if keep_order else []),
-        jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
+    (num_rows, width), num_blocks = rows.shape, blocks.shape[0]
+    packed, tiles = Packed(rows.dtype), width // BLOCK
+    kept_types = [
+        jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn),
+        # A matmul takes the scales of rows transposed.
+        jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32),
     ]
-    results = job.run(out_type, rows, blocks)
-    *kept, values, scales = results
-    return Scaled(*kept) if keep_order else None, TransposedRows(values, scales)
+
+    def emit(memrefs: Any, *of_tile: Value) -> None:
+        source, *kept, transposed, scales, shared = memrefs
+        patch = _Patch.of_thread(packed, width, *of_tile)
+        rows = patch.load(source)
+        largest = [packed.largest(words) for words in rows]
+        patch.share_largest(shared, max_of(largest))
+        if kept:
+            patch.share_largest_of_rows(shared, largest)
+        mosaic.block_barrier()
+        scale, factor = patch.scale_of_tile(shared)
+        with mosaic.when(mosaic.equal(patch.thread, mosaic.i32(0))):
+            llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, 4))
+        if kept:
+            patch.finish_rows(shared, kept[1], num_rows)
+            mosaic.block_barrier()
+            patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
+        top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.row)
+        height = num_blocks * BLOCK
+        start = pointer_to(transposed, patch.left, height, top, 1)
+        patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
+
+    *kept, values, scales = on_tiles(
+        "quantize_rows",
+        [rows],
+        blocks,
+        [
+            *(kept_types if keep_order else []),
+            jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32),
+        ],
+        emit,
+        width=width,
+        num_warps=_warps_of(packed),
+        num_shared=_SIDES * BLOCK + _warps_of(packed),
+    )
+    in_order = Scaled(kept[0], kept[1].T) if keep_order else None
+    return in_order, TransposedRows(values, scales)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """The kernel that quantizes and transposes. Its blocks handle tiles of 128 rows by 128 columns.
+def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
+    """Quantizes matrices to float8_e4m3fn; returns the quantized matrices and their transposes.
 
-    Attributes:
-      width: number of columns of the input.
-      num_blocks: number of blocks of 128 rows. There are num_blocks x (width / 128) tiles.
-      by_row: whether the kernel also stores the values without the transposition, with a scale for
-        each 128 columns of a row.
+    A scale belongs to a block of 128 rows by 128 columns. So a matrix and its transpose have the
+    same float8 values and scales.
+
+    Args:
+      matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
+
+    Returns:
+      (matrices [L, K, N], transposed matrices [L, N, K]).
     """
+    num_matrices, height, width = matrices.shape
+    packed, wide, high = Packed(matrices.dtype), width // BLOCK, height // BLOCK
 
-    width: int
-    num_blocks: int
-    by_row: bool
-
-    def run(self, out_type: Any, rows: jax.Array, blocks: jax.Array) -> Any:
-        return on_tiles(
-            "quantize_tiles",
-            [rows],
-            blocks,
-            out_type,
-            self.emit,
-            width=self.width,
-            num_warps=_WARPS,
-            num_shared=_SIDES * BLOCK + _WARPS,
-        )
-
-    def emit(
-        self, memrefs: list[Any], block: Value, column: Value, first: Value, count: Value
-    ) -> None:
-        """Emits the code by which a thread quantizes its elements of a tile.
-
-        `memrefs` are the input, the outputs, and shared memory. The other arguments are the
-        attributes of `_Tile` with the same names.
-        """
-        source, *outs, shared = memrefs
+    def emit(memrefs: Any, *of_tile: Value) -> None:
         i32 = mosaic.i32
-        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
-        strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
-        row = arith.addi(
-            arith.muli(strip, i32(WARP)), arith.muli(arith.divui(lane, i32(_ACROSS)), i32(_PATCH))
-        )
-        place = arith.addi(
-            arith.muli(side, i32(_WIDTH)), arith.muli(arith.remui(lane, i32(_ACROSS)), i32(_PATCH))
-        )
-        left = arith.muli(column, i32(BLOCK))
-        tile = _Tile(block, column, first, count, self, row, place, left)
-        # numbers[step][row][column] are the thread's elements: for each step, a patch of 4 rows by
-        # 4 columns.
-        numbers = tile.load(source)
-
-        # Each warp finds the largest magnitude of all its elements, and with `by_row` also of each
-        # of its rows. Several warps have elements with the same scale, so they exchange these
-        # magnitudes through shared memory.
-        rows = []
-        for i in range(_PATCH):
-            sizes: list[Value] = []
-            for patch in numbers:
-                checked = [_checked(number) for number in patch[i]]
-                patch[i] = [number for number, _ in checked]
-                sizes += (size for _, size in checked)
-            rows.append(max_of(sizes))
-        total = mosaic.warp_max(max_of(rows))
-        if self.by_row:
-            for distance in (1, 2):
-                rows = with_shuffled(rows, distance)
-            with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
-                share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
-        with mosaic.when(mosaic.equal(lane, i32(0))):
-            share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+        source, values, transposed, scales, scales_turned, shared = memrefs
+        patch = _Patch.of_thread(packed, width, *of_tile, is_full=True)
+        rows = patch.load(source)
+        patch.share_largest(shared, packed.largest([word for words in rows for word in words]))
         mosaic.block_barrier()
+        scale, factor = patch.scale_of_tile(shared)
+        matrix, above = (op(patch.block, i32(high)) for op in (arith.divui, arith.remui))
+        with mosaic.when(mosaic.equal(patch.thread, i32(0))):
+            llvm.store(scale, pointer_to(scales, patch.block, wide, patch.column, 4))
+            first = arith.addi(arith.muli(matrix, i32(wide)), patch.column)
+            llvm.store(scale, pointer_to(scales_turned, first, high, above, 4))
+        rounded = patch.rounded(rows, [factor] * len(rows))
+        patch.store_rows(values, rounded)
+        first = arith.addi(arith.muli(matrix, i32(width)), patch.left)
+        above = arith.addi(arith.muli(above, i32(BLOCK)), patch.row)
+        patch.store_transposed(pointer_to(transposed, first, height, above, 1), height, rounded)
 
-        # With `by_row`, one thread for each row computes the row's scale, and overwrites one of the
-        # row's magnitudes in shared memory with 1 / scale. One warp does so for the block's scale.
-        of_block = i32(_SIDES * BLOCK)
-        if self.by_row:
-            with mosaic.when(mosaic.below(mosaic.thread(), i32(BLOCK))):
-                tile.finish_row(shared, outs[1], mosaic.thread())
-        with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1))):
-            at = arith.addi(of_block, arith.remui(lane, i32(_WARPS)))
-            largest = mosaic.warp_max(word_at(shared, at))
-            with mosaic.when(mosaic.equal(lane, i32(0))):
-                scale, factor = scale_of(largest)
-                share(shared, of_block, [arith.bitcast(mosaic.integer_type(32), factor)])
-                llvm.store(scale, pointer_to(outs[-1], block, self.width // BLOCK, column, 4))
-        mosaic.block_barrier()
+    values, transposed, scales, turned = on_tiles(
+        "quantize_matrices",
+        [matrices.reshape(-1, width)],
+        None,
+        [
+            jax.ShapeDtypeStruct((num_matrices * height, width), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_matrices * high, wide), jnp.float32),
+            jax.ShapeDtypeStruct((num_matrices * wide, high), jnp.float32),
+        ],
+        emit,
+        width=width,
+        num_warps=_warps_of(packed),
+        num_shared=_SIDES * BLOCK + _warps_of(packed),
+    )
+    return (
+        Scaled(values.reshape(matrices.shape), scales.reshape(num_matrices, high, wide)),
+        Scaled(
+            transposed.reshape(num_matrices, width, height),
+            turned.reshape(num_matrices, wide, high),
+        ),
+    )
 
-        if self.by_row:
-            of_rows = shared_numbers(shared, row, _PATCH)
-            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in of_rows]] * _WALKS)
-        (factor,) = shared_numbers(shared, of_block, 1)
-        factors = [[factor] * _PATCH] * _WALKS
-        tile.store_transposed(outs[-2], numbers, factors)
+
+def _rows_of(packed: Packed) -> int:
+    """Returns the number of rows of a thread's patch."""
+    return _REGISTERS * 4 // (packed.size * _COLUMNS)
+
+
+def _warps_of(packed: Packed) -> int:
+    """Returns the number of warps that cover a tile."""
+    return _SIDES * BLOCK // (_rows_of(packed) * _DOWN)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile(Tile):
-    """A tile of 128 rows by 128 columns, and the position of this thread's elements in it.
+class _Patch(Tile):
+    """A thread's patch of a tile. Its methods emit code of one thread.
 
-    In each step the thread handles a patch of 4 rows by 4 columns.
+    Shared memory holds two arrays of 32-bit numbers. The first has the largest magnitude of each
+    row in the columns of each side of the tile, and later, for the first side, 1 / scale of the
+    row. The second, from `_SIDES * BLOCK` on, has the largest magnitude of each warp.
 
     Attributes:
-      job: the kernel.
-      row: the first row of the thread's patches, counted in the tile.
-      place: the first column of the thread's patch in the first step, counted in the tile. The
-        patch of the next step begins 16 columns further.
-      left: the tile's first column in the input.
+      packed: the dtype of the elements.
+      width: the number of columns of the input.
+      is_full: whether the tile has 128 rows in any case.
+      thread: the index of the thread.
+      warp, lane: the index of its warp, and of the thread in the warp.
+      side: which of the `_SIDES` parts of 32 columns the warp handles.
+      row: the first row of the patch, counted in the tile.
+      left: the first column of the patch, counted in the input.
     """
 
-    job: _Job
+    packed: Packed
+    width: int
+    is_full: bool
+    thread: Value
+    warp: Value
+    lane: Value
+    side: Value
     row: Value
-    place: Value
     left: Value
 
-    def load(self, source: Any) -> list[list[list[Value]]]:
-        """Loads the thread's elements of the tile, and converts them to float32.
+    @classmethod
+    def of_thread(
+        cls,
+        packed: Packed,
+        width: int,
+        block: Value,
+        column: Value,
+        first: Value,
+        count: Value,
+        *,
+        is_full: bool = False,
+    ) -> _Patch:
+        """Computes where this thread's patch of a tile lies; see `_Patch` for the arguments."""
+        i32, thread = mosaic.i32, mosaic.thread()
+        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
+        strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
+        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
+        row = arith.addi(arith.muli(strip, i32(_DOWN)), down)
+        row = arith.muli(row, i32(_rows_of(packed)))
+        place = arith.addi(arith.muli(side, i32(_ACROSS)), across)
+        left = arith.addi(arith.muli(column, i32(BLOCK)), arith.muli(place, i32(_COLUMNS)))
+        position = thread, warp, lane, side, row, left
+        return cls(block, column, first, count, packed, width, is_full, *position)
 
-        Elements in rows past the block's `count` are 0.
+    def load(self, source: Any) -> list[list[Value]]:
+        """Loads the patch: the words of each of its rows, with NaN in place of infinities.
 
-        Returns:
-          numbers[step][row][column]: for each step, the elements of the thread's 4 x 4 patch.
+        Rows that the tile does not have are zero.
+        """
+        rows, size = [], self.packed.size
+        start = pointer_to(source, arith.addi(self.first, self.row), self.width, self.left, size)
+        for i in range(_rows_of(self.packed)):
+            if self.is_full:
+                words = self.packed.load(past(start, i * self.width * size), _COLUMNS)
+            else:
+                exists, row = self.find(arith.addi(self.row, mosaic.i32(i)))
+                at = pointer_to(source, row, self.width, self.left, size)
+                words = self.packed.load(at, _COLUMNS)
+                words = [arith.select(exists, word, mosaic.i32(0)) for word in words]
+            rows.append(words)
+        return [[self.packed.without_infinities(word) for word in words] for words in rows]
+
+    def share_largest(self, shared: Any, largest: Value) -> None:
+        """Stores the warp's largest magnitude in `shared`; `largest` is the thread's."""
+        largest = mosaic.warp_max(largest)
+        with mosaic.when(mosaic.equal(self.lane, mosaic.i32(0))):
+            share(shared, arith.addi(self.warp, mosaic.i32(_SIDES * BLOCK)), [largest])
+
+    def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
+        """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
+        starts = (_SIDES * BLOCK + i for i in range(0, _warps_of(self.packed), 4))
+        fours = [shared_words(shared, mosaic.i32(start), 4) for start in starts]
+        return scale_of(max_of(size for four in fours for size in four))
+
+    def share_largest_of_rows(self, shared: Any, largest: list[Value]) -> None:
+        """Stores the largest magnitudes of rows in the warp's columns; `largest` is the patch's."""
+        for distance in (1, 2):
+            largest = with_shuffled(largest, distance)
+        at = arith.addi(arith.muli(self.side, mosaic.i32(BLOCK)), self.row)
+        with mosaic.when(mosaic.equal(arith.remui(self.lane, mosaic.i32(_ACROSS)), mosaic.i32(0))):
+            for i in range(0, len(largest), 4):
+                share(shared, arith.addi(at, mosaic.i32(i)), largest[i : i + 4])
+
+    def finish_rows(self, shared: Any, scales: Any, num_rows: int) -> None:
+        """Computes the scale of each row in one thread, and stores it to `scales`, [K / 128, R].
+
+        1 / scale takes the place of one of the row's magnitudes in `shared`.
         """
         i32 = mosaic.i32
-        element = mosaic.element_of(source)
-        size = mosaic.bytes_of(element)
-        zero = mosaic.f32(0.0)
-        numbers: list[list[list[Value]]] = [[] for _ in range(_WALKS)]
-        for i in range(_PATCH):
-            row = arith.addi(self.row, i32(i))
-            exists, row = self.find(row)
-            start = pointer_to(source, row, self.job.width, self.column_of_thread, size)
-            for walk in range(_WALKS):
-                four = _load_four(past(start, walk * _STEP * size), element, size)
-                four = [arith.select(exists, value, zero) for value in four]
-                numbers[walk].append(four)
-        return numbers
+        with mosaic.when(mosaic.below(self.thread, i32(BLOCK))):
+            sides = [arith.addi(self.thread, i32(side * BLOCK)) for side in range(_SIDES)]
+            scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
+            share(shared, self.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
+            with mosaic.when(mosaic.below(self.thread, self.count)):
+                row = arith.addi(self.first, self.thread)
+                llvm.store(scale, pointer_to(scales, self.column, num_rows, row, 4))
 
-    @property
-    def column_of_thread(self) -> Value:
-        return arith.addi(self.left, self.place)
+    def factors_of_rows(self, shared: Any) -> list[Value]:
+        """Returns 1 / scale of each row of the patch."""
+        return [
+            factor
+            for i in range(0, _rows_of(self.packed), 4)
+            for factor in shared_numbers(shared, arith.addi(self.row, mosaic.i32(i)), 4)
+        ]
 
-    def finish_row(self, shared: Any, scales: Any, row: Value) -> None:
-        """Computes the scale of row `row` of the tile from the magnitudes in `shared`.
+    def rounded(self, rows: list[list[Value]], factors: Sequence[Value]) -> list[list[Value]]:
+        """Multiplies each row by its factor, and rounds it to float8; returns words of rows."""
+        found = []
+        for words, factor in zip(rows, factors, strict=True):
+            numbers = [number for word in words for number in self.packed.numbers(word)]
+            fours = (numbers[i : i + _WORD] for i in range(0, _COLUMNS, _WORD))
+            found.append([rounded_word(four, [factor] * _WORD) for four in fours])
+        return found
 
-        Stores 1 / scale to shared[row]. Stores the scale to the array `scales`, unless the row is
-        past the last row of the tile's block.
-        """
-        i32 = mosaic.i32
-        sides = [arith.addi(row, i32(side * BLOCK)) for side in range(_SIDES)]
-        scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
-        share(shared, row, [arith.bitcast(mosaic.integer_type(32), factor)])
-        with mosaic.when(mosaic.below(row, self.count)):
-            row = arith.addi(self.first, row)
-            start = pointer_to(scales, row, self.job.width // BLOCK, self.column, 4)
-            llvm.store(scale, start)
-
-    def store_rows(self, out: Any, numbers: Any, factors: Any) -> None:
+    def store_rows(self, out: Any, rounded: list[list[Value]]) -> None:
+        """Stores the patch's rounded rows, as far as the tile has them."""
         row = arith.addi(self.first, self.row)
-        start = pointer_to(out, row, self.job.width, self.column_of_thread, 1)
-        for i in range(_PATCH):
-            row = arith.addi(self.row, mosaic.i32(i))
-            with mosaic.when(mosaic.below(row, self.count)):
-                for walk in range(_WALKS):
-                    four = rounded_word(numbers[walk][i], factors[walk][i])
-                    at = past(start, i * self.job.width + walk * _STEP)
-                    llvm.store(four, at, alignment=_PATCH)
+        start = pointer_to(out, row, self.width, self.left, 1)
+        for i, words in enumerate(rounded):
+            at = past(start, i * self.width)
+            if self.is_full:
+                store_words(words, at)
+                continue
+            with mosaic.when(mosaic.below(arith.addi(self.row, mosaic.i32(i)), self.count)):
+                store_words(words, at)
 
-    def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
-        height = self.job.num_blocks * BLOCK
-        row = arith.addi(arith.muli(self.block, mosaic.i32(BLOCK)), self.row)
-        start = pointer_to(out, self.column_of_thread, height, row, 1)
-        for walk in range(_WALKS):
-            for j in range(_PATCH):
-                column = [numbers[walk][i][j] for i in range(_PATCH)]
-                four = rounded_word(column, [factors[walk][j]] * _PATCH)
-                llvm.store(four, past(start, (walk * _STEP + j) * height), alignment=_PATCH)
-
-
-def _load_four(pointer: Value, element: Any, size: int) -> list[Value]:
-    """Loads four adjacent elements, and converts them to float32.
-
-    `element` is the MLIR type of an element, and `size` its number of bytes.
-    """
-    loaded = llvm.load(mosaic.vector_type(_PATCH, element), pointer, alignment=size * _PATCH)
-    numbers = [vector.extract(loaded, [], [j]) for j in range(_PATCH)]
-    if size == 4:
-        return numbers
-    return [arith.extf(mosaic.float_type(), number) for number in numbers]
-
-
-def _checked(number: Value) -> tuple[Value, Value]:
-    """Returns (number, bits of its magnitude), or (NaN, 0) if the number is not finite."""
-    is_finite, size = float8.magnitude(number)
-    return float8.or_nan(number, is_finite), size
+    def store_transposed(self, start: Value, height: int, rounded: list[list[Value]]) -> None:
+        """Stores columns of the patch: the first at `start`, each `height` after the one before."""
+        for j in range(_COLUMNS // _WORD):
+            squares = [
+                transposed_bytes([words[j] for words in rounded[i : i + _WORD]])
+                for i in range(0, len(rounded), _WORD)
+            ]
+            for k, of_column in enumerate(zip(*squares, strict=True)):
+                store_words(of_column, past(start, (_WORD * j + k) * height))

@@ -235,3 +235,21 @@ def rounded_word(numbers: Any, factors: Any) -> Value:
     """Multiplies four float32 numbers by their factors, and packs them as float8 in a word."""
     four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
     return float8.packed(PTX_TYPE, four)
+
+
+def store_words(words: Sequence[Value], pointer: Value) -> None:
+    """Stores adjacent 32-bit words."""
+    of_all = mosaic.vector_type(len(words), mosaic.integer_type(32))
+    llvm.store(vector.from_elements(of_all, words), pointer, alignment=4 * len(words))
+
+
+def transposed_bytes(rows: list[Value]) -> list[Value]:
+    """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
+    a, b, c, d = rows
+
+    def chosen(low: Value, high: Value, bytes_of_both: int) -> Value:
+        return mosaic.chosen_bytes(low, high, mosaic.i32(bytes_of_both))
+
+    # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
+    pairs = [(chosen(a, b, order), chosen(c, d, order)) for order in (0x5140, 0x7362)]
+    return [chosen(upper, lower, order) for upper, lower in pairs for order in (0x5410, 0x7632)]

@@ -27,13 +27,12 @@ from pallas_kernels.matmul import (
     gate_gradient,
     packed,
     quantize,
-    quantize_matrices,
     quantized_tiles,
     transpose,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK
 
-_KERNELS = gate_gradient, quantize, quantize_matrices, transpose
+_KERNELS = gate_gradient, quantize, transpose
 _MODULES = elementwise, float8, packed, quantized_tiles, *_KERNELS
 _WARP = 32
 _POISON = 0xCD

@@ -9,8 +9,7 @@ from support import emitted
 from support import float8 as operands
 from support.float8 import assert_same_numbers
 
-from pallas_kernels.matmul.quantize import quantize_rows
-from pallas_kernels.matmul.quantize_matrices import quantize_matrices
+from pallas_kernels.matmul.quantize import quantize_matrices, quantize_rows
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE
