@@ -35,7 +35,7 @@ from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.matmul.packed import Packed
+from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
@@ -79,7 +79,6 @@ _SIZES = _TURNS * _RESULTS * _ROWS * _THREADS * _WORDS
 _SUMS = _SIZES + _WITH_ROWS * _SIDES * BLOCK
 _TOTALS = _SUMS + _SIDES * BLOCK
 _SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
-_BFLOAT16 = Packed(jnp.bfloat16)
 
 
 class _Operands(NamedTuple):
@@ -250,9 +249,9 @@ class _Tile(Tile):
             results, of_row = self.compute_row(operands)
             sums.append(of_row)
             for result, words in enumerate(results):
-                words = [_BFLOAT16.without_infinities(word) for word in words]
+                words = [BFLOAT16.without_infinities(word) for word in words]
                 share(shared, _own_place(turn, result, i), words)
-                largest[result].append(_BFLOAT16.largest(words))
+                largest[result].append(BFLOAT16.largest(words))
 
         # Four threads of a warp have elements of the same row. By shuffles they find the row's
         # largest magnitudes and its sum of dhidden * h in the warp's columns. The first of the four
@@ -284,7 +283,7 @@ class _Tile(Tile):
                 [
                     number
                     for word in _own_words(shared, turn, result, i)
-                    for number in _BFLOAT16.numbers(word)
+                    for number in BFLOAT16.numbers(word)
                 ]
                 for i in range(_ROWS)
             ]
@@ -349,7 +348,7 @@ class _Tile(Tile):
         the row's elements. All are zero if the tile's block has no such row.
         """
         exists, dhidden, values, scales, weight = operands
-        grads = [number for w in dhidden for number in _BFLOAT16.numbers(w)]
+        grads = [number for w in dhidden for number in BFLOAT16.numbers(w)]
         pre = [
             [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]
             for words, scale in zip(values, scales, strict=True)

@@ -87,3 +87,6 @@ class Packed:
         constraints = ",".join(["=r"] + ["r"] * len(words))
         text = text.format(type=_PTX_TYPES[jnp.dtype(self.dtype).name])
         return llvm.inline_asm(mosaic.integer_type(32), list(words), text, constraints)
+
+
+BFLOAT16 = Packed(jnp.bfloat16)

@@ -165,12 +165,6 @@ def word_at(ref: Any, at: Value) -> Value:
     return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
 
 
-def two_numbers(word: Value) -> list[Value]:
-    """Converts the two bfloat16 numbers in a word to float32; the low half comes first."""
-    halves = arith.shli(word, mosaic.i32(16)), arith.andi(word, mosaic.i32(0xFFFF0000))
-    return [arith.bitcast(mosaic.float_type(), half) for half in halves]
-
-
 def share(ref: Any, at: Value, numbers: list[Value]) -> None:
     """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
     word = mosaic.integer_type(32)

@@ -43,7 +43,7 @@ from pallas_kernels.matmul.decoder import (
     transforms_of_numbers,
 )
 from pallas_kernels.matmul.kernel import CHUNK, STEP
-from pallas_kernels.matmul.quantized_tiles import two_numbers
+from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 from pallas_kernels.mxfp4 import MXFP4
 
@@ -212,7 +212,7 @@ class _Thread:
         at = arith.muli(_sum(of_piece, column), mosaic.i32(WORD_BYTES))
         start = _sum(self.scales, at)
         loaded = [_load(start, i * APART * WORD_BYTES, 1)[0] for i in range(2)]
-        return [two_numbers(word) for word in loaded]
+        return [BFLOAT16.numbers(word) for word in loaded]
 
     def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
         """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""

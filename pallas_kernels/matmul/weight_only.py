@@ -50,6 +50,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, bitcast
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import quotient_and_rest
+from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
@@ -58,7 +59,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     pointer_to,
     share,
     shared_numbers,
-    two_numbers,
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP
 from pallas_kernels.mxfp4 import MXFP4
@@ -407,7 +407,7 @@ class _Job:
         `words` is the result of `load_chunk` for the same `warp`, `lane` and `start`.
         """
         index, exists, row, own = self.chunk_of_row(warp, lane, start)
-        numbers = [number for word in words for number in two_numbers(word)]
+        numbers = [number for word in words for number in BFLOAT16.numbers(word)]
         largest = mosaic.warp_max(max_of(float8.magnitude(number)[1] for number in numbers))
         # The scale is a power of two: the exponent of the largest number, less _LARGEST.
         exponent = arith.maxui(
