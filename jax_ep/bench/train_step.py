@@ -29,7 +29,8 @@ from jax_ep.linen import ROUTER_STATE
 from jax_ep.moe.routing import update_expert_bias
 
 # The options of XLA with which the training step is compiled for GPUs. By default, XLA runs one
-# collective at a time beside other kernels.
+# collective at a time beside other kernels. Two gain only because large matmuls run in waves; see
+# `jax_ep.matmul.pallas.launch_size`.
 GPU_COMPILER_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 
 

@@ -1,7 +1,7 @@
 """Calls the float8 kernels of `pallas_kernels.matmul` for `jax_ep.matmul.float8`.
 
 The number of rows is padded to a multiple of 8 for these kernels. The matmuls run one block of
-threads on each streaming multiprocessor.
+threads at a time on each streaming multiprocessor.
 """
 
 from __future__ import annotations

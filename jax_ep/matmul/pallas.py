@@ -367,7 +367,8 @@ def launch_size(*lengths: int) -> dict[str, Any]:
     `pallas_kernels.matmul.kernel.Kernel.walk`.
 
     Args:
-      lengths: the product of these is the number of multiplications of the kernel.
+      lengths: their product is the number of multiplications if all rows are in use. If fewer are,
+        later waves may have no tiles, and end at once.
     """
     num_waves = min(math.prod(lengths) // _LEAST_MULTIPLICATIONS, _MOST_WAVES)
     return {"num_blocks": core_count(), "num_waves": max(num_waves, 1)}

@@ -49,6 +49,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     share,
     shared_numbers,
     shared_words,
+    store_words,
     with_shuffled,
     word_at,
 )
@@ -276,7 +277,7 @@ class _Tile(Tile):
 
     def store(self, outs: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
         """Rounds what `compute` has kept of the thread's patch of a turn, and stores it."""
-        i32, word = mosaic.i32, mosaic.integer_type(32)
+        i32 = mosaic.i32
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
         for result in range(_RESULTS):
             numbers = [
@@ -300,8 +301,7 @@ class _Tile(Tile):
                             rounded_word(numbers[i][j : j + 4], [factor] * 4)
                             for j in range(0, _COLUMNS, 4)
                         ]
-                        both = vector.from_elements(mosaic.vector_type(len(words), word), words)
-                        llvm.store(both, past(start, i * self.width), alignment=_COLUMNS)
+                        store_words(words, past(start, i * self.width))
             (factor,) = shared_numbers(shared, i32(_total_of(result)), 1)
             top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
             start = pointer_to(outs[4 + 2 * result], left, self.height, top, 1)

@@ -1,12 +1,12 @@
 """Base of the grouped matmul kernels: warpgroup roles, ring of operand tiles, order of tiles.
 
-The kernels are persistent: a fixed number of thread blocks loop over the tiles of the output. A
-thread block has three warpgroups: a loader, which copies operands, and two *computers*, the compute
-warpgroups, which multiply them. It keeps a ring of pipeline stages in shared memory. A stage holds
-the operands of one step of a sum over the contraction dimension: a tile of the left operand and a
-tile of each right operand. Along that dimension they are 64 long, or a multiple of 64 for matrices
-in MXFP4. In the diagram, `full` and `empty` are the barriers of each stage by which the warpgroups
-wait for each other:
+The kernels are persistent: a fixed number of thread blocks, or a few waves of them, loop over the
+tiles of the output. A thread block has three warpgroups: a loader, which copies operands, and two
+*computers*, the compute warpgroups, which multiply them. It keeps a ring of pipeline stages in
+shared memory. A stage holds the operands of one step of a sum over the contraction dimension: a
+tile of the left operand and a tile of each right operand. Along that dimension they are 64 long, or
+a multiple of 64 for matrices in MXFP4. In the diagram, `full` and `empty` are the barriers of each
+stage by which the warpgroups wait for each other:
 
                      full                       full
   memory --> loader ------> stages of the ring ------> computer 0 --> its half of the output tile
@@ -383,12 +383,12 @@ class Kernel:
     ) -> Any:
         """Runs `body` on each output tile that belongs to this thread block.
 
-        A wave of thread blocks has a range of tiles. Block b of a wave has the tiles b,
-        b + num_blocks, b + 2 * num_blocks and so on of its wave's range. A GPU starts the blocks
-        wave by wave, each as soon as a multiprocessor is free. So where another kernel holds some
-        multiprocessors, the other ones take over what the blocks that wait for these would have
-        done. The next tile is looked up before the body runs on the current one, to hide the
-        latency of the look-up.
+        A wave of thread blocks has a range of tiles. Block b of a wave has the tiles b, b +
+        num_blocks, b + 2 * num_blocks and so on of its wave's range. A GPU starts the blocks wave
+        by wave, each as soon as a multiprocessor is free. If another kernel occupies some
+        multiprocessors, the blocks that cannot start delay only the tiles of their own wave. Blocks
+        of later waves start on the free multiprocessors. The next tile is looked up before the body
+        runs on the current one, to hide the latency of the look-up.
 
         Args:
           total: int32, the number of output tiles of all blocks.

@@ -12,7 +12,8 @@ patch has 8 rows of 16-bit elements, or 4 of float32:
          +--+--+--+--+                   bytes of each row: each thread 8 bytes. Of each column it
     8    |  |  |  |  |                   stores 64 or 32 bytes. Until the scales are known, the
   patches+--+--+--+--+                   elements stay as they were loaded, two 16-bit numbers in
-         |  |  |  |  |                   a word. Transposed words are made of rounded bytes.
+         |  |  |  |  |                   a word. They are rounded before the transposition, which
+                                         then only moves bytes.
 
 In the transposed rows each group starts at a multiple of 128, so that each sum of 128 products
 belongs to one group. The padding between groups is zero.
@@ -139,7 +140,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
       (matrices [L, K, N], transposed matrices [L, N, K]).
     """
     num_matrices, height, width = matrices.shape
-    packed, wide, high = Packed(matrices.dtype), width // BLOCK, height // BLOCK
+    packed, tile_columns, tile_rows = Packed(matrices.dtype), width // BLOCK, height // BLOCK
 
     def emit(memrefs: Any, *of_tile: Value) -> None:
         i32 = mosaic.i32
@@ -149,16 +150,17 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         patch.share_largest(shared, packed.largest([word for words in rows for word in words]))
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
-        matrix, above = (op(patch.block, i32(high)) for op in (arith.divui, arith.remui))
+        # The tile is in row `tile_row` of the tiles of its matrix.
+        matrix, tile_row = (op(patch.block, i32(tile_rows)) for op in (arith.divui, arith.remui))
         with mosaic.when(mosaic.equal(patch.thread, i32(0))):
-            llvm.store(scale, pointer_to(scales, patch.block, wide, patch.column, 4))
-            first = arith.addi(arith.muli(matrix, i32(wide)), patch.column)
-            llvm.store(scale, pointer_to(scales_turned, first, high, above, 4))
+            llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, 4))
+            turned_row = arith.addi(arith.muli(matrix, i32(tile_columns)), patch.column)
+            llvm.store(scale, pointer_to(scales_turned, turned_row, tile_rows, tile_row, 4))
         rounded = patch.rounded(rows, [factor] * len(rows))
         patch.store_rows(values, rounded)
-        first = arith.addi(arith.muli(matrix, i32(width)), patch.left)
-        above = arith.addi(arith.muli(above, i32(BLOCK)), patch.row)
-        patch.store_transposed(pointer_to(transposed, first, height, above, 1), height, rounded)
+        column = arith.addi(arith.muli(matrix, i32(width)), patch.left)
+        row = arith.addi(arith.muli(tile_row, i32(BLOCK)), patch.row)
+        patch.store_transposed(pointer_to(transposed, column, height, row, 1), height, rounded)
 
     values, transposed, scales, turned = on_tiles(
         "quantize_matrices",
@@ -167,8 +169,8 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         [
             jax.ShapeDtypeStruct((num_matrices * height, width), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((num_matrices * high, wide), jnp.float32),
-            jax.ShapeDtypeStruct((num_matrices * wide, high), jnp.float32),
+            jax.ShapeDtypeStruct((num_matrices * tile_rows, tile_columns), jnp.float32),
+            jax.ShapeDtypeStruct((num_matrices * tile_columns, tile_rows), jnp.float32),
         ],
         emit,
         width=width,
@@ -176,10 +178,13 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         num_shared=_SIDES * BLOCK + _warps_of(packed),
     )
     return (
-        Scaled(values.reshape(matrices.shape), scales.reshape(num_matrices, high, wide)),
+        Scaled(
+            values.reshape(matrices.shape),
+            scales.reshape(num_matrices, tile_rows, tile_columns),
+        ),
         Scaled(
             transposed.reshape(num_matrices, width, height),
-            turned.reshape(num_matrices, wide, high),
+            turned.reshape(num_matrices, tile_columns, tile_rows),
         ),
     )
 
@@ -235,7 +240,7 @@ class _Patch(Tile):
         *,
         is_full: bool = False,
     ) -> _Patch:
-        """Computes where this thread's patch of a tile lies; see `_Patch` for the arguments."""
+        """Computes where this thread's patch of a tile lies; see `Tile` and `_Patch`."""
         i32, thread = mosaic.i32, mosaic.thread()
         warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
         strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
@@ -253,14 +258,15 @@ class _Patch(Tile):
         Rows that the tile does not have are zero.
         """
         rows, size = [], self.packed.size
-        start = pointer_to(source, arith.addi(self.first, self.row), self.width, self.left, size)
         for i in range(_rows_of(self.packed)):
+            row = arith.addi(self.row, mosaic.i32(i))
             if self.is_full:
-                words = self.packed.load(past(start, i * self.width * size), _COLUMNS)
+                exists, row = None, arith.addi(self.first, row)
             else:
-                exists, row = self.find(arith.addi(self.row, mosaic.i32(i)))
-                at = pointer_to(source, row, self.width, self.left, size)
-                words = self.packed.load(at, _COLUMNS)
+                exists, row = self.find(row)
+            at = pointer_to(source, row, self.width, self.left, size)
+            words = self.packed.load(at, _COLUMNS)
+            if exists is not None:
                 words = [arith.select(exists, word, mosaic.i32(0)) for word in words]
             rows.append(words)
         return [[self.packed.without_infinities(word) for word in words] for words in rows]

@@ -40,6 +40,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     pointer_to,
     share,
     shared_numbers,
+    store_words,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
@@ -119,7 +120,8 @@ class _Tile(Tile):
         # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
         words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
         # The scales of the tile's rows lie far from each other in memory, so each is loaded once by
-        # a half of the threads. A branch would make the loads of the values wait for the scales.
+        # a half of the threads, and by the other half, too, which stores the same number: a branch
+        # would make the loads of the values wait for the scales.
         of_row = arith.remui(thread, i32(BLOCK))
         own = self.load_scale(scales, of_row)
         share(shared, of_row, [arith.bitcast(mosaic.integer_type(32), own)])
@@ -141,7 +143,6 @@ class _Tile(Tile):
 
         row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
         start = pointer_to(out, left, self.height, row_of_out, 1)
-        of_two = mosaic.vector_type(2, mosaic.integer_type(32))
         for word in range(_PATCH // _WORD):
             numbers = [
                 [arith.mulf(number, factor) for number in float8.widened(PTX_TYPE, words[i][word])]
@@ -153,8 +154,7 @@ class _Tile(Tile):
                     float8.packed(PTX_TYPE, of_column[i : i + _WORD])
                     for i in range(0, _PATCH, _WORD)
                 ]
-                at = past(start, (word * _WORD + j) * self.height)
-                llvm.store(vector.from_elements(of_two, both), at, alignment=_PATCH)
+                store_words(both, past(start, (word * _WORD + j) * self.height))
 
     def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
         """Loads 8 float8 values of a row, from column `left` of the input on, as two 32-bit words.

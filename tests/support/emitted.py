@@ -5,9 +5,10 @@ these operations compute at once, for all threads of a thread block together. A 
 [threads, turns], or one that broadcasts to it; in `mosaic.repeat`, all turns are computed together.
 So a turn must not read what another turn writes.
 
-Loads and stores must be aligned and within their array, and two warps must not access the same word
-of shared memory, one of them by a store, without a barrier in between. Else AssertionError is
-raised. Results begin as poison.
+Loads and stores must be aligned and within their array. Two warps must not access the same word of
+shared memory, one of them by a store, without a barrier in between, and two threads must not store
+different numbers to one place at the same time. Warps must exchange words, and a block must meet,
+as a whole. Else AssertionError is raised. Results begin as poison.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fabric import elementwise, float8, mosaic
+from pallas_kernels.fabric import elementwise, float8
 from pallas_kernels.matmul import (
     gate_gradient,
     packed,
@@ -63,13 +64,16 @@ class Memory:
     def forget(self) -> None:
         """Forgets who has accessed which word, at a barrier of the thread block."""
         size = len(self.bytes) // 4 if self.is_shared else 0
-        self.readers = np.full(size, -1)
-        self.writers = np.full(size, -1)
+        # A bit for each warp.
+        self.readers = np.zeros(size, np.uint32)
+        self.writers = np.zeros(size, np.uint32)
 
-    def check(self, words: np.ndarray, warps: np.ndarray, *earlier: np.ndarray) -> None:
-        for of_words in earlier:
-            before = of_words[words]
-            assert np.all((before == -1) | (before == warps)), "no barrier between two warps"
+    def note(self, words: np.ndarray, warps: np.ndarray, is_store: bool) -> None:
+        """Notes an access of `words` by `warps`; refuses it if another warp has been there."""
+        bits = np.uint32(1) << warps
+        for earlier in (self.writers, self.readers) if is_store else (self.writers,):
+            assert not np.any(earlier[words] & ~bits), "no barrier between two warps"
+        np.bitwise_or.at(self.writers if is_store else self.readers, words, bits)
 
 
 class Emulator:
@@ -80,7 +84,6 @@ class Emulator:
         self.active: Any = np.ones((1, 1), bool)
         self.shared: list[Memory] = []
         self.mosaic = types.SimpleNamespace(
-            **{name: getattr(mosaic, name) for name in ("REFERENCE", "SCALAR", "inline", "kernel")},
             i32=lambda value: np.full((1, 1), value & 0xFFFFFFFF, np.uint32),
             i64=lambda value: np.full((1, 1), value, np.uint64),
             f32=lambda value: np.full((1, 1), value, np.float32),
@@ -88,8 +91,6 @@ class Emulator:
             float_type=lambda: np.dtype(np.float32),
             element_type=np.dtype,
             vector_type=VectorType,
-            element_of=lambda memory: memory.dtype,
-            bytes_of=lambda dtype: dtype.itemsize,
             equal=np.equal,
             below=np.less,
             thread=lambda: self.thread,
@@ -97,7 +98,6 @@ class Emulator:
             element_pointer=_element_pointer,
             when=self.when,
             repeat=self.repeat,
-            unless=self.unless,
             asm=lambda text, _, *operands, returns=None: _ptx(text, operands),
             chosen_bytes=lambda *words: _ptx("prmt.b32 $0, $1, $2, $3;", words),
             warp_max=self.warp_max,
@@ -106,8 +106,6 @@ class Emulator:
         )
         self.arith = types.SimpleNamespace(
             **{name: ufunc for ufunc, names in _ARITHMETIC.items() for name in names},
-            CmpIPredicate=types.SimpleNamespace(eq=np.equal, ult=np.less),
-            cmpi=lambda compare, a, b: compare(a, b),
             select=np.where,
             bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
             extui=lambda dtype, x: x.astype(dtype),
@@ -136,20 +134,18 @@ class Emulator:
     def repeat(self, count: int) -> Iterator[Any]:
         yield np.arange(count, dtype=np.uint32)[None]
 
-    def unless(self, condition: Any, function: Callable[[], Any], values: list[Any]) -> list[Any]:
-        with self.when(~condition):
-            found = function()
-        return [np.where(condition, a, b) for a, b in zip(values, found, strict=True)]
-
     def block_barrier(self) -> None:
+        assert np.all(self.active), "a barrier that not all threads reach"
         for memory in self.shared:
             memory.forget()
 
     def warp_max(self, word: Any) -> Any:
+        self._check_whole_warps()
         of_warps = self._of_all(word).reshape(-1, _WARP, np.shape(word)[1])
         return np.repeat(of_warps.max(1), _WARP, axis=0)
 
     def shuffle(self, word: Any, distance: int) -> Any:
+        self._check_whole_warps()
         return self._of_all(word)[self.thread[:, 0] ^ distance]
 
     def load(self, kind: Any, pointer: Pointer, alignment: int = 0) -> Any:
@@ -159,8 +155,7 @@ class Emulator:
         if memory.is_shared:
             words, warps = at[active] // 4, self._warps(active)
             for i in range(length):
-                memory.check(words + i, warps, memory.writers)
-                memory.readers[words + i] = warps
+                memory.note(words + i, warps, is_store=False)
         found = []
         for i in range(length):
             places = (at + i * dtype.itemsize)[..., None] + np.arange(dtype.itemsize)
@@ -175,13 +170,13 @@ class Emulator:
         memory = pointer.memory
         for i, element in enumerate(elements):
             if memory.is_shared:
-                words, warps = at[active] // 4 + i, self._warps(active)
-                memory.check(words, warps, memory.readers, memory.writers)
-                memory.writers[words] = warps
+                memory.note(at[active] // 4 + i, self._warps(active), is_store=True)
             element = np.ascontiguousarray(np.broadcast_to(element, at.shape))
             as_bytes = element[..., None].view(np.uint8)
             places = (at + i * size)[..., None] + np.arange(size)
             memory.bytes[places[active]] = as_bytes[active]
+            is_kept = memory.bytes[places[active]] == as_bytes[active]
+            assert np.all(is_kept), "two threads store different numbers to one place"
 
     def _places(self, pointer: Pointer, size: int, alignment: int) -> tuple[Any, Any]:
         """Returns the offsets of all threads and turns, and which of these are active."""
@@ -193,7 +188,11 @@ class Emulator:
         return offset, active
 
     def _warps(self, active: Any) -> Any:
-        return np.broadcast_to(self.thread // _WARP, active.shape)[active].astype(np.int64)
+        return np.broadcast_to(self.thread // np.uint32(_WARP), active.shape)[active]
+
+    def _check_whole_warps(self) -> None:
+        active = self._of_all(self.active).reshape(-1, _WARP, self.active.shape[1])
+        assert np.all(active == active[:, :1]), "a warp exchanges words without all of its threads"
 
     def _of_all(self, word: Any) -> Any:
         return np.broadcast_to(word, np.broadcast_shapes(np.shape(word), self.thread.shape))
@@ -206,7 +205,6 @@ _ARITHMETIC: dict[Any, tuple[str, ...]] = {
     np.floor_divide: ("divui",),
     np.remainder: ("remui",),
     np.bitwise_and: ("andi",),
-    np.bitwise_or: ("ori",),
     np.left_shift: ("shli",),
     np.right_shift: ("shrui",),
     np.maximum: ("maxui", "maximumf"),
@@ -288,19 +286,11 @@ _PTX: dict[str, Callable[..., Any]] = {
         lambda a, b: a.astype(np.float64) * b.astype(np.float64) + a.astype(np.float64)
     ),
     r"^max\.xorsign\.abs\.(\w+) ": _of_numbers(_larger_magnitude),
-    r"^fma\.rn\.f32 \$0, \$1, \$2, \$3;": lambda a, b, c: (a.astype(np.float64) * b + c).astype(
-        np.float32
-    ),
     r"^rcp\.(?:rn|approx|approx\.ftz)\.f32 ": lambda x: np.float32(1) / x,
-    r"^div\.full\.f32 ": np.divide,
     r"^ex2\.approx\.ftz\.f32 ": np.exp2,
     r"^add\.rn\.f32 ": np.add,
     r"^sub\.rn\.f32 ": np.subtract,
     r"^mul\.rn\.f32 ": np.multiply,
-    r"^max\.NaN\.f32 ": np.maximum,
-    r"^min\.NaN\.f32 ": np.minimum,
-    r"^neg\.f32 ": np.negative,
-    r"^abs\.f32 ": np.abs,
     r"cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1": _float8_word,
     r"^cvt\.rn\.f16x2\.e4m3x2 ": _widened,
     r"^cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;": lambda low, high: _word(
@@ -331,7 +321,8 @@ def _on_tiles(
         table = [(first, BLOCK) for first in firsts]
     else:
         table = np.asarray(blocks).tolist()
-    for block, (first, count) in enumerate(table):
+    # The last block is first. So what a block stores past its last row is not repaired by the next.
+    for block, (first, count) in reversed([*enumerate(table)]):
         for column in range(width // BLOCK if count else 0):
             emulator = Emulator(num_warps * _WARP)
             shared = np.full(num_shared, np.nan, np.float32)

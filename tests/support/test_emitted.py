@@ -47,6 +47,34 @@ def test_warps_must_meet_between_accesses(reads_first):
         second()
 
 
+def test_every_reader_of_a_word_counts():
+    block = emulator()
+    (shared,), thread = block.shared, block.mosaic.thread()
+    first = word(block, shared, thread * np.uint32(0))
+    block.llvm.load(WORD, first)
+    with block.mosaic.when(block.mosaic.equal(thread, block.mosaic.i32(63))):
+        with pytest.raises(AssertionError, match="no barrier between two warps"):
+            block.llvm.store(thread, first)
+
+
+def test_threads_may_only_store_equal_numbers_to_one_place():
+    block = emulator()
+    memory, thread = Memory(np.zeros(64, np.uint32)), block.mosaic.thread()
+    half = word(block, memory, thread % np.uint32(32))
+    block.llvm.store(thread % np.uint32(32), half)
+    with pytest.raises(AssertionError, match="different numbers"):
+        block.llvm.store(thread, half)
+
+
+@pytest.mark.parametrize("name", ["block_barrier", "warp_max", "shuffle"])
+def test_warps_act_as_a_whole(name):
+    block = emulator()
+    arguments = {"warp_max": [block.mosaic.thread()], "shuffle": [block.mosaic.thread(), 1]}
+    with block.mosaic.when(block.mosaic.below(block.mosaic.thread(), block.mosaic.i32(5))):
+        with pytest.raises(AssertionError, match="all"):
+            getattr(block.mosaic, name)(*arguments.get(name, []))
+
+
 @pytest.mark.parametrize(
     ("index", "message"), [(np.uint32(1), "not aligned"), (np.uint32(64), "out of bounds")]
 )
@@ -65,9 +93,6 @@ def test_only_active_threads_store():
     with block.mosaic.when(block.mosaic.below(thread, block.mosaic.i32(5))):
         block.llvm.store(block.mosaic.i32(7), word(block, memory, thread))
     np.testing.assert_array_equal(memory.bytes.view(WORD), [7] * 5 + [0] * 59)
-    condition = block.mosaic.equal(thread, block.mosaic.i32(3))
-    (found,) = block.mosaic.unless(condition, lambda: [block.mosaic.i32(1)], [thread])
-    np.testing.assert_array_equal(found[:, 0], [1, 1, 1, 3] + [1] * 60)
 
 
 def test_turns_are_computed_together():

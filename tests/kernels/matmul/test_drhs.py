@@ -11,6 +11,7 @@ from support.kernels import needs_kernels
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
+from pallas_kernels.matmul import kernel
 from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 
 
@@ -23,8 +24,8 @@ def operands(num_rows, sizes, depth, width):
     return (*(jnp.asarray(array, jnp.bfloat16) for array in arrays), jnp.asarray(sizes, jnp.int32))
 
 
-def run(lhs, grad, sizes, tiles):
-    options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
+def run(lhs, grad, sizes, tiles, num_waves=1):
+    options = dict(tiles=tiles, num_blocks=2, num_waves=num_waves, interpret=simulator.INTERPRETER)
     return interpret(lambda: drhs_of_each(lhs, [grad], sizes, **options))[0]
 
 
@@ -55,6 +56,17 @@ def test_drhs(num_rows, sizes, depth, tiles):
     got = np.asarray(run(lhs, grad, group_sizes, tiles)).astype(np.float64)
     want = reference(lhs, grad, sizes)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
+
+
+@simulated
+@pytest.mark.slow
+def test_waves_leave_the_bits_as_they_are(monkeypatch):
+    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
+    lhs, grad, group_sizes = operands(80, [0, 40, 33], 192, 128)
+    one, three = (
+        np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, 3), num_waves)) for num_waves in (1, 3)
+    )
+    assert one.tobytes() == three.tobytes() and np.any(one[1]) and np.any(one[2])
 
 
 @simulated

@@ -21,7 +21,7 @@ from support.simulator import interpret, simulated
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8
+from pallas_kernels.matmul import float8, kernel
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -73,6 +73,31 @@ def test_product(width):
         return sum(reference.float8_matmul(lhs, each, sizes) for each in rhs)
 
     assert_within_bound(got[:LIVE], both, lhs, *rhs, sizes=SIZES)
+
+
+@simulated
+@pytest.mark.slow
+def test_waves_leave_the_bits_as_they_are(monkeypatch):
+    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
+    lhs = scaled(operands.rows(rows_of(operands.mixed((LIVE, 256)))))
+    rhs = scaled(operands.transposed_matrices(operands.numbers("random", (4, 256, 384))))
+    one, three = (
+        interpret(
+            lambda num_waves=num_waves: float8.product(
+                [(lhs, rhs)],
+                GROUP_SIZES,
+                dtype=jnp.bfloat16,
+                num_blocks=1,
+                num_waves=num_waves,
+                zero_unused=True,
+                tiles=TILES,
+                interpret=simulator.INTERPRETER,
+            )
+        )
+        for num_waves in (1, 3)
+    )
+    assert np.asarray(one).tobytes() == np.asarray(three).tobytes()
+    assert np.any(one[:LIVE]) and not np.any(one[LIVE:])
 
 
 def gated_product(lhs, rhs, gating, keep=True):

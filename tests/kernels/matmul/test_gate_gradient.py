@@ -18,11 +18,16 @@ SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LI
 
 
 @pytest.mark.parametrize(
-    ("kind", "gating"), [("random", operands.shifted), ("nan", operands.swiglu)]
+    ("kind", "of_dhidden", "gating"),
+    [
+        ("random", "random", operands.shifted),
+        ("nan", "random", operands.swiglu),
+        ("random", "infinity", operands.swiglu),
+    ],
 )
-def test_gate_gradient(monkeypatch, kind, gating):
+def test_gate_gradient(monkeypatch, kind, of_dhidden, gating):
     emitted.emulate(monkeypatch)
-    dhidden = np.asarray(jnp.asarray(operands.rows_in_blocks("random"), jnp.bfloat16))
+    dhidden = np.asarray(jnp.asarray(operands.rows_in_blocks(of_dhidden), jnp.bfloat16))
     gate, up = (
         operands.rows(operands.rows_in_blocks(each, i)) for i, each in enumerate((kind, "random"))
     )

@@ -20,7 +20,7 @@ KINDS = ["random", "skewed", "zero", "nan", "infinity", "subnormal"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_matrices(monkeypatch, kind, dtype):
     emitted.emulate(monkeypatch)
-    matrices = jnp.asarray(operands.numbers(kind, (2, 256, 128)), dtype)
+    matrices = jnp.asarray(operands.numbers(kind, (2, 256, 384)), dtype)
     x = np.asarray(matrices.astype(jnp.float32))
     wanted = operands.matrices(x), operands.transposed_matrices(x)
     for mine, want in zip(quantize_matrices(matrices), wanted, strict=True):
