@@ -34,12 +34,13 @@ import jax.numpy as jnp
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
     Tile,
+    load_words,
     max_of,
     on_tiles,
     past,
@@ -314,14 +315,11 @@ class _Tile(Tile):
 
         Returns those of each row of the patch.
         """
-        word, f32 = mosaic.integer_type(32), mosaic.float_type()
+        f32 = mosaic.float_type()
         dhidden, gate, gate_scales, up, up_scales, weights = ins
 
         def words_at(ref: Any, row: Value, size: int) -> list[Value]:
-            count = size * _COLUMNS // 4
-            at = pointer_to(ref, row, self.width, left, size)
-            loaded = llvm.load(mosaic.vector_type(count, word), at, alignment=4 * count)
-            return [vector.extract(loaded, [], [i]) for i in range(count)]
+            return load_words(pointer_to(ref, row, self.width, left, size), size * _COLUMNS // 4)
 
         def scale_at(ref: Any, row: Value) -> Value:
             return llvm.load(f32, pointer_to(ref, row, self.width // BLOCK, self.column, 4))

@@ -15,12 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.matmul.quantized_tiles import load_words
 
 # PTX's names of the numbers of a word.
 _PTX_TYPES = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}
-# The most words that one instruction loads.
-_MOST_WORDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +39,7 @@ class Packed:
 
     def load(self, pointer: Value, count: int) -> list[Value]:
         """Loads the words with `count` adjacent numbers: one word, two, or a multiple of four."""
-        total = count * self.size // 4
-        at_once = min(total, _MOST_WORDS)
-        words = mosaic.vector_type(at_once, mosaic.integer_type(32))
-        found = []
-        for i in range(0, total, at_once):
-            at = mosaic.element_pointer(pointer, mosaic.i64(4 * i), mosaic.integer_type(8))
-            loaded = llvm.load(words, at, alignment=4 * at_once)
-            found += [vector.extract(loaded, [], [j]) for j in range(at_once)]
-        return found
+        return load_words(pointer, count * self.size // 4)
 
     def numbers(self, word: Value) -> list[Value]:
         """Converts the numbers of a word to float32."""

@@ -29,23 +29,27 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.matmul.packed import Packed
 from pallas_kernels.matmul.quantized_tiles import (
+    ACROSS,
+    Place,
     Scaled,
     Tile,
     max_of,
     on_tiles,
     past,
+    place_of,
     pointer_to,
     rounded_word,
     scale_of,
     share,
     shared_numbers,
     shared_words,
+    sides_of,
     store_words,
     transposed_bytes,
+    warps_of,
     with_shuffled,
     word_at,
 )
@@ -56,11 +60,8 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 _COLUMNS = 8
 _REGISTERS = 32
 _WORD = 4
-# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
-_ACROSS = 4
-_DOWN = WARP // _ACROSS
 # The number of warps that cover 128 columns.
-_SIDES = BLOCK // (_COLUMNS * _ACROSS)
+_SIDES = sides_of(_COLUMNS)
 
 
 def quantize_rows(
@@ -98,13 +99,13 @@ def quantize_rows(
             patch.share_largest_of_rows(shared, largest)
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
-        with mosaic.when(mosaic.equal(patch.thread, mosaic.i32(0))):
+        with mosaic.when(mosaic.equal(patch.place.thread, mosaic.i32(0))):
             llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, 4))
         if kept:
             patch.finish_rows(shared, kept[1], num_rows)
             mosaic.block_barrier()
             patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
-        top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.row)
+        top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.place.row)
         height = num_blocks * BLOCK
         start = pointer_to(transposed, patch.left, height, top, 1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
@@ -152,14 +153,14 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         scale, factor = patch.scale_of_tile(shared)
         # The tile is in row `tile_row` of the tiles of its matrix.
         matrix, tile_row = (op(patch.block, i32(tile_rows)) for op in (arith.divui, arith.remui))
-        with mosaic.when(mosaic.equal(patch.thread, i32(0))):
+        with mosaic.when(mosaic.equal(patch.place.thread, i32(0))):
             llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, 4))
             turned_row = arith.addi(arith.muli(matrix, i32(tile_columns)), patch.column)
             llvm.store(scale, pointer_to(scales_turned, turned_row, tile_rows, tile_row, 4))
         rounded = patch.rounded(rows, [factor] * len(rows))
         patch.store_rows(values, rounded)
         column = arith.addi(arith.muli(matrix, i32(width)), patch.left)
-        row = arith.addi(arith.muli(tile_row, i32(BLOCK)), patch.row)
+        row = arith.addi(arith.muli(tile_row, i32(BLOCK)), patch.place.row)
         patch.store_transposed(pointer_to(transposed, column, height, row, 1), height, rounded)
 
     values, transposed, scales, turned = on_tiles(
@@ -196,7 +197,7 @@ def _rows_of(packed: Packed) -> int:
 
 def _warps_of(packed: Packed) -> int:
     """Returns the number of warps that cover a tile."""
-    return _SIDES * BLOCK // (_rows_of(packed) * _DOWN)
+    return warps_of(_rows_of(packed), _COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,21 +212,14 @@ class _Patch(Tile):
       packed: the dtype of the elements.
       width: the number of columns of the input.
       is_full: whether the tile has 128 rows in any case.
-      thread: the index of the thread.
-      warp, lane: the index of its warp, and of the thread in the warp.
-      side: which of the `_SIDES` parts of 32 columns the warp handles.
-      row: the first row of the patch, counted in the tile.
+      place: where the patch lies in the tile.
       left: the first column of the patch, counted in the input.
     """
 
     packed: Packed
     width: int
     is_full: bool
-    thread: Value
-    warp: Value
-    lane: Value
-    side: Value
-    row: Value
+    place: Place
     left: Value
 
     @classmethod
@@ -241,16 +235,9 @@ class _Patch(Tile):
         is_full: bool = False,
     ) -> _Patch:
         """Computes where this thread's patch of a tile lies; see `Tile` and `_Patch`."""
-        i32, thread = mosaic.i32, mosaic.thread()
-        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
-        strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
-        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
-        row = arith.addi(arith.muli(strip, i32(_DOWN)), down)
-        row = arith.muli(row, i32(_rows_of(packed)))
-        place = arith.addi(arith.muli(side, i32(_ACROSS)), across)
-        left = arith.addi(arith.muli(column, i32(BLOCK)), arith.muli(place, i32(_COLUMNS)))
-        position = thread, warp, lane, side, row, left
-        return cls(block, column, first, count, packed, width, is_full, *position)
+        place = place_of(_rows_of(packed), _COLUMNS)
+        left = arith.addi(arith.muli(column, mosaic.i32(BLOCK)), place.column)
+        return cls(block, column, first, count, packed, width, is_full, place, left)
 
     def load(self, source: Any) -> list[list[Value]]:
         """Loads the patch: the words of each of its rows, with NaN in place of infinities.
@@ -259,7 +246,7 @@ class _Patch(Tile):
         """
         rows, size = [], self.packed.size
         for i in range(_rows_of(self.packed)):
-            row = arith.addi(self.row, mosaic.i32(i))
+            row = arith.addi(self.place.row, mosaic.i32(i))
             if self.is_full:
                 exists, row = None, arith.addi(self.first, row)
             else:
@@ -274,8 +261,8 @@ class _Patch(Tile):
     def share_largest(self, shared: Any, largest: Value) -> None:
         """Stores the warp's largest magnitude in `shared`; `largest` is the thread's."""
         largest = mosaic.warp_max(largest)
-        with mosaic.when(mosaic.equal(self.lane, mosaic.i32(0))):
-            share(shared, arith.addi(self.warp, mosaic.i32(_SIDES * BLOCK)), [largest])
+        with mosaic.when(mosaic.equal(self.place.lane, mosaic.i32(0))):
+            share(shared, arith.addi(self.place.warp, mosaic.i32(_SIDES * BLOCK)), [largest])
 
     def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
         """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
@@ -287,8 +274,10 @@ class _Patch(Tile):
         """Stores the largest magnitudes of rows in the warp's columns; `largest` is the patch's."""
         for distance in (1, 2):
             largest = with_shuffled(largest, distance)
-        at = arith.addi(arith.muli(self.side, mosaic.i32(BLOCK)), self.row)
-        with mosaic.when(mosaic.equal(arith.remui(self.lane, mosaic.i32(_ACROSS)), mosaic.i32(0))):
+        at = arith.addi(arith.muli(self.place.side, mosaic.i32(BLOCK)), self.place.row)
+        with mosaic.when(
+            mosaic.equal(arith.remui(self.place.lane, mosaic.i32(ACROSS)), mosaic.i32(0))
+        ):
             for i in range(0, len(largest), 4):
                 share(shared, arith.addi(at, mosaic.i32(i)), largest[i : i + 4])
 
@@ -298,12 +287,12 @@ class _Patch(Tile):
         1 / scale takes the place of one of the row's magnitudes in `shared`.
         """
         i32 = mosaic.i32
-        with mosaic.when(mosaic.below(self.thread, i32(BLOCK))):
-            sides = [arith.addi(self.thread, i32(side * BLOCK)) for side in range(_SIDES)]
+        with mosaic.when(mosaic.below(self.place.thread, i32(BLOCK))):
+            sides = [arith.addi(self.place.thread, i32(side * BLOCK)) for side in range(_SIDES)]
             scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
-            share(shared, self.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
-            with mosaic.when(mosaic.below(self.thread, self.count)):
-                row = arith.addi(self.first, self.thread)
+            share(shared, self.place.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
+            with mosaic.when(mosaic.below(self.place.thread, self.count)):
+                row = arith.addi(self.first, self.place.thread)
                 llvm.store(scale, pointer_to(scales, self.column, num_rows, row, 4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
@@ -311,7 +300,7 @@ class _Patch(Tile):
         return [
             factor
             for i in range(0, _rows_of(self.packed), 4)
-            for factor in shared_numbers(shared, arith.addi(self.row, mosaic.i32(i)), 4)
+            for factor in shared_numbers(shared, arith.addi(self.place.row, mosaic.i32(i)), 4)
         ]
 
     def rounded(self, rows: list[list[Value]], factors: Sequence[Value]) -> list[list[Value]]:
@@ -325,14 +314,14 @@ class _Patch(Tile):
 
     def store_rows(self, out: Any, rounded: list[list[Value]]) -> None:
         """Stores the patch's rounded rows, as far as the tile has them."""
-        row = arith.addi(self.first, self.row)
+        row = arith.addi(self.first, self.place.row)
         start = pointer_to(out, row, self.width, self.left, 1)
         for i, words in enumerate(rounded):
             at = past(start, i * self.width)
             if self.is_full:
                 store_words(words, at)
                 continue
-            with mosaic.when(mosaic.below(arith.addi(self.row, mosaic.i32(i)), self.count)):
+            with mosaic.when(mosaic.below(arith.addi(self.place.row, mosaic.i32(i)), self.count)):
                 store_words(words, at)
 
     def store_transposed(self, start: Value, height: int, rounded: list[list[Value]]) -> None:

@@ -26,6 +26,11 @@ from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK
 
 PTX_TYPE = "e4m3"
+# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
+ACROSS = 4
+_DOWN = WARP // ACROSS
+# The most words that one instruction loads.
+_MOST_WORDS = 4
 
 
 class Scaled(NamedTuple):
@@ -145,6 +150,45 @@ class Tile:
         return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
 
 
+class Place(NamedTuple):
+    """Where a thread's patch lies in a tile. All attributes are i32.
+
+    Attributes:
+      thread: the index of the thread.
+      warp, lane: the index of its warp, and of the thread in the warp.
+      side: the index of the warp's columns: warps lie side by side, and then above each other.
+      row, column: the first row and column of the patch, counted in the tile.
+    """
+
+    thread: Value
+    warp: Value
+    lane: Value
+    side: Value
+    row: Value
+    column: Value
+
+
+def sides_of(num_columns: int) -> int:
+    """Returns the number of warps, side by side, that cover a tile by patches of `num_columns`."""
+    return BLOCK // (num_columns * ACROSS)
+
+
+def warps_of(num_rows: int, num_columns: int) -> int:
+    """Returns the number of warps that cover a tile by patches of `num_rows` by `num_columns`."""
+    return sides_of(num_columns) * BLOCK // (num_rows * _DOWN)
+
+
+def place_of(num_rows: int, num_columns: int) -> Place:
+    """Returns where the patch of this thread lies, if it has `num_rows` by `num_columns`."""
+    i32, thread = mosaic.i32, mosaic.thread()
+    warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
+    strip, side = (op(warp, i32(sides_of(num_columns))) for op in (arith.divui, arith.remui))
+    down, across = (op(lane, i32(ACROSS)) for op in (arith.divui, arith.remui))
+    row = arith.muli(arith.addi(arith.muli(strip, i32(_DOWN)), down), i32(num_rows))
+    column = arith.addi(arith.muli(side, i32(ACROSS)), across)
+    return Place(thread, warp, lane, side, row, arith.muli(column, i32(num_columns)))
+
+
 def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
     """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
 
@@ -229,6 +273,16 @@ def rounded_word(numbers: Any, factors: Any) -> Value:
     """Multiplies four float32 numbers by their factors, and packs them as float8 in a word."""
     four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
     return float8.packed(PTX_TYPE, four)
+
+
+def load_words(pointer: Value, count: int) -> list[Value]:
+    """Loads adjacent 32-bit words: one, two, or a multiple of four."""
+    at_once = min(count, _MOST_WORDS)
+    of_all, found = mosaic.vector_type(at_once, mosaic.integer_type(32)), []
+    for i in range(0, count, at_once):
+        loaded = llvm.load(of_all, past(pointer, 4 * i), alignment=4 * at_once)
+        found += [vector.extract(loaded, [], [j]) for j in range(at_once)]
+    return found
 
 
 def store_words(words: Sequence[Value], pointer: Value) -> None:

@@ -28,19 +28,22 @@ import jax.numpy as jnp
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.quantized_tiles import (
     PTX_TYPE,
     Scaled,
     Tile,
+    load_words,
     max_of,
     on_tiles,
     past,
+    place_of,
     pointer_to,
     share,
     shared_numbers,
     store_words,
+    warps_of,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
@@ -49,12 +52,6 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 # float8 values each.
 _PATCH = 8
 _WORD = 4
-# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
-_ACROSS = 4
-_DOWN = WARP // _ACROSS
-# The number of warps that cover 128 columns, and the number that cover a tile.
-_SIDES = BLOCK // (_PATCH * _ACROSS)
-_WARPS = _SIDES * BLOCK // (_PATCH * _DOWN)
 
 
 def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
@@ -85,7 +82,7 @@ def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
         ],
         emit,
         width=width,
-        num_warps=_WARPS,
+        num_warps=warps_of(_PATCH, _PATCH),
         num_shared=BLOCK,
     )
     return TransposedRows(*results)
@@ -109,12 +106,8 @@ class _Tile(Tile):
 
         Takes memrefs of all arrays, and of shared memory for the scales of the tile's rows.
         """
-        i32, f32, thread = mosaic.i32, mosaic.float_type(), mosaic.thread()
-        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
-        strip, side = (op(warp, i32(_SIDES)) for op in (arith.divui, arith.remui))
-        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
-        row = arith.muli(arith.addi(arith.muli(strip, i32(_DOWN)), down), i32(_PATCH))
-        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_PATCH))
+        i32, f32 = mosaic.i32, mosaic.float_type()
+        thread, _, lane, _, row, place = place_of(_PATCH, _PATCH)
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
         # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
@@ -162,9 +155,7 @@ class _Tile(Tile):
         `row` is counted in the tile. If the tile's block has no such row, the values are zero.
         """
         exists, row = self.find(row)
-        two = mosaic.vector_type(2, mosaic.integer_type(32))
-        loaded = llvm.load(two, pointer_to(values, row, self.width, left, 1), alignment=_PATCH)
-        words = (vector.extract(loaded, [], [i]) for i in range(2))
+        words = load_words(pointer_to(values, row, self.width, left, 1), _PATCH // _WORD)
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:
