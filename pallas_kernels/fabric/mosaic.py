@@ -813,8 +813,8 @@ def store_rows_through(
     values: jax.Array,
     top: jax.Array,
     left: jax.Array,
-    begin: jax.Array | None,
-    end: jax.Array | None,
+    begin: jax.Array,
+    end: jax.Array,
     *,
     interpreted: bool,
 ) -> None:
@@ -833,15 +833,13 @@ def store_rows_through(
       top: the row of `out` for row 0 of `values`.
       left: the column of `out` for column 0 of `values`. The address of every stored row,
         out[top + i, left], must be a multiple of 16; so must the bytes of a row of `out`.
-      begin: the first row of `values` to store, or None to store all rows.
-      end: the row after the last one to store, or None.
+      begin: the first row of `values` to store.
+      end: the row after the last one to store.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
     num_rows, columns = values.shape
     size = jnp.dtype(out.dtype).itemsize
     assert num_rows == 64 and columns * size == 128, (values.shape, out.dtype)
-    if begin is None or end is None:
-        begin, end = jnp.int32(0), jnp.int32(num_rows)
     if interpreted:
         room[...] = values.astype(room.dtype)
         whole = (begin <= 0) & (end >= num_rows)
@@ -885,26 +883,32 @@ def store_rows_through(
             llvm.store(pair, at, alignment=2 * size)
         asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
-        # A warp copies four rows at a time, and a thread 16 bytes of one of them.
+        # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
+        # loaded before the first is stored, and no branch is in between, so that a warp waits once.
         number = lane()
         first = arith.shli(arith.shrui(number, i32(5)), i32(4))
         first = arith.addi(first, arith.andi(arith.shrui(number, i32(3)), i32(3)))
         column = arith.shli(arith.andi(number, i32(7)), i32(4))
-        stride = i64(ir.MemRefType(out.type).shape[1] * size)
+        stride = ir.MemRefType(out.type).shape[1] * size
+        offset = arith.muli(arith.extui(wide, arith.addi(top, first)), i64(stride))
         left_bytes = arith.addi(arith.muli(left, i32(size)), column)
-        for i in range(0, 16, 4):
-            row = arith.addi(first, i32(i))
+        start = arith.addi(offset, arith.extui(wide, left_bytes))
+        start = llvm.ptrtoint(wide, element_pointer(pointer(out), start, byte))
+        rows = [arith.addi(first, i32(i)) for i in range(0, 16, 4)]
+        lines = [llvm.load(line, in_room(row, column), alignment=16) for row in rows]
+        for i, (row, loaded) in enumerate(zip(rows, lines, strict=True)):
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, begin),
                 arith.cmpi(arith.CmpIPredicate.slt, row, end),
             )
-            with when(inside):
-                value = llvm.load(line, in_room(row, column), alignment=16)
-                offset = arith.addi(
-                    arith.muli(arith.extui(wide, arith.addi(top, row)), stride),
-                    arith.extui(wide, left_bytes),
-                )
-                llvm.store(value, element_pointer(pointer(out), offset, byte), alignment=16)
+            asm(
+                "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
+                " @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
+                "l,r,r,r,r,r",
+                arith.addi(start, i64(4 * i * stride)),
+                arith.extui(word, inside),
+                *(vector.extract(loaded, [], [j]) for j in range(4)),
+            )
         asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
     numbers = [top, left, begin, end]

@@ -70,6 +70,8 @@ _ROWS = BLOCK // COMPUTERS
 _HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
+# The number of parts for which a compute warpgroup of `drhs_of_each` has buffers in shared memory.
+_COPY_BUFFERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -695,6 +697,11 @@ class _Drhs(_Float8Kernel):
 
     rows_have_scales: ClassVar[bool] = False
 
+    def scratch_types(self) -> dict[str, Any]:
+        shape = COMPUTERS, _COPY_BUFFERS, _ROWS, self.chunk
+        staged = plgpu.SMEM(shape, self.out_dtype, transforms=swizzled(self.out_dtype))
+        return super().scratch_types() | dict(staged=staged)
+
     @property
     def matrices(self) -> int:
         return self.num_grads
@@ -740,15 +747,37 @@ class _Drhs(_Float8Kernel):
         _, top, left_edge, _, count = tile
         row = pl.multiple_of(computer * _ROWS, _ROWS)
         totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
-        room = scratch["staged"].at[computer]
+        # The copies of the previous tile have read the buffers while this tile was multiplied.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
             out, left = self.out_of(half, outs, left_edge)
+            buffers, first = scratch["staged"].at[computer], half * BLOCK // self.chunk
 
             @pl.when(left < self.width)
-            def _(total=total, out=out, left=left):
-                self.store_half(total, out, room, top + row, left, None, None)
+            def _(total=total, out=out, left=left, buffers=buffers, first=first):
+                self.copy_half(total, out, buffers, first, top + row, left)
 
         return used + count
+
+    def copy_half(
+        self, total: jax.Array, out: Any, buffers: Any, first: int, top: Any, left: Any
+    ) -> None:
+        """Copies this warpgroup's part of a half of a tile, `total`, to `out`, from (top, left) on.
+
+        The part is converted to the dtype of the output, and copied `self.chunk` columns at a time
+        by bulk copies, which go on while the next tile is multiplied. `buffers` are used in turns,
+        and `first` says how many chunks of the tile were copied before.
+        """
+        rows = pl.ds(pl.multiple_of(top, _ROWS), _ROWS)
+        for i in range(BLOCK // self.chunk):
+            if first + i >= _COPY_BUFFERS:
+                plgpu.wait_smem_to_gmem(_COPY_BUFFERS - 1, wait_read_only=True)
+            buffer = buffers.at[(first + i) % _COPY_BUFFERS]
+            start = i * self.chunk
+            buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
+            plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns])
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output to which a half of a tile belongs, and the first column of the half.

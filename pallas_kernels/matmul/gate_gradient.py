@@ -11,13 +11,9 @@ quantizes them before it writes them to memory:
   <dhidden, h>  the gradient of w; the kernel sums it over the 128 columns of each tile
 
 A thread block of 8 warps handles a tile of 128 rows by 128 columns in two turns of 64 rows. In a
-turn a thread handles a patch of 4 rows by 8 columns. The diagram shows the patches of a warp:
-
-         32 columns
-       +--+--+--+--+      A thread stores 8 bytes at a time to rows, and 4 to transposed rows. A
-   32  |  |  |  |  |      warp's stores fill whole sectors of 32 bytes.
-  rows +--+--+--+--+
-       |  |  |  |  |
+turn a thread handles a patch of 4 rows by 8 columns, and a warp 8 rows by all 128 columns. A warp
+loads and stores whole lines of memory, 128 bytes, also of the transposed results: these pass
+through shared memory.
 
 Between finding the scales and rounding, a thread keeps its results in shared memory. So two thread
 blocks fit on a multiprocessor, and one computes while the other waits for memory.
@@ -26,6 +22,7 @@ blocks fit on a multiprocessor, and one computes while the other waits for memor
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,35 +48,34 @@ from pallas_kernels.matmul.quantized_tiles import (
     shared_numbers,
     shared_words,
     store_words,
-    with_shuffled,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-# A thread handles a patch of 4 rows by 8 columns.
+# A thread handles a patch of 4 rows by 8 columns. The patches of `_ACROSS` threads lie side by
+# side, and cover the columns of the tile.
 _ROWS, _COLUMNS = 4, 8
-# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
-_ACROSS = 4
-_SIDES = BLOCK // (_COLUMNS * _ACROSS)
-# In a turn, the warps lie `_SIDES` side by side and `_STRIPS` above each other.
+_ACROSS = BLOCK // _COLUMNS
 _TURNS = 2
-_STRIPS = BLOCK // WARP // _TURNS
-_WARPS = _STRIPS * _SIDES
-_THREADS = _WARPS * WARP
+_ROWS_OF_TURN = BLOCK // _TURNS
+_THREADS = _ACROSS * _ROWS_OF_TURN // _ROWS
+_WARPS = _THREADS // WARP
 # The 32-bit words that hold the bfloat16 numbers of a row of a patch.
 _WORDS = _COLUMNS // 2
 # The kernel quantizes three results: dgate, dup and w * h. It stores all of them transposed, and
 # the first two also as rows.
 _WITH_ROWS = 2
 _RESULTS = 3
-# Shared memory holds four arrays of 32-bit numbers. The first has the threads' results: for each
-# turn, result and row of a patch, the words of each thread. The second, from _SIZES on, has the
-# largest magnitude of each row in each warp's columns, for dgate and for dup. The third, from _SUMS
-# on, has each row's sum of dhidden * h in each warp's columns. The fourth, from _TOTALS on, has the
+# A thread stores 16 values of a column of a tile at a time: a piece.
+_PIECE = 16
+_PIECES = BLOCK // _PIECE
+# Shared memory holds three arrays of 32-bit numbers. The first has the threads' results: for each
+# turn, result and row of a patch, the words of each thread, with some padding. The second, from
+# _FACTORS on, has 1 / scale for each row of dgate and of dup. The third, from _TOTALS on, has the
 # largest magnitude in each warp and turn, for all three results.
-_SIZES = _TURNS * _RESULTS * _ROWS * _THREADS * _WORDS
-_SUMS = _SIZES + _WITH_ROWS * _SIDES * BLOCK
-_TOTALS = _SUMS + _SIDES * BLOCK
+_OF_ROW = _THREADS * _WORDS + _PIECES * _WORDS
+_FACTORS = _TURNS * _RESULTS * _ROWS * _OF_ROW
+_TOTALS = _FACTORS + _WITH_ROWS * BLOCK
 _SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
 
 
@@ -218,29 +214,31 @@ class _Tile(Tile):
         `ins`, `outs` and `shared` are memrefs of the operands, the results and shared memory.
         """
         i32 = mosaic.i32
-        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
-        strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
-        down, across = (op(lane, i32(_ACROSS)) for op in (arith.divui, arith.remui))
-        of_warp = arith.addi(arith.muli(strip, i32(WARP)), arith.muli(down, i32(_ROWS)))
-        place = arith.muli(arith.addi(arith.muli(side, i32(_ACROSS)), across), i32(_COLUMNS))
+        down, across = (op(mosaic.thread(), i32(_ACROSS)) for op in (arith.divui, arith.remui))
+        place = arith.muli(across, i32(_COLUMNS))
 
         def row_of(turn: Value) -> Value:
-            return arith.addi(arith.muli(turn, i32(_STRIPS * WARP)), of_warp)
+            return arith.addi(arith.muli(turn, i32(_ROWS_OF_TURN)), arith.muli(down, i32(_ROWS)))
 
         with mosaic.repeat(_TURNS) as turn:
-            self.compute(ins, shared, turn, row_of(turn), place)
+            self.compute(ins, outs, shared, turn, row_of(turn), place)
         mosaic.block_barrier()
-        self.finish(shared, outs, warp, lane)
+        self.finish(shared, outs)
         mosaic.block_barrier()
         with mosaic.repeat(_TURNS) as turn:
-            self.store(outs, shared, turn, row_of(turn), place)
+            self.store_rows(outs, shared, turn, row_of(turn), place)
+        mosaic.block_barrier()
+        self.store_columns(outs, shared)
 
-    def compute(self, ins: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
+    def compute(
+        self, ins: Any, outs: Any, shared: Any, turn: Value, row: Value, place: Value
+    ) -> None:
         """Computes the thread's patch of a turn, and keeps the results in `shared`.
 
-        The patch begins in row `row` and column `place` of the tile.
+        The patch begins in row `row` and column `place` of the tile. Also computes and stores the
+        scales of the patch's rows, and each row's sum of dhidden * h.
         """
-        i32, word = mosaic.i32, mosaic.integer_type(32)
+        i32, f32, word = mosaic.i32, mosaic.float_type(), mosaic.integer_type(32)
         warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
@@ -249,49 +247,55 @@ class _Tile(Tile):
         sums = []
         for i, operands in enumerate(self.load(ins, row, left)):
             results, of_row = self.compute_row(operands)
-            sums.append(of_row)
+            sums.append(arith.bitcast(word, of_row))
             for result, words in enumerate(results):
                 words = [BFLOAT16.without_infinities(word) for word in words]
                 share(shared, _own_place(turn, result, i), words)
                 largest[result].append(BFLOAT16.largest(words))
 
-        # Four threads of a warp have elements of the same row. By shuffles they find the row's
-        # largest magnitudes and its sum of dhidden * h in the warp's columns. The first of the four
-        # writes these numbers to shared memory.
-        side = arith.divui(place, i32(_COLUMNS * _ACROSS))
-        own_side = arith.addi(arith.muli(side, i32(BLOCK)), row)
         totals = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
-        for distance in (1, 2):
-            largest[:_WITH_ROWS] = [
-                with_shuffled(sizes, distance) for sizes in largest[:_WITH_ROWS]
-            ]
-            sums = [_plus_shuffled(each, distance) for each in sums]
-        with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
-            for result, sizes in enumerate(largest[:_WITH_ROWS]):
-                share(shared, arith.addi(own_side, i32(_SIZES + result * _SIDES * BLOCK)), sizes)
-            bits = [arith.bitcast(word, each) for each in sums]
-            share(shared, arith.addi(own_side, i32(_SUMS)), bits)
         with mosaic.when(mosaic.equal(lane, i32(0))):
             at = arith.addi(arith.muli(turn, i32(_WARPS)), warp)
             for result, total in enumerate(totals):
                 share(shared, arith.addi(at, i32(_total_of(result))), [total])
 
-    def store(self, outs: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
-        """Rounds what `compute` has kept of the thread's patch of a turn, and stores it."""
+        # The threads that have elements of the same rows find each row's largest magnitudes and its
+        # sum. The first `_ROWS` of them then have those of a row each.
+        own, sizes = _of_rows(largest[0], arith.maxui)
+        _, others = _of_rows(largest[1], arith.maxui)
+        _, total = _of_rows(sums, _sum_of_words)
+        row = arith.addi(row, own)
+        across = arith.divui(place, i32(_COLUMNS))
+        found = [scale_of(each) for each in (sizes, others)]
+        with mosaic.when(mosaic.below(across, i32(_ROWS))):
+            for result, (_, factor) in enumerate(found):
+                at = arith.addi(row, i32(_FACTORS + result * BLOCK))
+                share(shared, at, [arith.bitcast(word, factor)])
+            with mosaic.when(mosaic.below(row, self.count)):
+                numbers = [*(scale for scale, _ in found), arith.bitcast(f32, total)]
+                row = arith.addi(self.first, row)
+                for number, out in zip(numbers, (outs[1], outs[3], outs[-1]), strict=True):
+                    llvm.store(number, pointer_to(out, self.column, self.num_rows, row, 4))
+
+    def store_rows(self, outs: Any, shared: Any, turn: Value, row: Value, place: Value) -> None:
+        """Rounds what `compute` has kept of the thread's patch of a turn, and stores its rows.
+
+        Of each result, the transposed patch replaces the kept words.
+        """
         i32 = mosaic.i32
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
         for result in range(_RESULTS):
             numbers = [
                 [
                     number
-                    for word in _own_words(shared, turn, result, i)
+                    for word in shared_words(shared, _own_place(turn, result, i), _WORDS)
                     for number in BFLOAT16.numbers(word)
                 ]
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
                 factors = shared_numbers(
-                    shared, arith.addi(row, i32(_SIZES + result * _SIDES * BLOCK)), _ROWS
+                    shared, arith.addi(row, i32(_FACTORS + result * BLOCK)), _ROWS
                 )
                 start = pointer_to(
                     outs[2 * result], arith.addi(self.first, row), self.width, left, 1
@@ -304,11 +308,40 @@ class _Tile(Tile):
                         ]
                         store_words(words, past(start, i * self.width))
             (factor,) = shared_numbers(shared, i32(_total_of(result)), 1)
-            top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+            columns = [
+                rounded_word([of_row[j] for of_row in numbers], [factor] * _ROWS)
+                for j in range(_COLUMNS)
+            ]
+            for i in range(0, _COLUMNS, _WORDS):
+                at = _own_place(turn, result, i // _WORDS)
+                share(shared, at, columns[i : i + _WORDS])
+
+    def store_columns(self, outs: Any, shared: Any) -> None:
+        """Stores the transposed results, which `store_rows` has left in shared memory."""
+        i32, thread = mosaic.i32, mosaic.thread()
+        piece, first = arith.remui(thread, i32(_PIECES)), arith.divui(thread, i32(_PIECES))
+        row = arith.muli(piece, i32(_PIECE))
+        turn, row_of_turn = (op(row, i32(_ROWS_OF_TURN)) for op in (arith.divui, arith.remui))
+        top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), first)
+        # The threads whose patches have the rows of the piece, in the column's patches.
+        down = arith.divui(row_of_turn, i32(_ROWS))
+        across, column = (op(first, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
+        owner = arith.addi(arith.muli(down, i32(_ACROSS)), across)
+        slot, word = (op(column, i32(_WORDS)) for op in (arith.divui, arith.remui))
+        at_once = _THREADS // _PIECES
+        for result in range(_RESULTS):
             start = pointer_to(outs[4 + 2 * result], left, self.height, top, 1)
-            for j in range(_COLUMNS):
-                four = rounded_word([of_row[j] for of_row in numbers], [factor] * _ROWS)
-                llvm.store(four, past(start, j * self.height), alignment=_ROWS)
+            base = arith.addi(_place_of(turn, result, 0, owner), word)
+            base = arith.addi(base, arith.muli(slot, i32(_OF_ROW)))
+            for i in range(0, BLOCK, at_once):
+                # Further columns are those of the next patches.
+                before = i // _COLUMNS * _WORDS
+                words = [
+                    word_at(shared, arith.addi(base, i32(before + k * _ACROSS * _WORDS)))
+                    for k in range(_PIECE // _ROWS)
+                ]
+                store_words(words, past(start, i * self.height))
 
     def load(self, ins: Any, row: Value, left: Value) -> list[_Operands]:
         """Loads the operands of a thread's patch, from row `row` of the tile and column `left` on.
@@ -368,34 +401,17 @@ class _Tile(Tile):
         ]
         return words, arith.select(exists, total, mosaic.f32(0.0))
 
-    def finish(self, shared: Any, outs: Any, warp: Value, lane: Value) -> None:
-        """Computes and stores the scales of rows and blocks, and each row's sum of dhidden * h.
+    def finish(self, shared: Any, outs: Any) -> None:
+        """Computes and stores the scale of each transposed result.
 
-        A scale follows from the largest magnitudes that the warps have stored in `shared` for a
-        row or a block. The first of these magnitudes is overwritten with 1 / scale.
+        It follows from the largest magnitudes that the warps have stored in `shared`. The first of
+        these is overwritten with 1 / scale.
         """
         i32, word = mosaic.i32, mosaic.integer_type(32)
-        thread = mosaic.thread()
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
         tiles = self.width // BLOCK
-        for result in range(_WITH_ROWS + 1):
-            start = arith.subi(thread, i32(result * BLOCK % _THREADS))
-            with mosaic.when(mosaic.below(start, i32(BLOCK))):
-                base = _SIZES + result * _SIDES * BLOCK
-                sides = [arith.addi(start, i32(base + side * BLOCK)) for side in range(_SIDES)]
-                found = [word_at(shared, at) for at in sides]
-                if result < _WITH_ROWS:
-                    value, factor = scale_of(max_of(found))
-                    share(shared, sides[0], [arith.bitcast(word, factor)])
-                    out = outs[2 * result + 1]
-                else:
-                    value, out = mosaic.f32(0.0), outs[-1]
-                    for each in found:
-                        value = arith.addf(value, arith.bitcast(mosaic.float_type(), each))
-                with mosaic.when(mosaic.below(start, self.count)):
-                    row = arith.addi(self.first, start)
-                    llvm.store(value, pointer_to(out, self.column, self.num_rows, row, 4))
         for result in range(_RESULTS):
-            with mosaic.when(mosaic.equal(warp, i32(_WARPS - 1 - result))):
+            with mosaic.when(mosaic.equal(warp, i32(result))):
                 base = i32(_total_of(result))
                 at = arith.addi(base, arith.remui(lane, i32(_TURNS * _WARPS)))
                 largest = mosaic.warp_max(word_at(shared, at))
@@ -419,21 +435,53 @@ def _own_place(turn: Value, result: int, row: int) -> Value:
 
     The patch is that of a turn and a result.
     """
-    before = arith.muli(turn, mosaic.i32(_SIZES // _TURNS))
-    before = arith.addi(before, mosaic.i32((result * _ROWS + row) * _THREADS * _WORDS))
-    return arith.addi(arith.muli(mosaic.thread(), mosaic.i32(_WORDS)), before)
+    return _place_of(turn, result, row, mosaic.thread())
 
 
-def _own_words(shared: Any, turn: Value, result: int, row: int) -> list[Value]:
-    """Loads the words that this thread keeps of a row of a patch; see `_own_place`."""
-    return shared_words(shared, _own_place(turn, result, row), _WORDS)
+def _place_of(turn: Value, result: int, row: int, thread: Value) -> Value:
+    """Returns where in shared memory `thread` keeps a row of its patch of a turn and a result.
+
+    Threads whose rows are in different pieces of the tile's columns are some words further apart,
+    so that the threads which store the pieces access different banks of shared memory.
+    """
+    i32 = mosaic.i32
+    before = arith.muli(turn, i32(_RESULTS * _ROWS * _OF_ROW + _PIECES // _TURNS * _WORDS))
+    before = arith.addi(before, i32((result * _ROWS + row) * _OF_ROW))
+    piece = arith.divui(thread, i32(_ACROSS * _PIECE // _ROWS))
+    return arith.addi(before, arith.muli(arith.addi(thread, piece), i32(_WORDS)))
 
 
-def _plus_shuffled(number: Value, distance: int) -> Value:
-    """Adds this lane's `number` and that of the lane whose index is this lane's XOR `distance`."""
-    word, f32 = mosaic.integer_type(32), mosaic.float_type()
-    other = mosaic.shuffle(arith.bitcast(word, number), distance)
-    return arith.addf(number, arith.bitcast(f32, other))
+def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> tuple[Value, Value]:
+    """Combines a word of each row of a patch with those of the `_ACROSS` threads of these rows.
+
+    Returns (row, word). In the first `_ROWS` of these threads, `word` is what `combine` makes of
+    all threads' words of row `row` of the patch.
+    """
+    i32 = mosaic.i32
+    across = arith.remui(mosaic.thread(), i32(_ACROSS))
+    row, distance = i32(0), 1
+    while distance < _ACROSS:
+        if len(words) > 1:
+            # Of two threads, one goes on with one half of the rows, and the other with the rest.
+            half = len(words) // 2
+            is_upper = mosaic.equal(arith.remui(arith.divui(across, i32(distance)), i32(2)), i32(1))
+            row = arith.addi(row, arith.select(is_upper, i32(half), i32(0)))
+            pairs = [*zip(words[:half], words[half:], strict=True)]
+            sent = [arith.select(is_upper, low, high) for low, high in pairs]
+            words = [arith.select(is_upper, high, low) for low, high in pairs]
+        else:
+            sent = words
+        others = [mosaic.shuffle(each, distance) for each in sent]
+        words = [combine(*both) for both in zip(words, others, strict=True)]
+        distance *= 2
+    return row, words[0]
+
+
+def _sum_of_words(a: Value, b: Value) -> Value:
+    """Adds two float32 numbers, given and returned as 32-bit words."""
+    f32 = mosaic.float_type()
+    total = arith.addf(arith.bitcast(f32, a), arith.bitcast(f32, b))
+    return arith.bitcast(mosaic.integer_type(32), total)
 
 
 def _bfloat16s(low: Value, high: Value) -> Value:

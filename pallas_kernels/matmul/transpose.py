@@ -8,12 +8,12 @@ Before the transposition, each row has one scale for each 128 columns. A matmul 
 therefore gives each block of 128 rows by 128 columns one scale, the largest scale of its rows. Each
 value is multiplied by its row's scale, divided by the block's scale, and rounded to float8 again.
 
-A thread block handles a tile of 128 rows by 128 columns. Each thread handles a patch of 8 x 8
-values:
+A thread block handles a tile of 128 rows by 128 columns. Each thread handles a patch of 8 rows by
+16 columns:
 
-            4 patches                    A warp handles 64 rows by 32 columns. It loads 32 bytes of
-         +--+--+--+--+                   each row, which are a whole sector of memory. It stores 64
-    8    |  |  |  |  |                   bytes of each column: each thread 8 bytes.
+            4 patches                    A warp handles 64 rows by 64 columns. It loads 64 bytes of
+         +--+--+--+--+                   each row: each thread 16 bytes. It stores 64 bytes of each
+    8    |  |  |  |  |                   column: each thread 8 bytes.
   patches+--+--+--+--+
          |  |  |  |  |
 """
@@ -40,17 +40,19 @@ from pallas_kernels.matmul.quantized_tiles import (
     past,
     place_of,
     pointer_to,
+    rounded_word,
     share,
     shared_numbers,
     store_words,
+    transposed_bytes,
     warps_of,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-# A thread handles a patch of 8 rows by 8 columns. A row of the patch is two 32-bit words, of four
+# A thread handles a patch of 8 rows by 16 columns. A row of the patch is four 32-bit words, of four
 # float8 values each.
-_PATCH = 8
+_ROWS, _COLUMNS = 8, 16
 _WORD = 4
 
 
@@ -82,7 +84,7 @@ def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
         ],
         emit,
         width=width,
-        num_warps=warps_of(_PATCH, _PATCH),
+        num_warps=warps_of(_ROWS, _COLUMNS),
         num_shared=BLOCK,
     )
     return TransposedRows(*results)
@@ -107,17 +109,15 @@ class _Tile(Tile):
         Takes memrefs of all arrays, and of shared memory for the scales of the tile's rows.
         """
         i32, f32 = mosaic.i32, mosaic.float_type()
-        thread, _, lane, _, row, place = place_of(_PATCH, _PATCH)
+        thread, _, lane, _, row, place = place_of(_ROWS, _COLUMNS)
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
 
-        # words[i] are two 32-bit words: the 8 float8 values of row i of the thread's patch.
-        words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_PATCH)]
-        # The scales of the tile's rows lie far from each other in memory, so each is loaded once by
-        # a half of the threads, and by the other half, too, which stores the same number: a branch
-        # would make the loads of the values wait for the scales.
-        of_row = arith.remui(thread, i32(BLOCK))
-        own = self.load_scale(scales, of_row)
-        share(shared, of_row, [arith.bitcast(mosaic.integer_type(32), own)])
+        # words[i] are four 32-bit words: the 16 float8 values of row i of the thread's patch.
+        words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(_ROWS)]
+        # The scales of the tile's rows lie far from each other in memory, so each is loaded by one
+        # of the 128 threads.
+        own = self.load_scale(scales, thread)
+        share(shared, thread, [arith.bitcast(mosaic.integer_type(32), own)])
         mosaic.block_barrier()
         # Each warp finds the largest scale of the tile's 128 rows. Positive float32 numbers compare
         # like their bits as integers, so the maximum is taken of the bits.
@@ -127,7 +127,7 @@ class _Tile(Tile):
         inverse = float8.reciprocal(largest)
         factors = [
             arith.mulf(scale, inverse)
-            for start in range(0, _PATCH, 4)
+            for start in range(0, _ROWS, 4)
             for scale in shared_numbers(shared, arith.addi(row, i32(start)), 4)
         ]
         with mosaic.when(mosaic.equal(thread, i32(0))):
@@ -136,26 +136,25 @@ class _Tile(Tile):
 
         row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
         start = pointer_to(out, left, self.height, row_of_out, 1)
-        for word in range(_PATCH // _WORD):
-            numbers = [
-                [arith.mulf(number, factor) for number in float8.widened(PTX_TYPE, words[i][word])]
+        for word in range(_COLUMNS // _WORD):
+            rounded = [
+                rounded_word(float8.widened(PTX_TYPE, words[i][word]), [factor] * _WORD)
                 for i, factor in enumerate(factors)
             ]
-            for j in range(_WORD):
-                of_column = [of_row[j] for of_row in numbers]
-                both = [
-                    float8.packed(PTX_TYPE, of_column[i : i + _WORD])
-                    for i in range(0, _PATCH, _WORD)
-                ]
+            of_columns = zip(
+                *(transposed_bytes(rounded[i : i + _WORD]) for i in range(0, _ROWS, _WORD)),
+                strict=True,
+            )
+            for j, both in enumerate(of_columns):
                 store_words(both, past(start, (word * _WORD + j) * self.height))
 
     def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
-        """Loads 8 float8 values of a row, from column `left` of the input on, as two 32-bit words.
+        """Loads 16 float8 values of a row, from column `left` of the input on, as 32-bit words.
 
         `row` is counted in the tile. If the tile's block has no such row, the values are zero.
         """
         exists, row = self.find(row)
-        words = load_words(pointer_to(values, row, self.width, left, 1), _PATCH // _WORD)
+        words = load_words(pointer_to(values, row, self.width, left, 1), _COLUMNS // _WORD)
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:
