@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_ep.bench import measuring, report, runner
 from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import BenchFlags
-from jax_ep.bench.report import Row
+from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
@@ -261,16 +261,19 @@ class CollectivesBench(runner.Bench):
         return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**row)
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders a table of wall times and, if measured, a table of device times.
+        """Renders a table of wall times and, if measured, tables of device times and of energies.
 
-        Each table has a line for each array size. `rows` are the results of one operation on one
-        number of ranks.
+        The tables of times have a line for each array size. `rows` are the results of one operation
+        on one number of ranks.
         """
         lines = []
         for clock in ("wall", "device"):
             if timed := [row for row in rows if row.get(clock)]:
                 title = "{op}, {ranks} ranks: {0} time of one call, us".format(clock, **timed[0])
                 lines += ["", title, *table(timed, clock)]
+        if measured := [row for row in rows if row.get("energy")]:
+            columns = Column("rows", "rows"), report.text("algorithm", "implementation")
+            lines += ["", "energy of one call", *report.table((*columns, *report.ENERGY), measured)]
         return lines[1:]
 
     def compare(self, rows: list[Row]) -> None:

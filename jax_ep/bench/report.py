@@ -60,12 +60,15 @@ def text(header: str, field: str | None = None, usual: str = "") -> Column:
 
 
 CHECKED = Column("checked", lambda row: "yes" if row.get("checked") else None, left=True)
-WALL = (
-    Column("wall us", "wall.median_us", "{:.1f}"),
-    Column("low..high", _range),
+ENERGY = (
     Column("mJ", "energy.millijoules", "{:.2f}"),
     Column("W", "energy.watts", "{:.0f}"),
     Column("MHz", "energy.megahertz", "{:.0f}"),
+)
+WALL = (
+    Column("wall us", "wall.median_us", "{:.1f}"),
+    Column("low..high", _range),
+    *ENERGY,
 )
 SLOWEST = Column("device us", "device.slowest_us", "{:.1f}")
 

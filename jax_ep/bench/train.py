@@ -147,7 +147,7 @@ _PARAM_DTYPE = FLAGS.choice(
     ("bfloat16", "float32"),
     "The dtype of parameters and of AdamW's states.",
 )
-_TIMING = FLAGS.timing(Iterations(2, 10, 10), 3, least_iterations=1)
+_TIMING = FLAGS.timing(Iterations(2, 10, 10), 7, least_iterations=1)
 _SEED = FLAGS.seed("parameters and tokens")
 _SHARED = FLAGS.share(
     plot="the step's time and its parts",
@@ -340,6 +340,7 @@ class TrainBench(runner.Bench):
                 else "failed"
             ),
         ),
+        *report.ENERGY,
         Column("tokens/s", "tokens_per_s", "{:.0f}"),
         Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
         Column("of peak", "share_of_peak", "{:.1%}"),

@@ -92,6 +92,16 @@ def test_bench_refuses_flags(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_energy_has_a_table_of_its_own():
+    row = {"op": "all_gather", "ranks": 2, "rows": 64, "hidden": 8, "bytes": 1024, "auto": "xla"}
+    row |= {"implementation": "xla", "checked": True, "wall": {"median_us": 20.0}}
+    measured = {"energy": {"millijoules": 1.5, "watts": 300.0, "megahertz": 1980.0}}
+    *_, header, line = bench_collectives.CollectivesBench().table([row | measured])
+    assert header.split() == ["rows", "algorithm", "mJ", "W", "MHz"]
+    assert line.split() == ["64", "xla", "1.50", "300", "1980"]
+    assert not any("mJ" in line for line in bench_collectives.CollectivesBench().table([row]))
+
+
 def test_device_times_decide_if_all_are_there(tmp_path):
     def record(name, wall, device):
         times = {

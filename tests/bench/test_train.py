@@ -138,5 +138,13 @@ def test_parts_have_a_table_of_their_own():
     assert "parts" not in "".join(bench.TrainBench().table([ROW]))
 
 
+def test_the_table_shows_the_energy_if_it_was_measured():
+    measured = {"energy": {"millijoules": 5e4, "watts": 640.0, "megahertz": 1725.0}}
+    header, line = bench.TrainBench().table([ROW | measured])
+    assert header.split()[-3:] == ["mJ", "W", "MHz"]
+    assert ["50000.00", "640", "1725"] == line.split()[-3:]
+    assert "MHz" not in bench.TrainBench().table([ROW])[0]
+
+
 def test_one_gpu_and_all_are_measured():
     assert bench.TrainBench().default_ranks(jax.devices()) == sorted({1, len(jax.devices())})
