@@ -5,15 +5,18 @@ gate, wi_0, wi_1 and wo. The gate's gradient is not summed over ranks, since a t
 together with the gradients of its other replicated parameters. All layers of a shape have the same
 parameters, tokens and number of rows R in the receive buffer. This library's layer is compared with
 (a) `lax.ragged_all_to_all` with `lax.ragged_dot`, and (b) the fastest exchange of plain XLA
-collectives with this library's grouped matmul.
+collectives with this library's grouped matmul. With --token_chunks, this library's layer also
+computes its tokens in chunks, one after the other, and the receive buffer is that of a chunk.
 
 Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of
-routed rows: 6 H F for a row, and three times as many with gradients. "Matmul us" is the device time
-of the experts' matmuls. "Exchange us" is the device time of dispatch, combine and XLA's
-collectives, including waits for peers. Both are means over ranks. "If hidden us" subtracts the
-shorter of these two times from the slowest rank's device time: the time of a layer that overlaps
-communication and matmuls perfectly. "Peak MiB" is the memory that the program holds on a device,
-according to XLA: arguments, results and temporaries.
+routed rows: 6 H F for a row, and three times as many with gradients. Matmuls that the backward pass
+of a layer in chunks computes again do not count. "Matmul us" is the device time of the experts'
+matmuls. "Exchange us" is the device time of dispatch, combine and XLA's collectives, including
+waits for peers. Both are means over ranks. "If hidden us" subtracts the shorter of these two times
+from the slowest rank's device time: the time of a layer that overlaps communication and matmuls
+perfectly. "Peak MiB" is the memory that the program holds on a device, according to XLA: arguments,
+results and temporaries. "Temp MiB", which is shown if a layer has several chunks, is the
+temporaries alone.
 """
 
 from __future__ import annotations
@@ -149,6 +152,12 @@ _QUANTIZE = FLAGS.choice(
     "When the experts' matrices are quantized, with a float8 --matmul_dtype. each_call: in each "
     "call of the layer. once: before the loop, as for several microbatches or steps of decoding.",
 )
+_TOKEN_CHUNKS = FLAGS.integers(
+    "token_chunks",
+    [1],
+    "The numbers of chunks in which jax_ep computes a rank's tokens, one after the other, each "
+    "measured. More than 1 needs --capacity_factor=0. The baselines compute all tokens at once.",
+)
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 # The number of calls in the timed loop of a layer with `lax.ragged_dot`, whose calls are slow.
 _ITERATIONS_OF_RAGGED_DOT = 2
@@ -186,11 +195,13 @@ class LayerCase(runner.Case):
                     "implementation": name,
                     "wire_dtype": _wire_dtype(name, matmul_dtype),
                     "matmul_dtype": matmul_dtype,
+                    "token_chunks": token_chunks,
                 }
                 | ({} if matmul_dtype == "none" else {"quantize": _QUANTIZE.value})
                 for direction in _DIRECTIONS.value
                 for name in names
                 for matmul_dtype in _matmul_dtypes(name)
+                for token_chunks in _token_chunks(name)
             ],
         )
         # Maps each of DIRECTIONS to the row and the outputs of the first layer that was checked in
@@ -215,7 +226,12 @@ class LayerCase(runner.Case):
             iterations = _ITERATIONS_OF_RAGGED_DOT
         wire_dtype = None if row["wire_dtype"] == "none" else jnp.dtype(row["wire_dtype"])
         matmul_dtype = None if row["matmul_dtype"] == "none" else jnp.dtype(row["matmul_dtype"])
-        own = dataclasses.replace(config, wire_dtype=wire_dtype, matmul_dtype=matmul_dtype)
+        own = dataclasses.replace(
+            config,
+            wire_dtype=wire_dtype,
+            matmul_dtype=matmul_dtype,
+            token_chunks=row["token_chunks"],
+        )
         step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
         if row.get("quantize") == "once":
             state = (*state, quantized)
@@ -228,10 +244,14 @@ class LayerCase(runner.Case):
         """Returns fields to add to a row of results: memory, loop length and numbers of token rows.
 
         `measuring.held_bytes` documents the bytes of memory. "iterations" is how often the timed
-        loop calls the layer. `make_config` documents the numbers of rows that ranks receive.
+        loop calls the layer. `make_config` documents the numbers of rows that ranks receive; the
+        "capacity" of a layer in chunks is that of a chunk.
         """
         held = measuring.held_bytes(loop.compiled)
-        return self.load | held | {"iterations": loop.iterations}
+        # A layer in chunks has no capacity factor: its rows are in proportion to a chunk's tokens.
+        tokens_at_once = -(-self.tokens // row["token_chunks"])
+        capacity = self.load["capacity"] * tokens_at_once // self.tokens
+        return self.load | held | {"capacity": capacity, "iterations": loop.iterations}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs = loop.outputs()
@@ -242,7 +262,7 @@ class LayerCase(runner.Case):
         # A row has the field "quantize" if the experts of its layer multiply float8.
         if "quantize" in row or "quantize" in other:
             tolerance = max(tolerance, _FLOAT8_TOLERANCE)
-        names = [runner.with_matmul_dtype(each["implementation"], each) for each in (row, other)]
+        names = [_variant(each["implementation"], each) for each in (row, other)]
         agree(names[0], outputs, names[1], expected, tolerance)
         return True
 
@@ -262,6 +282,14 @@ class LayerCase(runner.Case):
         }
 
 
+def _mebibytes(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**20
+
+
+# The column that a table has only if a layer has several chunks.
+_TEMPORARIES = Column("temp MiB", lambda row: _mebibytes(row.get("temp_bytes")), "{:.1f}")
+
+
 class LayerBench(runner.Bench):
     flags, shared = FLAGS, _SHARED
     columns = (
@@ -273,6 +301,7 @@ class LayerBench(runner.Bench):
         report.text("wire", "wire_dtype", usual="none"),
         report.text("matmul", "matmul_dtype", usual="none"),
         report.text("quantize"),
+        Column("chunks", "token_chunks", usual="1"),
         report.CHECKED,
         *report.WALL,
         report.SLOWEST,
@@ -281,11 +310,8 @@ class LayerBench(runner.Bench):
         Column("if hidden us", "if_hidden_us", "{:.1f}"),
         Column("tokens/s", "tokens_per_s", "{:.0f}"),
         Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
-        Column(
-            "peak MiB",
-            lambda row: row["peak_bytes"] / 2**20 if row.get("peak_bytes") else None,
-            "{:.0f}",
-        ),
+        Column("peak MiB", lambda row: _mebibytes(row.get("peak_bytes")), "{:.0f}"),
+        _TEMPORARIES,
         Column("vs (a)", "speedup_over_ragged", "{:.2f}x"),
         Column("vs (b)", "speedup_over_xla", "{:.2f}x"),
         Column("vs plain", "speedup_of_float8", "{:.2f}x"),
@@ -321,14 +347,16 @@ class LayerBench(runner.Bench):
         ]
 
     def name(self, row: Row) -> str:
-        return runner.with_matmul_dtype("{shape}, {direction}, {implementation}".format(**row), row)
+        return _variant("{shape}, {direction}, {implementation}".format(**row), row)
 
     def compare(self, rows: list[Row]) -> None:
         compare(rows)
 
     def table(self, rows: Sequence[Row]) -> list[str]:
         legend = f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"
-        return [*report.table(self.columns, rows), "", legend]
+        in_chunks = any(row["token_chunks"] > 1 for row in rows)
+        columns = [column for column in self.columns if in_chunks or column is not _TEMPORARIES]
+        return [*report.table(columns, rows), "", legend]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
@@ -337,7 +365,7 @@ class LayerBench(runner.Bench):
             title="Throughput of the MoE layer, bfloat16\n" + machine,
             panel=lambda row: row["direction"],
             group=sizes,
-            bar=lambda row: runner.with_matmul_dtype(row["implementation"], row),
+            bar=lambda row: _variant(row["implementation"], row),
             height=lambda row: row.get("tokens_per_s"),
             label="tokens/s of all ranks",
         )
@@ -378,6 +406,16 @@ def sizes(row: Row) -> str:
 
 def _matmul_dtypes(name: str) -> list[str]:
     return ["none"] if name in BASELINES else _MATMUL_DTYPE.value
+
+
+def _token_chunks(name: str) -> list[int]:
+    return [1] if name in BASELINES else _TOKEN_CHUNKS.value
+
+
+def _variant(text: str, row: Row) -> str:
+    """Adds a row's matmul dtype and its number of chunks, if above 1, to the name of its layer."""
+    text = runner.with_matmul_dtype(text, row)
+    return text if row["token_chunks"] == 1 else f"{text}, {row['token_chunks']} chunks"
 
 
 def _wire_dtype(name: str, matmul_dtype: str) -> str:
@@ -584,10 +622,12 @@ def compare(rows: list[Row]) -> None:
     The other layers have the same shape, tokens, ranks and direction. "speedup_over_ragged" is the
     speed-up over the baseline of ragged_all_to_all and ragged_dot. "speedup_over_xla" is the
     speed-up over the fastest baseline that combines plain XLA collectives with this library's
-    grouped matmul. "speedup_of_float8" is the speed-up of a layer whose experts multiply float8
-    over the same layer in bfloat16.
+    grouped matmul. The baselines compute all tokens at once, also where the compared layer has
+    several chunks. "speedup_of_float8" is the speed-up of a layer whose experts multiply float8
+    over the same layer in bfloat16, with the same number of chunks.
     """
-    runner.compare_float8(rows, ("shape", "tokens", "ranks", "direction", "implementation"))
+    keys = "shape", "tokens", "ranks", "direction", "implementation", "token_chunks"
+    runner.compare_float8(rows, keys)
 
     def work(row):
         return row["shape"], row["tokens"], row["ranks"], row["direction"]
@@ -607,7 +647,8 @@ def compare(rows: list[Row]) -> None:
 def _names(platform: str) -> list[str]:
     """Returns the names of the layers to measure: implementations first, then baselines.
 
-    Raises `Error` if a named baseline cannot run on the platform, or if nothing is left.
+    Raises `Error` if a named baseline cannot run on the platform, if nothing is left, or if flags
+    do not fit together.
     """
     own = _IMPLEMENTATIONS.value
     others = _BASELINES.value
@@ -627,4 +668,13 @@ def _names(platform: str) -> list[str]:
         raise Error("--matmul_dtype needs jax_ep in --implementations: baselines multiply bfloat16")
     if _QUANTIZE.value != "each_call" and set(_MATMUL_DTYPE.value) == {"none"}:
         raise Error("--quantize needs --matmul_dtype=float8_e4m3fn: without, nothing is quantized")
+    if set(_TOKEN_CHUNKS.value) != {1} and all(name in BASELINES for name in names):
+        raise Error(
+            "--token_chunks needs jax_ep in --implementations: baselines compute all tokens at once"
+        )
+    if max(_TOKEN_CHUNKS.value) > 1 and _CAPACITY_FACTOR.value:
+        raise Error(
+            "--token_chunks above 1 needs --capacity_factor=0: with a capacity factor, each chunk "
+            "has a capacity of its own, so rows could be dropped"
+        )
     return names

@@ -213,6 +213,40 @@ def test_float8_is_measured_next_to_bfloat16(when, tmp_path, capsys):
     assert "vs plain" in capsys.readouterr().out
 
 
+def test_chunks_of_our_layer_are_measured_next_to_the_whole(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = "--shapes=mixtral", "--directions=forward", "--baselines=", "--check", "--tokens=256"
+    assert bench(*args, "--token_chunks=1,4", "--capacity_factor=0", f"--json={path}") == 0
+    out = capsys.readouterr().out
+    whole, chunked = json.loads(path.read_text())["rows"]
+    assert (whole["token_chunks"], chunked["token_chunks"]) == (1, 4)
+    assert whole["checked"] and chunked["checked"]
+    assert whole["capacity"] == 4 * chunked["capacity"] == 256 * 2 * whole["ranks"]
+    assert 0 < chunked["temp_bytes"] < whole["temp_bytes"]
+    (header,) = (line for line in out.splitlines() if line.startswith("shape"))
+    assert "chunks" in header and "temp MiB" in header
+    assert sum(line.startswith("mixtral  ") for line in out.splitlines()) == 2
+    command = bench_layer.LayerBench()
+    assert command.name(whole) == "mixtral, forward, jax_ep"
+    assert command.name(chunked) == "mixtral, forward, jax_ep, 4 chunks"
+    # The table of layers without chunks has neither column.
+    header, *_ = command.table([whole])
+    assert "chunks" not in header and "temp MiB" not in header and "peak MiB" in header
+
+
+@pytest.mark.slow
+def test_chunks_have_the_gradients_of_the_whole(tmp_path):
+    path = tmp_path / "out.json"
+    args = "--shapes=mixtral", "--directions=forward_backward", f"--baselines={PLAIN[1]}"
+    # The last of three chunks of 8 tokens is not full.
+    chunks = "--token_chunks=1,3", "--capacity_factor=0", "--check"
+    assert bench(*args, *chunks, f"--json={path}") == 0
+    rows = json.loads(path.read_text())["rows"]
+    names = [(row["implementation"], row["token_chunks"]) for row in rows]
+    assert names == [("jax_ep", 1), ("jax_ep", 3), (PLAIN[1], 1)]
+    assert all(row["checked"] for row in rows)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
     check = bench_layer.LayerCase.check
@@ -249,22 +283,29 @@ def test_speedups_are_over_the_fastest_of_their_own_work():
     def row(implementation, us, **work):
         work = {"shape": "mixtral", "tokens": 8, "ranks": 2, "direction": "forward"} | work
         return (
-            {"matmul_dtype": "none"}
+            {"matmul_dtype": "none", "token_chunks": 1}
             | work
             | {"implementation": implementation, "wall": {"median_us": us}}
         )
 
     own, other = row("jax_ep", 10.0), row("jax_ep", 10.0, tokens=16)
     float8 = row("jax_ep", 8.0, matmul_dtype="float8_e4m3fn")
+    chunks = row("jax_ep", 16.0, token_chunks=4)
+    float8_chunks = row("jax_ep", 10.0, matmul_dtype="float8_e4m3fn", token_chunks=4)
+    alone = row("jax_ep", 9.0, matmul_dtype="float8_e4m3fn", token_chunks=2)
     failed = {key: own[key] for key in ("shape", "tokens", "ranks", "direction")}
     failed |= {"implementation": PLAIN[0], "error": "no"}
     bench_layer.compare([
-        own, float8, other, failed, row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
+        own, float8, chunks, float8_chunks, alone, other, failed,
+        row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
         row(PLAIN[1], 1.0, direction="forward_backward"), row(bench_layer.RAGGED_DOT, 50.0),
     ])  # fmt: skip
     assert own["speedup_over_xla"] == 2.0
     assert own["speedup_over_ragged"] == 5.0
     assert float8["speedup_of_float8"] == 1.25 and "speedup_of_float8" not in own
+    # Layers in chunks are compared with the baselines, too, but float8 with as many chunks only.
+    assert chunks["speedup_over_xla"] == 1.25 and float8_chunks["speedup_over_xla"] == 2.0
+    assert float8_chunks["speedup_of_float8"] == 1.6 and "speedup_of_float8" not in alone
     assert "speedup_over_xla" not in other and "speedup_over_xla" not in failed
 
 
@@ -304,6 +345,13 @@ def test_parts_of_the_device_time_are_known_by_their_kernels():
         (
             "--implementations= --wire_dtype=float8_e4m3fn",
             "--wire_dtype needs jax_ep in --implementations",
+        ),
+        ("--token_chunks=0", "--token_chunks=0: '0' is not a positive integer"),
+        ("--token_chunks=", "--token_chunks=: name one value or more"),
+        ("--token_chunks=1,4", "--token_chunks above 1 needs --capacity_factor=0: "),
+        (
+            "--implementations= --token_chunks=1,4 --capacity_factor=0",
+            "--token_chunks needs jax_ep in --implementations",
         ),
         ("--implementations= --baselines=", "nothing to measure"),
         ("--top_k=9", "--top_k must be at most the 8 experts, but is 9 for deepseek-v3"),
