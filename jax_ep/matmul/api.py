@@ -253,6 +253,30 @@ def drhs_of_each(
     )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def add_drhs_of_each(
+    sums: tuple[jax.Array, ...],
+    lhs: jax.Array,
+    grads: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Returns `sums` plus the results of `drhs_of_each`, in the dtypes of the sums.
+
+    "pallas" adds in place to sums of the dtype of `lhs`.
+    """
+    return tuple(
+        bind(
+            grouped_matmul_add_drhs_p,
+            lhs,
+            *sums,
+            *grads,
+            group_sizes,
+            implementation=implementation,
+        )
+    )
+
+
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
     """Binds a primitive to its operands, on any mesh; returns the primitive's results.
 
@@ -315,9 +339,20 @@ def _drhs_bwd(implementation, saved, cts):
     return dlhs, dgrads, None
 
 
+def _add_drhs_fwd(sums, lhs, grads, group_sizes, implementation):
+    results = add_drhs_of_each(sums, lhs, grads, group_sizes, implementation)
+    return results, (lhs, grads, group_sizes)
+
+
+def _add_drhs_bwd(implementation, saved, cts):
+    lhs, *_ = saved
+    return cts, *_drhs_bwd(implementation, saved, tuple(ct.astype(lhs.dtype) for ct in cts))
+
+
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
+add_drhs_of_each.defvjp(_add_drhs_fwd, _add_drhs_bwd)
 
 
 def _select(
@@ -376,6 +411,14 @@ def _compute_drhs(lhs, *operands, implementation, platform):
     return backend.drhs_of_each(lhs, grads, group_sizes)
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
+def _compute_add_drhs(lhs, *operands, implementation, platform):
+    *arrays, group_sizes = operands
+    sums, grads = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    backend = _select(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
+    return backend.drhs_of_each(lhs, grads, group_sizes, sums)
+
+
 def _product_shape(lhs, rhs, *others, height, transpose_rhs, **__):
     num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
     return num_rows, rhs.shape[1 if transpose_rhs else 2]
@@ -389,6 +432,11 @@ def _gated_shapes(lhs, rhs, *others, height, keep, **__):
 def _drhs_shapes(lhs, *operands, **_):
     *grads, group_sizes = operands
     return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
+
+
+def _types_of_sums(lhs, *operands, **_):
+    sums = operands[: len(operands) // 2]
+    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in sums]
 
 
 def make_primitive(
@@ -487,4 +535,7 @@ grouped_matmul_gated_p = make_primitive(
 )
 grouped_matmul_drhs_p = make_primitive(
     "grouped_matmul_drhs", _drhs_shapes, _compute_drhs, unused=_without_unused_gradients
+)
+grouped_matmul_add_drhs_p = make_primitive(
+    "grouped_matmul_add_drhs", _types_of_sums, _compute_add_drhs
 )

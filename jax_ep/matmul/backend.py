@@ -17,7 +17,8 @@ matrix [K, N]. The first num_rows = sum(group_sizes) <= R rows belong to groups.
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.
-  drhs_of_each(lhs, grads, group_sizes) -> a tuple: drhs of lhs and each array of `grads`.
+  drhs_of_each(lhs, grads, group_sizes, sums) -> a tuple: drhs of lhs and each array of `grads`,
+      added to the arrays `sums` unless these are None.
 
 Sums are float32 (float64 for float64 operands); results have the operands' dtype.
 """
@@ -50,10 +51,12 @@ Groups = jax.Array | ChosenGroups
 # An elementwise function that computes the hidden values of an expert. It gets the two products
 # lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# A function (lhs, cotangents, group_sizes) -> gradients. The rows of lhs [R, K] were multiplied by
-# several matrices [L, K, N]. For the cotangent [R, N] of each product, the function returns the
-# gradient of the product's matrices.
-FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
+# A function (lhs, cotangents, group_sizes, sums) -> gradients. The rows of lhs [R, K] were
+# multiplied by several matrices [L, K, N]. For the cotangent [R, N] of each product, the function
+# returns the gradient of the product's matrices, added to an array of `sums` unless that is None.
+FusedDrhs = Callable[
+    [jax.Array, Sequence[jax.Array], jax.Array, Sequence[jax.Array] | None], tuple[jax.Array, ...]
+]
 
 
 class Product(Protocol):
@@ -214,12 +217,31 @@ class Backend(Implementation):
         return self.product
 
     def drhs_of_each(
-        self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
+        self,
+        lhs: jax.Array,
+        grads: Sequence[jax.Array],
+        group_sizes: jax.Array,
+        sums: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Computes `drhs`, the gradient of the groups' matrices, for each cotangent in `grads`."""
+        """Computes `drhs`, the gradient of the groups' matrices, for each cotangent in `grads`.
+
+        With `sums`, an array for each gradient, returns the sums plus the gradients, in the dtype
+        of the sums.
+        """
         if self.fused_drhs is not None:
-            return self.fused_drhs(lhs, grads, group_sizes)
-        return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
+            return self.fused_drhs(lhs, grads, group_sizes, sums)
+        return added(sums, [self.drhs(lhs, grad, group_sizes) for grad in grads])
+
+
+def added(sums: Sequence[jax.Array] | None, terms: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the sums plus the terms, in the dtypes of the sums; or, without sums, the terms."""
+    if sums is None:
+        return tuple(terms)
+    return tuple(
+        (total.astype(wide) + term.astype(wide)).astype(total.dtype)
+        for total, term in zip(sums, terms, strict=True)
+        for wide in [wide_dtype(total.dtype)]
+    )
 
 
 def gated(

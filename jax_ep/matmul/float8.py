@@ -36,6 +36,7 @@ from jax_ep.matmul.backend import (
     Gating,
     Groups,
     Problem,
+    added,
     group_of_row,
     joined_groups,
     split_groups,
@@ -262,6 +263,7 @@ def drhs_of_each(
     groups: jax.Array,
     dtype: Any,
     implementation: Implementation = None,
+    sums: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of L groups' matrices, [L, K, N] for each cotangent in `grads`.
 
@@ -275,6 +277,7 @@ def drhs_of_each(
         the number of its blocks.
       dtype: the dtype of the results.
       implementation: the implementation of the matmuls.
+      sums: arrays of `dtype`, one for each cotangent, to which the gradients are added; or empty.
     """
     return tuple(
         bind(
@@ -282,6 +285,8 @@ def drhs_of_each(
             *lhs,
             *(part for grad in grads for part in grad),
             groups,
+            *sums,
+            num_sums=len(sums),
             dtype=jnp.dtype(dtype),
             implementation=implementation,
         )
@@ -458,20 +463,26 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
     return *rows, *transposed, *weighted, products.sum(axis=2)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
+@functools.partial(jax.jit, static_argnames=("num_sums", "dtype", "implementation", "platform"))
 @_exact
-def _compute_drhs(*operands, dtype, implementation, platform):
-    *parts, groups = operands
+def _compute_drhs(*operands, num_sums, dtype, implementation, platform):
+    (*parts, groups), sums = _without_sums(operands, num_sums)
     lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))
     shape = lhs.values.shape[0], grads[0].values.shape[0]
     backend = _select(implementation, platform, shape, lhs.values.shape[1])
     if kernels := _kernels(backend):
-        return kernels.drhs_of_each(lhs, grads, groups, dtype)
+        return kernels.drhs_of_each(lhs, grads, groups, sums, dtype)
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )
     results = backend.drhs_of_each(rows, of_grads, groups[:, 1] * BLOCK)
-    return [result.astype(dtype) for result in results]
+    return added(sums, [rounded(result, dtype).astype(dtype) for result in results])
+
+
+def _without_sums(operands: Sequence[Any], num_sums: int) -> tuple[Sequence[Any], Any]:
+    """Splits off the last `num_sums` operands, and returns None for them if there are none."""
+    first = len(operands) - num_sums
+    return operands[:first], operands[first:] or None
 
 
 # The following functions return the types of the results of the primitives.
@@ -519,8 +530,8 @@ def _types_of_gated(values, scales, matrices, *others, height, keep, **__):
     return _quantized_type(FLOAT8_ROWS, shape) * (3 if keep else 1)
 
 
-def _types_of_drhs(values, scales, *others, dtype, **_):
-    *grads, groups = others
+def _types_of_drhs(values, scales, *others, num_sums, dtype, **_):
+    (*grads, groups), _ = _without_sums(others, num_sums)
     return [_type((groups.shape[0], values.shape[0], grad.shape[0]), dtype) for grad in grads[::2]]
 
 

@@ -6,6 +6,7 @@ threads at a time on each streaming multiprocessor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -93,7 +94,9 @@ def gate_gradient(
     return jax.tree.leaves(results)
 
 
-def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[jax.Array]:
+def drhs_of_each(
+    lhs: Any, grads: Any, groups: jax.Array, sums: Sequence[jax.Array] | None, dtype: Any
+) -> list[jax.Array]:
     num_cols = sum(values.shape[0] for values, _ in grads)
     with jax.enable_x64(False):
         return list(
@@ -101,6 +104,7 @@ def drhs_of_each(lhs: Any, grads: Any, groups: jax.Array, dtype: Any) -> list[ja
                 lhs,
                 grads,
                 groups,
+                sums,
                 dtype=jnp.dtype(dtype),
                 **launch_size(*lhs[0].shape, num_cols),
             )

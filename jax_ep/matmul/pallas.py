@@ -19,6 +19,7 @@ from jax_ep.matmul.backend import (
     Groups,
     Pairs,
     Problem,
+    added,
     pad_rows,
     symbolic_rows_reason,
 )
@@ -206,24 +207,29 @@ def drhs_of_each(
     lhs: jax.Array,
     grads: Sequence[jax.Array],
     group_sizes: jax.Array,
+    sums: Sequence[jax.Array] | None = None,
     *,
     tiles: DrhsTiles | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes `Backend.drhs_of_each` by one kernel.
 
-    This is `drhs`, the gradient of rhs, for each cotangent in `grads`. If `tiles` is None,
-    `drhs_tiles` chooses the tile sizes.
+    This is `drhs`, the gradient of rhs, for each cotangent in `grads`. The kernel adds it to `sums`
+    in place if these have the dtype of the operands. If `tiles` is None, `drhs_tiles` chooses the
+    tile sizes.
     """
     from pallas_kernels.matmul import drhs as kernels
 
+    in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
     with jax.enable_x64(False):
-        return kernels.drhs_of_each(
+        results = kernels.drhs_of_each(
             pad_rows(lhs),
             [pad_rows(grad) for grad in grads],
             group_sizes,
+            sums if in_place else None,
             tiles=tiles or drhs_tiles(grads[0].shape[1]),
             **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
         )
+        return results if in_place else added(sums, results)
 
 
 def readable(bias: jax.Array) -> jax.Array:

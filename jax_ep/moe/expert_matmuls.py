@@ -71,6 +71,11 @@ class Experts(NamedTuple):
 
     wi_0, wi_1 and wo are either all arrays or all `QuantizedArray`s. `quantized` has the float8
     operands made from these matrices, and is None where the matmuls do not multiply float8.
+
+    `sums` is usually None. In the backward pass of token chunks it has arrays with the shapes of
+    wi_0, wi_1 (unless it is None) and wo. The gradients of the matrices are then added to these
+    arrays: as the gradient of each array, the matmuls return the sum of both, and for the matrices
+    they return no gradients.
     """
 
     wi_0: Any
@@ -80,6 +85,7 @@ class Experts(NamedTuple):
     wi_1_bias: jax.Array | None = None
     wo_bias: jax.Array | None = None
     quantized: QuantizedExperts | None = None
+    sums: tuple[jax.Array, ...] | None = None
 
     @property
     def wi(self) -> tuple[Any, ...]:
@@ -209,6 +215,8 @@ class Matmuls:
     ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
         """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
+        If `experts` have `sums`, these are added to the gradients of the matrices.
+
         Args:
           rows: the tokens [rows, H], converted by the method `rows`.
           hidden: the hidden values [rows, F], multiplied by the rows' top-k weights if there are
@@ -221,8 +229,14 @@ class Matmuls:
           zero_unused: whether the tokens' gradient is zero in rows past the last group. Otherwise
             it is undefined there.
         """
-        dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
-        dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
+        if experts.sums is None:
+            dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
+            dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
+        else:
+            *of_wi, of_wo = experts.sums
+            add = api.add_drhs_of_each
+            (dwo,) = add((of_wo,), hidden, (grad_rows,), group_sizes, self.implementation)
+            dwi = add(tuple(of_wi), rows, tuple(dpre), group_sizes, self.implementation)
         pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = api.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
@@ -311,17 +325,20 @@ class Float8Matmuls(Matmuls):
                 rows, blocks, implementation=self.implementation, **options
             )
 
-        def drhs(lhs, grads, dtype):
-            return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation)
+        def drhs(lhs, grads, dtype, sums):
+            dtype = sums[0].dtype if sums else dtype
+            return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation, sums)
+
+        sums = experts.sums or ()
 
         of_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         of_grad = transpose(grad_rows)[1]
-        (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype)
+        (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype, sums[-1:])
         both = [
             each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
         ]
         of_tokens = transpose(rows)[1]
-        dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype)
+        dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, sums[:-1])
         pairs = [
             (kept, wi.matrices) for (kept, _), wi in zip(both, experts.quantized.wi, strict=True)
         ]

@@ -274,7 +274,10 @@ def backward(
     grad = matmuls.numbers(grad, dtype)
 
     dwi_1 = dwi[1] if len(dwi) > 1 else None
-    dexperts = Experts(dwi[0], dwi_1, dwo)
+    if experts.sums is None:
+        dexperts = Experts(dwi[0], dwi_1, dwo)
+    else:
+        dexperts = Experts(None, None, None, sums=(*dwi, dwo))
     if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
     groups = group_of_row(group_sizes, len(dtokens))
@@ -377,7 +380,7 @@ def check_operands(
         wi_1_bias="[L, F]",
         wo_bias="[L, H]",
     )
-    weights = experts._replace(quantized=None)._asdict()
+    weights = experts._replace(quantized=None, sums=None)._asdict()
     given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
     for name, array in given.items():
         ndim = shapes[name].count(",") + 1

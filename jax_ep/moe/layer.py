@@ -532,6 +532,7 @@ def _run_routed_experts(
         (tokens, held, topk_weights),
         config,
         where.expert_axes,
+        params.wo.dtype,
     )
     with jax.named_scope("metrics"):
         dropped = (

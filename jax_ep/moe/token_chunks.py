@@ -5,12 +5,14 @@ of N ranks. With c chunks, it has 1 / c of these rows. The backward pass dispatc
 computes its rows again, so that no received rows are kept until then.
 
 A `lax.scan` runs the chunks. The router's choices, the experts in the compute dtype and their
-quantized matrices are computed once, before the scan. The experts' gradients are summed over the
-chunks in float32. After the scan, they are summed once over the ranks that hold the same experts.
+quantized matrices are computed once, before the scan. In the backward pass, a scan sums the
+experts' gradients over the chunks, and the kernels add those of the matrices in place. After the
+scan, they are summed once over the ranks that hold the same experts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +23,14 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, with_operands
+from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_operands
 from jax_ep.runtime.jax_compat import match_varying
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
+# Gradients of at most this number of chunks may be summed in bfloat16. Each addition then changes a
+# sum by up to 2^-9 of itself, as does the rounding of a whole gradient. Sums of many gradients need
+# float32: in bfloat16, a sum of equal numbers stops growing at 256 of them.
+_MOST_ROUNDED_SUMS = 8
 
 
 def run(
@@ -33,6 +39,7 @@ def run(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     config: MoEConfig,
     expert_axes: tuple[str, ...],
+    param_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `function(experts, *arrays)` for each of `config.token_chunks` chunks of tokens.
 
@@ -44,6 +51,8 @@ def run(
       arrays: tokens [T, H], expert ids [T, K] and weights [T, K] of all of this rank's tokens.
       config: the configuration of the layer.
       expert_axes: the mesh axes that the experts are spread over.
+      param_dtype: the dtype of the layer's parameters. Up to `_MOST_ROUNDED_SUMS` gradients are
+        summed in this dtype if it is that of `experts`, and others in float32.
 
     Returns:
       The outputs of all tokens, [T, H], and each expert's count, summed over the chunks.
@@ -69,28 +78,77 @@ def run(
         experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
-    # The gradients of these arrays are summed over the chunks in float32. Matrices that are stored
-    # quantized are left out, since they have no gradient.
-    floats = {
-        name: array
-        for name, array in experts._asdict().items()
-        if name != "quantized" and isinstance(array, jax.Array)
-    }
-    sums = jax.tree.map(lambda w: w.astype(wide_dtype(w.dtype)), floats)
-    values = lax.stop_gradient(floats)
-
-    def chunk(_: None, arrays: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        with_gradients = jax.tree.map(_with_gradient_to, values, sums)
-        return None, function(experts._replace(**with_gradients), *arrays)
-
     tokens, topk_idx, topk_weights = arrays
     chunks = [
         _split(array, num_chunks, size, padding)
         for array, padding in ((tokens, 0), (topk_idx, -1), (topk_weights, 0))
     ]
-    _, (out, counts) = lax.scan(jax.checkpoint(chunk, prevent_cse=False), None, tuple(chunks))
+    # Matrices that are stored quantized are left out, since they have no gradient.
+    floats = {
+        name: array
+        for name, array in experts._asdict().items()
+        if name not in ("quantized", "sums") and isinstance(array, jax.Array)
+    }
+    few = num_chunks <= _MOST_ROUNDED_SUMS and experts.wo.dtype == param_dtype
+    like = {name: w if few else w.astype(wide_dtype(w.dtype)) for name, w in floats.items()}
+    out, counts = _all_chunks(function, like, lax.stop_gradient(experts), tuple(chunks))
     out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
     return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_chunks(
+    function: Run,
+    like: dict[str, jax.Array],
+    experts: Experts,
+    chunks: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Calls `function(experts, *chunk)` for each chunk, and stacks the results.
+
+    `like` has the experts' arrays that have gradients, in the dtypes in which these are summed. The
+    gradients go to `like`, and not to `experts`.
+    """
+
+    def of_chunk(_: None, chunk: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        return None, function(experts, *chunk)
+
+    return lax.scan(of_chunk, None, chunks)[1]
+
+
+def _all_chunks_fwd(function, like, experts, chunks):
+    dtypes = {name: jnp.zeros(0, array.dtype) for name, array in like.items()}
+    return _all_chunks(function, like, experts, chunks), (dtypes, experts, chunks)
+
+
+def _all_chunks_bwd(function, saved, cts):
+    dtypes, experts, (tokens, topk_idx, topk_weights) = saved
+    zeros = {
+        name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
+    }
+    *leaves, _ = match_varying((*zeros.values(), tokens), ())
+    zeros = dict(zip(zeros, leaves, strict=True))
+    matrices = [name for name in QuantizedExperts._fields if name in zeros]
+
+    def of_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
+        tokens, topk_idx, topk_weights, ct = chunk
+        biases = {name: getattr(experts, name) for name in sums if name not in matrices}
+
+        def out(sums: Any, biases: Any, tokens: jax.Array, topk_weights: jax.Array) -> jax.Array:
+            given = experts._replace(**biases, sums=sums or None)
+            return function(given, tokens, topk_idx, topk_weights)[0]
+
+        of_matrices = tuple(sums[name] for name in matrices)
+        _, pull = jax.vjp(out, of_matrices, biases, tokens, topk_weights)
+        # The gradients of the matrices' sums are the new sums; see `Experts`.
+        new, dbiases, dtokens, dweights = pull(ct)
+        added = {name: sums[name] + each.astype(sums[name].dtype) for name, each in dbiases.items()}
+        return dict(zip(matrices, new, strict=True)) | added, (dtokens, dweights)
+
+    sums, (dtokens, dweights) = lax.scan(of_chunk, zeros, (tokens, topk_idx, topk_weights, cts[0]))
+    return sums, None, (dtokens, None, dweights)
+
+
+_all_chunks.defvjp(_all_chunks_fwd, _all_chunks_bwd)
 
 
 def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Array:
@@ -100,18 +158,3 @@ def _split(array: jax.Array, num_chunks: int, size: int, padding: int) -> jax.Ar
         widths = [(0, missing), *[(0, 0)] * (array.ndim - 1)]
         array = jnp.pad(array, widths, constant_values=jnp.asarray(padding, array.dtype))
     return array.reshape(num_chunks, size, *array.shape[1:])
-
-
-@jax.custom_vjp
-def _with_gradient_to(value: jax.Array, wide: jax.Array) -> jax.Array:
-    """Returns `value`, but sends its gradient to `wide`, the same numbers in a wider dtype.
-
-    The gradients of several uses of `value` are then summed in that dtype, float32 for bfloat16.
-    """
-    return value
-
-
-_with_gradient_to.defvjp(
-    lambda value, wide: (value, None),
-    lambda _, grad: (None, grad.astype(wide_dtype(grad.dtype))),
-)

@@ -58,9 +58,10 @@ from pallas_kernels.matmul.kernel import (
     Ring,
     aligned,
     check_buffers,
-    launch,
+    launch_into,
     quotient_and_rest,
     run_one,
+    store_or_add,
     swizzled,
     transposed,
     zeros,
@@ -107,6 +108,7 @@ def drhs_of_each(
     lhs: jax.Array,
     grads: Sequence[jax.Array],
     group_sizes: jax.Array,
+    sums: Sequence[jax.Array] | None = None,
     *,
     tiles: DrhsTiles,
     num_blocks: int,
@@ -121,6 +123,8 @@ def drhs_of_each(
       grads: one or more gradients of the grouped matmul's output, [R, N] of lhs's dtype; N is a
         multiple of tiles.block_n.
       group_sizes: [L] int32, the number of rows of each group, in order.
+      sums: None, or for each grad an array [L, K, N] of lhs's dtype, to which the gradient is added
+        in place, rounded to this dtype before and after the addition.
       tiles: tile sizes, and number of pipeline stages.
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
@@ -128,6 +132,7 @@ def drhs_of_each(
 
     Returns:
       For each grad, [L, K, N] of lhs's dtype, summed in float32. An empty group's matrix is zero.
+      With `sums`, these arrays plus the gradients.
     """
     num_groups, width = group_sizes.shape[0], grads[0].shape[1]
     shape = num_groups, lhs.shape[1], width
@@ -138,17 +143,17 @@ def drhs_of_each(
         width,
         *shape[:2],
         len(grads),
+        adds=sums is not None,
         num_waves=num_waves,
     )
-    return tuple(
-        launch(
-            kernel,
-            kernel.scratch_types(lhs.dtype),
-            [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads),
-            "grouped_matmul_drhs",
-            interpret,
-        )(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
-    )
+    return launch_into(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads),
+        "grouped_matmul_drhs",
+        interpret,
+        sums,
+    )(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
@@ -172,11 +177,13 @@ class _Drhs(Kernel):
       num_groups: L, the number of groups.
       height: K, the number of columns of lhs. Each group's result is a matrix [K, N].
       num_grads: the number of arrays `grad`. Each of them has one output, [L, K, N].
+      adds: whether the results are added to what the outputs hold.
     """
 
     num_groups: int
     height: int
     num_grads: int
+    adds: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
@@ -455,16 +462,19 @@ class _Computer:
         Does nothing if the half tile has no such chunk.
         """
 
+        kernel = self.kernel
+
         def write(first: int) -> None:
             self.chunk[...] = held.values[:, first : first + CHUNK]
 
-        @pl.when((held.top < self.kernel.height) & (chunk < len(self._columns)))
+        @pl.when((held.top < kernel.height) & (chunk < len(self._columns)))
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             run_one([functools.partial(write, first) for first in self._columns], chunk)
-            plgpu.commit_smem()
             rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
             columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)
-            copy = functools.partial(plgpu.copy_smem_to_gmem, self.chunk)
+            copy = functools.partial(
+                store_or_add, self.chunk, adds=kernel.adds, interpreted=kernel.interpreted
+            )
             places = [out.at[held.group, rows, columns] for out in self.outs]
             lax.switch(held.which, [functools.partial(copy, place) for place in places])

@@ -50,7 +50,9 @@ from pallas_kernels.matmul.kernel import (
     aligned,
     check_buffers,
     launch,
+    launch_into,
     quotient_and_rest,
+    store_or_add,
     swizzled,
 )
 from pallas_kernels.matmul.quantized_tiles import Scaled, max_of, scale_of, with_shuffled
@@ -689,11 +691,13 @@ class _Drhs(_Float8Kernel):
       height: K, the number of rows of the gradient of a group's matrix.
       num_groups: L, the number of groups.
       num_grads: number of arrays `grad`, and of outputs, 1 or 2.
+      adds: whether the results are added to what the outputs hold.
     """
 
     height: int
     num_groups: int
     num_grads: int
+    adds: bool
 
     rows_have_scales: ClassVar[bool] = False
 
@@ -775,9 +779,9 @@ class _Drhs(_Float8Kernel):
             buffer = buffers.at[(first + i) % _COPY_BUFFERS]
             start = i * self.chunk
             buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
-            plgpu.commit_smem()
             columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
-            plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns])
+            place = out.at[rows, columns]
+            store_or_add(buffer, place, adds=self.adds, interpreted=self.interpreted)
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output to which a half of a tile belongs, and the first column of the half.
@@ -793,6 +797,7 @@ def drhs_of_each(
     lhs: TransposedRows,
     grads: Sequence[TransposedRows],
     groups: jax.Array,
+    sums: Sequence[jax.Array] | None = None,
     *,
     dtype: Any,
     num_blocks: int,
@@ -811,6 +816,8 @@ def drhs_of_each(
         [P / 128, N / 128].
       groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
         result of `row_blocks.row_blocks`.
+      sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
+        place, rounded to this dtype before and after the addition.
       dtype: the dtype of the results: bfloat16, float16 or float32.
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
@@ -818,7 +825,8 @@ def drhs_of_each(
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      For each grad, [L, K, N] of `dtype`. An empty group's matrix is zero.
+      For each grad, [L, K, N] of `dtype`. An empty group's matrix is zero. With `sums`, these
+      arrays plus the gradients.
     """
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = groups.shape[0]
@@ -835,14 +843,17 @@ def drhs_of_each(
         height=height,
         num_groups=num_groups,
         num_grads=len(grads),
+        adds=sums is not None,
         num_waves=num_waves,
     )
-    results = launch(
+    shape = num_groups * height, width
+    results = launch_into(
         kernel,
         kernel.scratch_types(),
-        [jax.ShapeDtypeStruct((num_groups * height, width), dtype)] * len(grads),
+        [jax.ShapeDtypeStruct(shape, dtype)] * len(grads),
         "grouped_matmul_float8_drhs",
         interpret,
+        None if sums is None else [each.reshape(shape) for each in sums],
     )(*lhs, *(array for grad in grads for array in grad), groups)
     return tuple(result.reshape(num_groups, height, width) for result in results)
 

@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.fabric import drain
+from pallas_kernels.fabric.fabric import drain, update_in_place
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 # The length of a stage's operand tiles along the contraction dimension, or of a piece of them.
@@ -499,6 +499,41 @@ def launch(
         interpret=interpret,
         kernel_name=name,
     )
+
+
+def launch_into(
+    kernel: Kernel,
+    scratch_types: dict[str, Any],
+    out_type: Any,
+    name: str,
+    interpret: Any,
+    sums: Sequence[jax.Array] | None,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns a function like `launch`, whose kernel writes to new arrays or adds to `sums`.
+
+    With `sums`, an array for each result, the outputs of the kernel are the memory of these arrays.
+    An array that is still used elsewhere is copied first.
+    """
+    if sums is None:
+        call = launch(kernel, scratch_types, out_type, name, interpret)
+        return lambda *operands: tuple(call(*operands))
+    call = launch(kernel, scratch_types, [], name, interpret)
+
+    def add(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return update_in_place(sums, lambda refs: call(*operands, *refs))[0]
+
+    return add
+
+
+def store_or_add(buffer: Any, place: Any, *, adds: bool, interpreted: bool) -> None:
+    """Starts a bulk copy of a buffer in shared memory, which a warpgroup has written, to `place`.
+
+    If `adds`, the numbers are added to those in `place`, a reference to global memory.
+    """
+    if adds and interpreted:
+        buffer[...] += place[...]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, place, reduction_op="add" if adds and not interpreted else None)
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:

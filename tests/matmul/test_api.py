@@ -21,6 +21,7 @@ from support.selection import quick
 from jax_ep.matmul import pallas
 from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
+    add_drhs_of_each,
     drhs_of_each,
     gated_product,
     grouped_matmul,
@@ -232,6 +233,42 @@ def test_several_gradients_of_matrices(implementation, dtype):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
     assert np.any(np.asarray(out[1]))
     assert_close(dlhs, np.asarray(want_dlhs).astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
+def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide):
+    """The results, and their gradients, must be those of separate sums."""
+    sizes = GROUP_SIZES["empty groups"]
+    lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
+    live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
+    lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
+    kind = "float32" if is_wide else dtype
+    shape = 2, len(sizes), lhs.shape[1], grad.shape[1]
+    sums = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), kind))
+
+    def added(sums, lhs, grads):
+        return add_drhs_of_each(sums, lhs, grads, group_sizes, implementation)
+
+    def separately(sums, lhs, grads):
+        results = drhs_of_each(lhs, grads, group_sizes, implementation)
+        wide = (
+            a.astype("float32") + b.astype("float32") for a, b in zip(sums, results, strict=True)
+        )
+        return tuple(each.astype(kind) for each in wide)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values_and_gradients(function, *args):
+        out, vjp = jax.vjp(function, *args)
+        return out, vjp(out)
+
+    got, want = (
+        jax.device_get(values_and_gradients(function, sums, lhs, (grad, 2 * grad)))
+        for function in (added, separately)
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert all(np.any(each) for each in jax.tree.leaves(got))
+    assert got[0][0].dtype == kind
 
 
 @pytest.mark.skipif(jax_compat._dce_rules is None, reason="this JAX computes all results")

@@ -217,6 +217,24 @@ def test_gradient_of_matrices(implementation, kind):
 
 
 @here
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_of_matrices_are_added_to_sums(implementation, dtype):
+    _, groups = row_blocks(GROUP_SIZES, ROWS)
+    lhs, *grads = (
+        operands.transposed_rows(rows_of("random", width, seed), SIZES)
+        for seed, width in enumerate((K, N, N))
+    )
+    arguments = lhs, grads, groups, dtype, implementation
+    gradients = float8.drhs_of_each(*arguments)
+    rng = np.random.default_rng(3)
+    sums = [jnp.asarray(rng.normal(size=each.shape), dtype) for each in gradients]
+    got = float8.drhs_of_each(*arguments, sums)
+    for mine, total, gradient in zip(got, sums, gradients, strict=True):
+        want = np.asarray(total).astype(np.float32) + np.asarray(gradient).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(mine), want.astype(dtype))
+
+
+@here
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("kind", ["skewed", "huge", "nan"])
 def test_transposed_rows_share_scales(implementation, kind, is_quantized):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -171,6 +172,40 @@ def test_gradients_are_summed_in_float32():
     hidden = float(jax.nn.silu(jnp.float32(8)).astype(jnp.bfloat16))
     wo = jax.jit(jax.grad(total))(params).wo
     np.testing.assert_allclose(wo.astype(jnp.float32), num * hidden, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    "num_chunks, dtype, wanted",
+    [(8, "bfloat16", "bf16"), (8, "float32", "f32"), (9, "bfloat16", "f32")],
+)
+def test_few_gradients_are_summed_in_the_dtype_of_the_parameters(num_chunks, dtype, wanted):
+    """Sums in float32 would take twice the memory of bfloat16 parameters."""
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, token_chunks=num_chunks)
+    params = make_params()
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+
+    def total(params):
+        x = make_x(shape=(4, 18))
+        return jnp.sum(moe_layer(params, x, config)[0].astype(jnp.float32))
+
+    with jax.set_mesh(expert_mesh(4)):
+        jaxpr = str(jax.make_jaxpr(jax.grad(total))(params))
+    sums = re.findall(r"((?:\w+:\w+\[[\d,]+\](?:{[^}]*})? ?)+) = grouped_matmul_add_drhs", jaxpr)
+    assert len(sums) == 2
+    assert set(re.findall(r":(\w+)\[", " ".join(sums))) == {wanted}
+
+
+def test_gradients_of_bfloat16_parameters_are_close():
+    """Each of the roundings of four gradients and their sums changes a sum by up to 2^-9."""
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), make_params())
+    x = make_x().astype(jnp.bfloat16)
+    with jax.set_mesh(expert_mesh(4)):
+        (_, want), (_, got) = (
+            run(params, x, config=dataclasses.replace(CONFIG, token_chunks=c)) for c in (1, 4)
+        )
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, theirs = (each.astype(np.float32) for each in (mine, theirs))
+        assert np.linalg.norm(mine - theirs) <= 3 * 2.0**-9 * np.linalg.norm(theirs)
 
 
 def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):

@@ -131,6 +131,20 @@ def test_several_gradients():
 
 @simulated
 @pytest.mark.slow
+def test_gradients_are_added_to_sums():
+    lhs, grad, sizes = operands(136, [3, 0, 70, 21], 192, 128)
+    rng, tiles = np.random.default_rng(1), DrhsTiles(64, 3)
+    sums = [jnp.asarray(rng.standard_normal((4, 192, 128)), jnp.bfloat16) for _ in range(2)]
+    options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
+    got = interpret(lambda: drhs_of_each(lhs, [grad, -grad], sizes, sums, **options))
+    gradient = np.asarray(run(lhs, grad, sizes, tiles)).astype(np.float32)
+    for mine, total, sign in zip(got, sums, (1, -1), strict=True):
+        want = np.asarray(total).astype(np.float32) + sign * gradient
+        np.testing.assert_array_equal(np.asarray(mine), want.astype(jnp.bfloat16))
+
+
+@simulated
+@pytest.mark.slow
 def test_a_race_is_found(monkeypatch):
     """Sending a tile from shared memory before it is complete must be found as a race."""
     monkeypatch.setattr("pallas_kernels.matmul.drhs.plgpu.commit_smem", lambda: None)

@@ -160,28 +160,44 @@ def test_a_row_with_infinities_and_nan_is_quantized_by_its_finite_numbers():
     assert_encodes(hidden, operands.times_huge_of(*products))
 
 
+def gradients_of_matrices(lhs, grads, dtype, sums=None):
+    _, groups = row_blocks(GROUP_SIZES, ROWS)
+
+    def transposed(x):
+        return operands.transposed_rows(rows_of(x), SIZES)
+
+    return interpret(
+        lambda: float8.drhs_of_each(
+            transposed(lhs),
+            [transposed(grad) for grad in grads],
+            groups,
+            sums,
+            dtype=dtype,
+            num_blocks=2,
+            tiles=TILES,
+            interpret=simulator.INTERPRETER,
+        )
+    )
+
+
+@simulated
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_of_matrices_are_added_to_sums(dtype):
+    lhs, grad = (operands.numbers("random", (LIVE, 256), seed) for seed in range(2))
+    (gradient,) = gradients_of_matrices(lhs, [grad], dtype)
+    total = jnp.asarray(operands.numbers("random", gradient.shape, 2), dtype)
+    (got,) = gradients_of_matrices(lhs, [grad], dtype, [total])
+    want = np.asarray(total).astype(np.float32) + np.asarray(gradient).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(got), want.astype(dtype))
+
+
 @simulated
 @pytest.mark.parametrize(
     "kinds", [("nan", "random"), ("skewed", "infinity", "huge")], ids=["of_one", "of_two"]
 )
 def test_gradient_of_matrices(kinds):
     lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
-    _, groups = row_blocks(GROUP_SIZES, ROWS)
-
-    def transposed(x):
-        return operands.transposed_rows(rows_of(x), SIZES)
-
-    got = interpret(
-        lambda: float8.drhs_of_each(
-            transposed(lhs),
-            [transposed(grad) for grad in grads],
-            groups,
-            dtype=jnp.bfloat16,
-            num_blocks=2,
-            tiles=TILES,
-            interpret=simulator.INTERPRETER,
-        )
-    )
+    got = gradients_of_matrices(lhs, grads, jnp.bfloat16)
     for mine, grad in zip(got, grads, strict=True):
         # Group 1 is empty, so its gradient is zero.
         assert not mine[1].astype(np.float32).any()
