@@ -245,7 +245,7 @@ class LayerCase(runner.Case):
 
         `measuring.held_bytes` documents the bytes of memory. "iterations" is how often the timed
         loop calls the layer. `make_config` documents the numbers of rows that ranks receive; the
-        "capacity" of a layer in chunks is that of a chunk.
+        "capacity" of a layer in chunks is that of a chunk, before it is rounded up.
         """
         held = measuring.held_bytes(loop.compiled)
         # A layer in chunks has no capacity factor: its rows are in proportion to a chunk's tokens.

@@ -1,10 +1,11 @@
 """Defines grouped matmuls, which multiply each row by the matrix of the row's group.
 
-The public function is `grouped_matmul`. There are three JAX primitives, so that one jaxpr can be
+The public function is `grouped_matmul`. There are four JAX primitives, so that one jaxpr can be
 lowered to the fastest backend of each platform: `grouped_matmul` (a product, or the sum of several
-products), `grouped_matmul_gated` (a gating function of two products) and `grouped_matmul_drhs` (the
-gradients of matrices). The gradients of all three are computed by `grouped_matmul` and
-`grouped_matmul_drhs`, so gradients of any order work.
+products), `grouped_matmul_gated` (a gating function of two products), `grouped_matmul_drhs` (the
+gradients of matrices) and `grouped_matmul_add_drhs` (sums plus the gradients of matrices). The
+gradients of all four are computed by `grouped_matmul` and `grouped_matmul_drhs`, so gradients of
+any order work.
 """
 
 from __future__ import annotations

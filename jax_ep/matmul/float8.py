@@ -263,7 +263,7 @@ def drhs_of_each(
     groups: jax.Array,
     dtype: Any,
     implementation: Implementation = None,
-    sums: Sequence[jax.Array] = (),
+    sums: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of L groups' matrices, [L, K, N] for each cotangent in `grads`.
 
@@ -275,10 +275,12 @@ def drhs_of_each(
       grads: the results of `transpose_rows` for one or two cotangents, with values [N, P].
       groups: [L, 2] int32, the second result of `row_blocks`: the first block of each group, and
         the number of its blocks.
-      dtype: the dtype of the results.
+      dtype: the dtype of the results. With `sums`, it is that of the sums instead.
       implementation: the implementation of the matmuls.
-      sums: arrays of `dtype`, one for each cotangent, to which the gradients are added; or empty.
+      sums: None, or arrays of one dtype, one for each cotangent. The results are then the sums plus
+        the gradients.
     """
+    sums = sums or ()
     return tuple(
         bind(
             float8_drhs_p,
@@ -287,7 +289,7 @@ def drhs_of_each(
             groups,
             *sums,
             num_sums=len(sums),
-            dtype=jnp.dtype(dtype),
+            dtype=jnp.dtype(sums[0].dtype if sums else dtype),
             implementation=implementation,
         )
     )

@@ -72,10 +72,10 @@ class Experts(NamedTuple):
     wi_0, wi_1 and wo are either all arrays or all `QuantizedArray`s. `quantized` has the float8
     operands made from these matrices, and is None where the matmuls do not multiply float8.
 
-    `sums` is usually None. In the backward pass of token chunks it has arrays with the shapes of
-    wi_0, wi_1 (unless it is None) and wo. The gradients of the matrices are then added to these
-    arrays: as the gradient of each array, the matmuls return the sum of both, and for the matrices
-    they return no gradients.
+    `sums` is None, but in the backward pass of token chunks. There it has arrays with the shapes of
+    wi_0, wi_1 (unless it is None) and wo: the sums of the gradients of earlier chunks. The gradient
+    that the matmuls return for such an array is the array plus the gradient of the matrix. For the
+    matrix itself they return no gradient. Hence the matmuls must use `sums` exactly once.
     """
 
     wi_0: Any
@@ -215,7 +215,7 @@ class Matmuls:
     ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
         """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
-        If `experts` have `sums`, these are added to the gradients of the matrices.
+        If `experts` have `sums`, the results for the matrices are the sums plus the gradients.
 
         Args:
           rows: the tokens [rows, H], converted by the method `rows`.
@@ -326,19 +326,21 @@ class Float8Matmuls(Matmuls):
             )
 
         def drhs(lhs, grads, dtype, sums):
-            dtype = sums[0].dtype if sums else dtype
             return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation, sums)
 
-        sums = experts.sums or ()
+        of_wi = of_wo = None
+        if experts.sums is not None:
+            *of_wi, of_wo = experts.sums
+            of_wo = [of_wo]
 
         of_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         of_grad = transpose(grad_rows)[1]
-        (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype, sums[-1:])
+        (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype, of_wo)
         both = [
             each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
         ]
         of_tokens = transpose(rows)[1]
-        dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, sums[:-1])
+        dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, of_wi)
         pairs = [
             (kept, wi.matrices) for (kept, _), wi in zip(both, experts.quantized.wi, strict=True)
         ]

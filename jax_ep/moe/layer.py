@@ -532,7 +532,11 @@ def _run_routed_experts(
         (tokens, held, topk_weights),
         config,
         where.expert_axes,
-        params.wo.dtype,
+        {
+            matrices.dtype
+            for matrices in (params.wi_0, params.wi_1, params.wo)
+            if matrices is not None
+        },
     )
     with jax.named_scope("metrics"):
         dropped = (

@@ -6,14 +6,15 @@ computes its rows again, so that no received rows are kept until then.
 
 A `lax.scan` runs the chunks. The router's choices, the experts in the compute dtype and their
 quantized matrices are computed once, before the scan. In the backward pass, a scan sums the
-experts' gradients over the chunks, and the kernels add those of the matrices in place. After the
-scan, they are summed once over the ranks that hold the same experts.
+experts' gradients over the chunks. The matmuls add the gradients of matrices to the sums of those
+before: kernels do so in place if the sums have the dtype of the operands, or if they multiply
+float8. After the scan, the gradients are summed once over the ranks that hold the same experts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -27,9 +28,10 @@ from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_operands
 from jax_ep.runtime.jax_compat import match_varying
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
-# Gradients of at most this number of chunks may be summed in bfloat16. Each addition then changes a
-# sum by up to 2^-9 of itself, as does the rounding of a whole gradient. Sums of many gradients need
-# float32: in bfloat16, a sum of equal numbers stops growing at 256 of them.
+# Gradients of bfloat16 matrices are summed in bfloat16 over at most this number of chunks, to save
+# memory. Each addition then changes a sum by up to 2^-9 of itself, as does the rounding of a whole
+# gradient. Sums of many gradients need float32: in bfloat16, a sum of equal numbers stops growing
+# at 256 of them.
 _MOST_ROUNDED_SUMS = 8
 
 
@@ -39,7 +41,7 @@ def run(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     config: MoEConfig,
     expert_axes: tuple[str, ...],
-    param_dtype: Any,
+    param_dtypes: Collection[Any],
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `function(experts, *arrays)` for each of `config.token_chunks` chunks of tokens.
 
@@ -51,8 +53,8 @@ def run(
       arrays: tokens [T, H], expert ids [T, K] and weights [T, K] of all of this rank's tokens.
       config: the configuration of the layer.
       expert_axes: the mesh axes that the experts are spread over.
-      param_dtype: the dtype of the layer's parameters. Up to `_MOST_ROUNDED_SUMS` gradients are
-        summed in this dtype if it is that of `experts`, and others in float32.
+      param_dtypes: the dtypes of the layer's parameters wi_0, wi_1 and wo. Gradients of matrices
+        may be summed in bfloat16 if these and the matrices in `experts` are bfloat16.
 
     Returns:
       The outputs of all tokens, [T, H], and each expert's count, summed over the chunks.
@@ -89,9 +91,14 @@ def run(
         for name, array in experts._asdict().items()
         if name not in ("quantized", "sums") and isinstance(array, jax.Array)
     }
-    few = num_chunks <= _MOST_ROUNDED_SUMS and experts.wo.dtype == param_dtype
-    like = {name: w if few else w.astype(wide_dtype(w.dtype)) for name, w in floats.items()}
-    out, counts = _all_chunks(function, like, lax.stop_gradient(experts), tuple(chunks))
+    dtypes = {experts.wo.dtype, *param_dtypes}
+    is_rounded = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
+    keep_dtype = QuantizedExperts._fields if is_rounded else ()
+    summed = {
+        name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
+        for name, array in floats.items()
+    }
+    out, counts = _all_chunks(function, summed, experts, tuple(chunks))
     out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
     return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
 
@@ -99,14 +106,14 @@ def run(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_chunks(
     function: Run,
-    like: dict[str, jax.Array],
+    summed: dict[str, jax.Array],
     experts: Experts,
     chunks: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `function(experts, *chunk)` for each chunk, and stacks the results.
 
-    `like` has the experts' arrays that have gradients, in the dtypes in which these are summed. The
-    gradients go to `like`, and not to `experts`.
+    `summed` has the experts' arrays that have gradients, in the dtypes in which these are summed.
+    The gradients go to `summed`, and not to `experts`.
     """
 
     def of_chunk(_: None, chunk: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
@@ -115,9 +122,10 @@ def _all_chunks(
     return lax.scan(of_chunk, None, chunks)[1]
 
 
-def _all_chunks_fwd(function, like, experts, chunks):
-    dtypes = {name: jnp.zeros(0, array.dtype) for name, array in like.items()}
-    return _all_chunks(function, like, experts, chunks), (dtypes, experts, chunks)
+def _all_chunks_fwd(function, summed, experts, chunks):
+    # Of the arrays `summed`, the backward pass reads only the dtypes, so empty arrays replace them.
+    dtypes = {name: jnp.zeros(0, array.dtype) for name, array in summed.items()}
+    return _all_chunks(function, summed, experts, chunks), (dtypes, experts, chunks)
 
 
 def _all_chunks_bwd(function, saved, cts):
@@ -125,8 +133,6 @@ def _all_chunks_bwd(function, saved, cts):
     zeros = {
         name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
     }
-    *leaves, _ = match_varying((*zeros.values(), tokens), ())
-    zeros = dict(zip(zeros, leaves, strict=True))
     matrices = [name for name in QuantizedExperts._fields if name in zeros]
 
     def of_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:

@@ -183,7 +183,7 @@ class _Drhs(Kernel):
     num_groups: int
     height: int
     num_grads: int
-    adds: bool = dataclasses.field(default=False, kw_only=True)
+    adds: bool
 
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:

@@ -388,19 +388,6 @@ class _Float8Kernel(Kernel):
         last = self.width // BLOCK - 1
         return [at(scales[0], jnp.minimum(block + half, last)) for half in range(_HALVES)]
 
-    def store_half(
-        self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
-    ) -> None:
-        """Stores rows [begin, end) of one half of a tile to `out`.
-
-        `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
-        dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
-        of `mosaic.store_rows_through`.
-        """
-        for i in range(0, BLOCK, self.chunk):
-            part = total[:, i : i + self.chunk].astype(self.out_dtype)
-            self.store(room, out, part, top, left + i, begin, end)
-
     def store(self, *args: Any) -> None:
         """Calls `mosaic.store_rows_through`."""
         mosaic.store_rows_through(*args, interpreted=self.interpreted)
@@ -598,6 +585,19 @@ class _Product(_Float8Kernel):
             pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
         return used + self.steps
 
+    def store_half(
+        self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
+    ) -> None:
+        """Stores rows [begin, end) of one half of a tile to `out`.
+
+        `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
+        dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
+        of `mosaic.store_rows_through`.
+        """
+        for i in range(0, BLOCK, self.chunk):
+            part = total[:, i : i + self.chunk].astype(self.out_dtype)
+            self.store(room, out, part, top, left + i, begin, end)
+
     def finish(self, computer: jax.Array, used_rows: jax.Array, outs: Any, scratch: Any) -> None:
         if not self.zero_unused:
             return
@@ -702,9 +702,12 @@ class _Drhs(_Float8Kernel):
     rows_have_scales: ClassVar[bool] = False
 
     def scratch_types(self) -> dict[str, Any]:
+        # Bulk copies read swizzled buffers, in place of the array "staged" of the other kernels.
         shape = COMPUTERS, _COPY_BUFFERS, _ROWS, self.chunk
-        staged = plgpu.SMEM(shape, self.out_dtype, transforms=swizzled(self.out_dtype))
-        return super().scratch_types() | dict(staged=staged)
+        copied = plgpu.SMEM(shape, self.out_dtype, transforms=swizzled(self.out_dtype))
+        types = super().scratch_types()
+        del types["staged"]
+        return types | dict(copied=copied)
 
     @property
     def matrices(self) -> int:
@@ -755,7 +758,7 @@ class _Drhs(_Float8Kernel):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
             out, left = self.out_of(half, outs, left_edge)
-            buffers, first = scratch["staged"].at[computer], half * BLOCK // self.chunk
+            buffers, first = scratch["copied"].at[computer], half * BLOCK // self.chunk
 
             @pl.when(left < self.width)
             def _(total=total, out=out, left=left, buffers=buffers, first=first):

@@ -19,6 +19,7 @@ from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed, q
 from jax_ep.moe import few_tokens
 from jax_ep.moe.expert_matmuls import Experts
 from jax_ep.moe.expert_mlp import expert_mlp
+from jax_ep.placement.weights import ROUTED_WEIGHTS
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
 E, H, F, K = 8, 128, 256, 3
@@ -103,7 +104,7 @@ def numbers_of(params):
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def without_dispatch(params, x, topk_idx, weights, config, implementation=None):
     """Computes the output of the routed experts by `few_tokens.output`, on any platform."""
-    experts = Experts(**{n: getattr(params, n) for n in Experts._fields if n != "quantized"})
+    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
     return few_tokens.output(experts, x, topk_idx, weights, config, implementation)
 
 

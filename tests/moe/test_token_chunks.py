@@ -176,13 +176,15 @@ def test_gradients_are_summed_in_float32():
 
 @pytest.mark.parametrize(
     "num_chunks, dtype, wanted",
-    [(8, "bfloat16", "bf16"), (8, "float32", "f32"), (9, "bfloat16", "f32")],
+    [(8, "bfloat16", "bf16"), (8, "float32", "f32"), (9, "bfloat16", "f32"), (8, "both", "f32")],
 )
-def test_few_gradients_are_summed_in_the_dtype_of_the_parameters(num_chunks, dtype, wanted):
+def test_few_gradients_of_bfloat16_matrices_are_summed_in_bfloat16(num_chunks, dtype, wanted):
     """Sums in float32 would take twice the memory of bfloat16 parameters."""
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, token_chunks=num_chunks)
     params = make_params()
-    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    kinds = ("bfloat16", "float32") if dtype == "both" else (dtype, dtype)
+    params = jax.tree.map(lambda w: w.astype(kinds[0]), params)
+    params = params._replace(wi_0=params.wi_0.astype(kinds[1]))
 
     def total(params):
         x = make_x(shape=(4, 18))
@@ -193,6 +195,28 @@ def test_few_gradients_are_summed_in_the_dtype_of_the_parameters(num_chunks, dty
     sums = re.findall(r"((?:\w+:\w+\[[\d,]+\](?:{[^}]*})? ?)+) = grouped_matmul_add_drhs", jaxpr)
     assert len(sums) == 2
     assert set(re.findall(r":(\w+)\[", " ".join(sums))) == {wanted}
+
+
+@pytest.mark.parametrize("of", ["x", "params"])
+def test_gradients_of_gradients(of):
+    """A penalty on the gradient of x or of the parameters must have the right gradient."""
+    params, x = make_params(bias=True), make_x()
+
+    def penalty(params, x, config):
+        def loss(params, x):
+            return jnp.mean(moe_layer(params, x, config)[0] ** 2)
+
+        gradients = jax.grad(loss, ("params", "x").index(of))(params, x)
+        return sum(jnp.sum(each**2) for each in jax.tree.leaves(gradients))
+
+    def gradient(num_chunks):
+        config = dataclasses.replace(CONFIG, token_chunks=num_chunks)
+        with jax.set_mesh(expert_mesh(2)):
+            return jax.device_get(jax.jit(jax.grad(penalty), static_argnums=2)(params, x, config))
+
+    want = gradient(1)
+    assert np.any(want.wi_0) and np.any(want.wo)
+    assert_close(gradient(2), want)
 
 
 def test_gradients_of_bfloat16_parameters_are_close():
