@@ -92,6 +92,11 @@ class Experts(NamedTuple):
         return (self.wi_0,) if self.wi_1 is None else (self.wi_0, self.wi_1)
 
     @property
+    def sums_of_wi_and_wo(self) -> tuple[Any, Any]:
+        """Returns the sums of wi_0 and wi_1, and that of wo, a tuple each; or None for both."""
+        return (None, None) if self.sums is None else (self.sums[:-1], self.sums[-1:])
+
+    @property
     def biases(self) -> tuple[jax.Array | None, ...]:
         return self.wi_0_bias, self.wi_1_bias, self.wo_bias
 
@@ -229,14 +234,16 @@ class Matmuls:
           zero_unused: whether the tokens' gradient is zero in rows past the last group. Otherwise
             it is undefined there.
         """
-        if experts.sums is None:
-            dwo = api.drhs(hidden, grad_rows, group_sizes, self.implementation)
-            dwi = api.drhs_of_each(rows, tuple(dpre), group_sizes, self.implementation)
-        else:
-            *of_wi, of_wo = experts.sums
-            add = api.add_drhs_of_each
-            (dwo,) = add((of_wo,), hidden, (grad_rows,), group_sizes, self.implementation)
-            dwi = add(tuple(of_wi), rows, tuple(dpre), group_sizes, self.implementation)
+
+        def drhs(sums, *operands):
+            options = group_sizes, self.implementation
+            if sums is None:
+                return api.drhs_of_each(*operands, *options)
+            return api.add_drhs_of_each(sums, *operands, *options)
+
+        of_wi, of_wo = experts.sums_of_wi_and_wo
+        (dwo,) = drhs(of_wo, hidden, (grad_rows,))
+        dwi = drhs(of_wi, rows, tuple(dpre))
         pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = api.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
@@ -328,11 +335,7 @@ class Float8Matmuls(Matmuls):
         def drhs(lhs, grads, dtype, sums):
             return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation, sums)
 
-        of_wi = of_wo = None
-        if experts.sums is not None:
-            *of_wi, of_wo = experts.sums
-            of_wo = [of_wo]
-
+        of_wi, of_wo = experts.sums_of_wi_and_wo
         of_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         of_grad = transpose(grad_rows)[1]
         (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype, of_wo)

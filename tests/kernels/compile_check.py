@@ -38,6 +38,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.formats import MXFP4, QuantizedArray, Transposed
+from jax_ep.matmul import api, float8
+from pallas_kernels.matmul.row_blocks import row_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.meshes import cuda_mesh
@@ -158,6 +160,18 @@ def experts(matmul_dtype: Any, x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any
     return mlp(x, wi_0, wi_1, wo), *pull(out)
 
 
+def added_gradients(x: Any, grad: Any, sizes: Any, total: Any) -> Any:
+    """Adds the gradients of the experts' matrices to sums, in bfloat16 and in float8."""
+    blocks, groups = row_blocks(sizes, x.shape[0])
+    x_rows, grad_rows = (
+        float8.transpose_rows(each, blocks, implementation="pallas")[1] for each in (x, grad)
+    )
+    return (
+        *api.add_drhs_of_each((total,), x, (grad,), sizes, "pallas"),
+        *float8.drhs_of_each(x_rows, [grad_rows], groups, total.dtype, "pallas", [total]),
+    )
+
+
 def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:
     """Computes a layer of a few tokens on a rank alone, as in decoding."""
     params = jax_ep.MoEParams.of(gate=gate, wi_0=wi_0, wi_1=wi_1, wo=wo)
@@ -209,8 +223,8 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
             if num_ranks == 4:
                 continue
             yield f"{name}, rank-major", num_ranks, functools.partial(by_rank, model), operands
-            float8 = model | dict(wire_dtype="float8_e4m3fn")
-            yield f"{name}, float8", num_ranks, functools.partial(exchange, float8), operands
+            quantized = model | dict(wire_dtype="float8_e4m3fn")
+            yield f"{name}, float8", num_ranks, functools.partial(exchange, quantized), operands
         for op, *algorithms in (
             ("all_reduce", "one_shot_ll", "two_shot_ll", "one_shot", "two_shot"),
             ("all_gather", "ll", "direct"),
@@ -242,8 +256,12 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         operands.append(((held,), jnp.int32))
         yield f"experts of {name}", 1, functools.partial(experts, None), operands
         if held == 64 and rows > 1024:
-            float8 = functools.partial(experts, jnp.float8_e4m3fn)
-            yield f"float8 experts of {name}", 1, float8, operands
+            quantized = functools.partial(experts, jnp.float8_e4m3fn)
+            yield f"float8 experts of {name}", 1, quantized, operands
+
+    operands = [((4096, 2048), jnp.bfloat16), ((4096, 768), jnp.bfloat16), ((64,), jnp.int32)]
+    operands.append(((64, 2048, 768), jnp.bfloat16))
+    yield "gradients added in place", 1, added_gradients, operands
 
 
 def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:
