@@ -273,9 +273,8 @@ def backward(
     )
     grad = matmuls.numbers(grad, dtype)
 
-    dwi_1 = dwi[1] if len(dwi) > 1 else None
     if experts.sums is None:
-        dexperts = Experts(dwi[0], dwi_1, dwo)
+        dexperts = Experts(dwi[0], dwi[1] if len(dwi) > 1 else None, dwo)
     else:
         dexperts = Experts(None, None, None, sums=(*dwi, dwo))
     if experts.biases == (None, None, None):

@@ -87,9 +87,7 @@ def run(
     ]
     # Matrices that are stored quantized are left out, since they have no gradient.
     floats = {
-        name: array
-        for name, array in experts._asdict().items()
-        if name not in ("quantized", "sums") and isinstance(array, jax.Array)
+        name: array for name, array in experts._asdict().items() if isinstance(array, jax.Array)
     }
     dtypes = {experts.wo.dtype, *param_dtypes}
     is_rounded = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
