@@ -135,7 +135,7 @@ class _RankDispatch:
             self,
             name="ep_rank_dispatch",
             num_blocks=sender.plan.num_blocks,
-            num_warpgroups=2,
+            num_warpgroups=1 + sender.num_warpgroups,
             out_type=[
                 *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.row.parts),
                 jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
@@ -164,12 +164,14 @@ class _RankDispatch:
             sender.fetch_first(x, scratch.sender)
             fabric.connect()
             sender.open_window(routes, 0, scratch.sender)
-            sender.make_ready(x, 0, scratch.sender)
             sender.send(SenderRefs(x, tokens, lists), routes, scratch.sender)
 
         @pl.when(warpgroup == 1)
         def receive() -> None:
             self._receive(lists, tokens, scratch)
+
+        if sender.num_warpgroups > 1:
+            pl.when(warpgroup == 2)(lambda: sender.quantize(x, scratch.sender))
 
     def has_expert(self, words: List) -> jax.Array:
         """Returns whether a token chooses an expert of one rank, a scalar bool.

@@ -1,13 +1,15 @@
 """Implements the warpgroup of a dispatch kernel that sends a block's tokens to other ranks.
 
 The expert-major dispatches (`dispatch`) and the rank-major dispatch (`rank_dispatch`) use it. The
-sender takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
-quantizes the row if the wire format is quantized, and writes it to the receive buffer of every rank
-that gets the token:
+sender takes the block's tokens in order. It fetches a token's row into a ring in shared memory, and
+writes it to the receive buffer of every rank that gets the token:
 
-    x[t] --copy--> stage of the ring --quantize--> stage ==== link ====> tokens[row] of each peer
-                                   list of t for the peer ---- link ---> lists[rank, t] of each peer
-                                         signal: a step has arrived ---> block b of each peer
+    x[t] --copy--> stage of the ring ======== link ========> tokens[row] of each peer
+                   list of t for the peer --- link --------> lists[rank, t] of each peer
+                         signal: a step has arrived -------> block b of each peer
+
+If the wire format is quantized, another warpgroup, the quantizer, copies the rows into a ring of
+their own, and quantizes them into the sender's ring.
 
 The kernel may send each peer a list of int32 words along with a token (`list of t` above): either
 the numbers of the token's rows in the peer's receive buffer, or the ids of the peer's experts that
@@ -29,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.exchange import quantized_rows, short_rows
 from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
@@ -72,6 +74,10 @@ class SenderScratch(NamedTuple):
     lists: Any
     # [S] barriers: `full[s]` completes when an input row has arrived in stage s.
     full: Any
+    # [S] barriers: `quantized[s]` completes when the quantizer has written a quantized row to stage
+    # s, and `sent[s]` when the sender no longer reads that row. None if rows are sent unquantized.
+    quantized: Any
+    sent: Any
 
 
 class Routes(Protocol):
@@ -160,7 +166,9 @@ class Sender:
             stages=[plgpu.SMEM((stages, columns), t) for columns, t in row.parts],
             wide_stages=wide,
             lists=plgpu.SMEM((stages, self.fabric.num_ranks, self.num_words), jnp.int32),
-            full=plgpu.Barrier(num_barriers=(stages,)),
+            full=plgpu.Barrier(num_barriers=stages),
+            quantized=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
+            sent=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
         )
 
     def range(self) -> tuple[jax.Array, jax.Array]:
@@ -180,11 +188,21 @@ class Sender:
         offset = fb.first_peer(self.fabric)
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
+    @property
+    def num_warpgroups(self) -> int:
+        """The number of warpgroups: the sender and, if the wire is quantized, the quantizer."""
+        return 2 if self.row.wire.quantized else 1
+
     def fetch_first(self, x: Any, scratch: SenderScratch) -> None:
         """Starts to copy the rows of this block's first tokens into the ring, one to each stage.
 
-        `x` is [T, H] in global memory, the rows of this rank's tokens.
+        Does nothing if the wire format is quantized, since the quantizer copies the rows then. `x`
+        is [T, H] in global memory, the rows of this rank's tokens.
         """
+        if not self.row.wire.quantized:
+            self._fetch_first(x, scratch)
+
+    def _fetch_first(self, x: Any, scratch: SenderScratch) -> None:
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
@@ -192,31 +210,30 @@ class Sender:
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
-    def make_ready(self, x: Any, i: Any, scratch: SenderScratch) -> None:
-        """Waits until the row of the block's i-th token is in the ring, ready to be sent.
+    def quantize(self, x: Any, scratch: SenderScratch) -> None:
+        """Fetches and quantizes the rows of this block's tokens, by a warpgroup of their own.
 
-        Quantizes the row if the wire format is quantized. If `i` is past the block's last token,
-        does nothing. `x` is [T, H] in global memory, from which later rows are fetched.
+        Runs while the sender sends earlier rows. Only for a quantized wire format. `x` is [T, H] in
+        global memory, the rows of this rank's tokens.
         """
         first_token, num_tokens = self.range()
-        stage = lax.rem(i, jnp.int32(self.plan.num_stages))
+        num_stages = self.plan.num_stages
+        self._fetch_first(x, scratch)
 
-        def quantize() -> None:
-            """Quantizes the row in a stage, then starts to copy a later token's row into it."""
+        def quantize_token(i: jax.Array, _: None) -> None:
+            stage, ahead = lax.rem(i, jnp.int32(num_stages)), i + num_stages
+            plgpu.barrier_wait(scratch.full.at[stage])
+            pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
             quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
             # After this fence, every thread has read the input row, so that it may be overwritten.
             # The fence also makes the quantized row visible to the copies that send it.
             plgpu.commit_smem()
-            ahead = i + self.plan.num_stages
+            plgpu.barrier_arrive(scratch.quantized.at[stage])
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
 
-        @pl.when(i < num_tokens)
-        def wait() -> None:
-            plgpu.barrier_wait(scratch.full.at[stage])
-            if self.row.wire.quantized:
-                quantize()
+        lax.fori_loop(0, num_tokens, quantize_token, None)
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
         """Loads the routing data of the block's next tokens, from the i-th on, to `scratch.words`.
@@ -232,10 +249,11 @@ class Sender:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived. The
-        caller must have called `open_window` and `make_ready` for the block's first token.
+        caller must have called `fetch_first`, and `open_window` for the block's first token.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
+        ready = scratch.quantized if self.row.wire.quantized else scratch.full
         rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
 
@@ -257,11 +275,16 @@ class Sender:
             # second time instead, as the last result of `routes.lists`.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
+            plgpu.barrier_wait(ready.at[stage])
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 row = routes.row(words, i)
                 put_row(stage, row, functools.partial(fabric.peer, rank=peer))
-            for row in routes.further_rows(list_here):
-                put_row(stage, row, fabric.mine)
+            further = routes.further_rows(list_here)
+            values, *scales = (fabric.mine(ref) for ref in refs.tokens)
+            for row in further:
+                fb.put_if(fabric, row >= 0, scratch.stages[0].at[stage], values.at[row])
+            for ref, part in zip(scales, scratch.stages[1:], strict=True):
+                short_rows.store_each(fabric, part.at[stage], ref, further)
             if refs.lists is not None:
                 self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
             plgpu.commit_smem_to_gmem_group()
@@ -269,12 +292,14 @@ class Sender:
             # A stage may be refilled once the copies that send its row have read it. After this
             # wait, only the copies of the last `lag` tokens may still be reading.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            if not self.row.wire.quantized:
-                ahead = i - lag + num_stages
-                pl.when((i >= lag) & (ahead < num_tokens))(
-                    lambda: self._fetch(refs.x, first_token + ahead, ahead, scratch)
-                )
-            self.make_ready(refs.x, i + 1, scratch)
+            ahead = i - lag + num_stages
+
+            @pl.when((i >= lag) & (ahead < num_tokens))
+            def refill() -> None:
+                if self.row.wire.quantized:
+                    plgpu.barrier_arrive(scratch.sent.at[lax.rem(i - lag, jnp.int32(num_stages))])
+                else:
+                    self._fetch(refs.x, first_token + ahead, ahead, scratch)
 
         def send_step(step: jax.Array, _: None) -> None:
             begin = step * step_tokens

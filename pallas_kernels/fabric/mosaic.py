@@ -434,9 +434,20 @@ def when(condition: Value) -> Iterator[None]:
 @contextlib.contextmanager
 def repeat(count: int) -> Iterator[Value]:
     """Opens a context whose emitted code runs `count` times; yields the number of the turn, i32."""
-    loop = scf.ForOp(i32(0), i32(count), i32(1))
-    with ir.InsertionPoint(loop.body):
-        yield loop.induction_variable
+    with loop(i32(0), i32(count), 1) as turn:
+        yield turn
+
+
+@contextlib.contextmanager
+def loop(start: Value, end: Value, step: int) -> Iterator[Value]:
+    """Opens a context whose emitted code runs for start, start + step and so on, below `end`.
+
+    `start` and `end` are i32, compared as signed numbers, and may differ between threads. Yields
+    the number for which the code runs.
+    """
+    numbers = scf.ForOp(start, end, i32(step))
+    with ir.InsertionPoint(numbers.body):
+        yield numbers.induction_variable
         scf.yield_([])
 
 
