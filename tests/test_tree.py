@@ -83,6 +83,7 @@ ELSEWHERE = {
     "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",
     "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
+    "pallas_kernels/matmul/float8_drhs.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/matmul/store.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/matmul/warp_products.py": "tests/kernels/matmul/test_decoder.py",

@@ -6,17 +6,19 @@ together with the gradients of its other replicated parameters. All layers of a 
 parameters, tokens and number of rows R in the receive buffer. This library's layer is compared with
 (a) `lax.ragged_all_to_all` with `lax.ragged_dot`, and (b) the fastest exchange of plain XLA
 collectives with this library's grouped matmul. With --token_chunks, this library's layer also
-computes its tokens in chunks, one after the other, and the receive buffer is that of a chunk.
+computes its tokens in chunks, one after the other, and the receive buffer is that of a chunk. Its
+backward pass then computes each chunk's forward pass again; --remat=full does the same in a layer
+that computes all tokens at once.
 
 Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of
 routed rows: 6 H F for a row, and three times as many with gradients. Matmuls that the backward pass
-of a layer in chunks computes again do not count. "Matmul us" is the device time of the experts'
-matmuls. "Exchange us" is the device time of dispatch, combine and XLA's collectives, including
-waits for peers. Both are means over ranks. "If hidden us" subtracts the shorter of these two times
-from the slowest rank's device time: the time of a layer that overlaps communication and matmuls
-perfectly. "Peak MiB" is the memory that the program holds on a device, according to XLA: arguments,
-results and temporaries. "Temp MiB", which is shown if a layer has several chunks, is the
-temporaries alone.
+of a layer in chunks, or of one with --remat=full, computes again do not count. "Matmul us" is the
+device time of the experts' matmuls. "Exchange us" is the device time of dispatch, combine and XLA's
+collectives, including waits for peers. Both are means over ranks. "If hidden us" subtracts the
+shorter of these two times from the slowest rank's device time: the time of a layer that overlaps
+communication and matmuls perfectly. "Peak MiB" is the memory that the program holds on a device,
+according to XLA: arguments, results and temporaries. "Temp MiB", which is shown if a layer has
+several chunks or is rematerialized, is the temporaries alone.
 """
 
 from __future__ import annotations
@@ -158,6 +160,14 @@ _TOKEN_CHUNKS = FLAGS.integers(
     "The numbers of chunks in which jax_ep computes a rank's tokens, one after the other, each "
     "measured. More than 1 needs --capacity_factor=0. The baselines compute all tokens at once.",
 )
+_REMAT = FLAGS.choices(
+    "remat",
+    ["none"],
+    ["none", "full"],
+    "What the backward pass of jax_ep computes again, each measured. none: nothing, unless "
+    "--token_chunks is above 1. full: the whole layer (jax.checkpoint). The forward pass alone is "
+    "the same with both.",
+)
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 # The number of calls in the timed loop of a layer with `lax.ragged_dot`, whose calls are slow.
 _ITERATIONS_OF_RAGGED_DOT = 2
@@ -196,12 +206,14 @@ class LayerCase(runner.Case):
                     "wire_dtype": _wire_dtype(name, matmul_dtype),
                     "matmul_dtype": matmul_dtype,
                     "token_chunks": token_chunks,
+                    "remat": remat,
                 }
                 | ({} if matmul_dtype == "none" else {"quantize": _QUANTIZE.value})
                 for direction in _DIRECTIONS.value
                 for name in names
                 for matmul_dtype in _matmul_dtypes(name)
                 for token_chunks in _token_chunks(name)
+                for remat in _remat(name, direction)
             ],
         )
         # Maps each of DIRECTIONS to the row and the outputs of the first layer that was checked in
@@ -232,7 +244,8 @@ class LayerCase(runner.Case):
             matmul_dtype=matmul_dtype,
             token_chunks=row["token_chunks"],
         )
-        step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
+        names = row["implementation"], row["direction"]
+        step = make_step(*names, own, self.load["capacity"], row["remat"])
         if row.get("quantize") == "once":
             state = (*state, quantized)
         return Loop(None, step, state, mesh, iterations)
@@ -286,7 +299,7 @@ def _mebibytes(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 2**20
 
 
-# The column that a table has only if a layer has several chunks.
+# The column that a table has only if a layer has several chunks or is rematerialized.
 _TEMPORARIES = Column("temp MiB", lambda row: _mebibytes(row.get("temp_bytes")), "{:.1f}")
 
 
@@ -302,6 +315,7 @@ class LayerBench(runner.Bench):
         report.text("matmul", "matmul_dtype", usual="none"),
         report.text("quantize"),
         Column("chunks", "token_chunks", usual="1"),
+        report.text("remat", usual="none"),
         report.CHECKED,
         *report.WALL,
         report.SLOWEST,
@@ -354,8 +368,8 @@ class LayerBench(runner.Bench):
 
     def table(self, rows: Sequence[Row]) -> list[str]:
         legend = f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"
-        in_chunks = any(row["token_chunks"] > 1 for row in rows)
-        columns = [column for column in self.columns if in_chunks or column is not _TEMPORARIES]
+        saves_memory = any(row["token_chunks"] > 1 or row["remat"] != "none" for row in rows)
+        columns = [each for each in self.columns if saves_memory or each is not _TEMPORARIES]
         return [*report.table(columns, rows), "", legend]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
@@ -412,10 +426,19 @@ def _token_chunks(name: str) -> list[int]:
     return [1] if name in BASELINES else _TOKEN_CHUNKS.value
 
 
+def _remat(name: str, direction: str) -> list[str]:
+    return ["none"] if name in BASELINES or direction == "forward" else _REMAT.value
+
+
 def _variant(text: str, row: Row) -> str:
-    """Adds a row's matmul dtype and its number of chunks, if above 1, to the name of its layer."""
+    """Adds to a layer's name its matmul dtype, its number of chunks and its rematerialization.
+
+    Leaves out 1 chunk, and "none" for the others.
+    """
     text = runner.with_matmul_dtype(text, row)
-    return text if row["token_chunks"] == 1 else f"{text}, {row['token_chunks']} chunks"
+    if row["token_chunks"] > 1:
+        text += f", {row['token_chunks']} chunks"
+    return text if row["remat"] == "none" else f"{text}, remat"
 
 
 def _wire_dtype(name: str, matmul_dtype: str) -> str:
@@ -540,14 +563,20 @@ def make_config(
     return config, {"rows": average, "rows_needed": needed, "capacity": min(rows, most)}
 
 
-def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> Any:
+def make_step(
+    name: str, direction: str, config: MoEConfig, capacity: int, remat: str = "none"
+) -> Any:
     """Makes the function that a `Loop` times: it runs the layer that LAYERS calls `name`.
+
+    With the `remat` "full", the backward pass computes the layer's forward pass again.
 
     The function takes a tuple, the operands of one rank: params, x and cotangent (see `make_state`)
     and optionally quantized experts. It returns a tuple of the arrays that OUTPUTS names, or only
     of the first, the layer's output, if `direction` is "forward".
     """
     layer = make_layer(name, config, capacity)
+    if remat == "full":
+        layer = jax.checkpoint(layer)
 
     def forward(state):
         params, x, _, *quantized = state
@@ -624,9 +653,9 @@ def compare(rows: list[Row]) -> None:
     speed-up over the fastest baseline that combines plain XLA collectives with this library's
     grouped matmul. The baselines compute all tokens at once, also where the compared layer has
     several chunks. "speedup_of_float8" is the speed-up of a layer whose experts multiply float8
-    over the same layer in bfloat16, with the same number of chunks.
+    over the same layer in bfloat16, with the same number of chunks and the same rematerialization.
     """
-    keys = "shape", "tokens", "ranks", "direction", "implementation", "token_chunks"
+    keys = "shape", "tokens", "ranks", "direction", "implementation", "token_chunks", "remat"
     runner.compare_float8(rows, keys)
 
     def work(row):
@@ -672,6 +701,8 @@ def _names(platform: str) -> list[str]:
         raise Error(
             "--token_chunks needs jax_ep in --implementations: baselines compute all tokens at once"
         )
+    if set(_REMAT.value) != {"none"} and all(name in BASELINES for name in names):
+        raise Error("--remat needs jax_ep in --implementations: baselines keep all they need")
     if max(_TOKEN_CHUNKS.value) > 1 and _CAPACITY_FACTOR.value:
         raise Error(
             "--token_chunks above 1 needs --capacity_factor=0: with a capacity factor, each chunk "

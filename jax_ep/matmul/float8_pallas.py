@@ -16,8 +16,8 @@ from jax_ep.matmul.backend import Groups, pad_rows
 from jax_ep.matmul.pallas import emitted, launch_size
 from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
+from pallas_kernels.matmul import float8_drhs, quantize, transpose
 from pallas_kernels.matmul import gate_gradient as gate_kernel
-from pallas_kernels.matmul import quantize, transpose
 from pallas_kernels.matmul.chosen_groups import output_rows
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
@@ -100,7 +100,7 @@ def drhs_of_each(
     num_cols = sum(values.shape[0] for values, _ in grads)
     with jax.enable_x64(False):
         return list(
-            kernels.drhs_of_each(
+            float8_drhs.drhs_of_each(
                 lhs,
                 grads,
                 groups,

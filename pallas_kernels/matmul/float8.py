@@ -50,13 +50,11 @@ from pallas_kernels.matmul.kernel import (
     aligned,
     check_buffers,
     launch,
-    launch_into,
     quotient_and_rest,
-    store_or_add,
     swizzled,
 )
 from pallas_kernels.matmul.quantized_tiles import Scaled, max_of, scale_of, with_shuffled
-from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
+from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
     END,
@@ -66,14 +64,12 @@ from pallas_kernels.matmul.row_tiles import (
 )
 
 # The number of rows of an output tile that each compute warpgroup computes.
-_ROWS = BLOCK // COMPUTERS
+ROWS = BLOCK // COMPUTERS
 # A compute warpgroup multiplies its rows by this many matrix tiles of 128 columns, the two halves
 # of an output tile.
-_HALVES = 2
+HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
-# The number of parts for which a compute warpgroup of `drhs_of_each` has buffers in shared memory.
-_COPY_BUFFERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Float8Tiles:
 
     num_stages: int = 4
     band: int = 8
-    block_n: int = _HALVES * BLOCK
+    block_n: int = HALVES * BLOCK
 
     def __post_init__(self) -> None:
         check_buffers(self)
@@ -233,7 +229,7 @@ def _run(kernel, operands, groups, out_type, name, interpret):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Float8Kernel(Kernel):
+class Float8Kernel(Kernel):
     """Base class of the float8 kernels: the operand ring, the sums, and the stores.
 
     Attributes:
@@ -274,9 +270,9 @@ class _Float8Kernel(Kernel):
         stages, operand = self.tiles.num_stages, swizzled(self.dtype)
         types = dict(
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
-            right=plgpu.SMEM((stages, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
-            block_scales=plgpu.SMEM((stages, _HALVES), jnp.float32),
-            staged=plgpu.SMEM((COMPUTERS, _ROWS, self.chunk), self.out_dtype),
+            right=plgpu.SMEM((stages, HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
+            block_scales=plgpu.SMEM((stages, HALVES), jnp.float32),
+            staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(
                 num_arrivals=2 + self.rows_have_scales + self.matrices, num_barriers=stages
             ),
@@ -366,7 +362,7 @@ class _Float8Kernel(Kernel):
         The slice begins at `left_edge`. It has 256 columns if there is one right operand, and 128
         if there are two.
         """
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), _HALVES * BLOCK // self.matrices)
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -386,7 +382,7 @@ class _Float8Kernel(Kernel):
         if self.matrices > 1:
             return [at(of_matrix, block) for of_matrix in scales]
         last = self.width // BLOCK - 1
-        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(_HALVES)]
+        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
 
     def store(self, *args: Any) -> None:
         """Calls `mosaic.store_rows_through`."""
@@ -459,7 +455,7 @@ class _Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = _HALVES * BLOCK // len(rights)
+        width = HALVES * BLOCK // len(rights)
         for i, right in enumerate(rights):
             at = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, at, full)
@@ -494,7 +490,7 @@ class _Float8Kernel(Kernel):
           sum is zero if `num_halves` is 1.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
-        zero = jnp.zeros((_ROWS, BLOCK), jnp.float32)
+        zero = jnp.zeros((ROWS, BLOCK), jnp.float32)
         if not self.interpreted:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
 
@@ -503,11 +499,11 @@ class _Float8Kernel(Kernel):
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
             if self.rows_have_scales:
-                row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, _ROWS)])
+                row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + half, _HALVES - 1)]
-                for half in range(_HALVES)
+                scratch["block_scales"][stage, jnp.minimum(first_half + half, HALVES - 1)]
+                for half in range(HALVES)
             ]
             totals = mosaic.add_float8_products(
                 totals,
@@ -528,7 +524,7 @@ class _Float8Kernel(Kernel):
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return totals
 
-        return lax.fori_loop(0, steps, step, (zero,) * _HALVES)
+        return lax.fori_loop(0, steps, step, (zero,) * HALVES)
 
     def load_scales(self, scales: Any) -> jax.Array:
         """Loads the scales of 64 rows from shared memory, as each thread needs them."""
@@ -553,7 +549,7 @@ class _Float8Kernel(Kernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product(_Float8Kernel):
+class _Product(Float8Kernel):
     """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix.
 
     Attributes:
@@ -568,11 +564,11 @@ class _Product(_Float8Kernel):
 
     def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
         _, first, begin, end, left_edge = tile
-        is_short = end - first <= _ROWS
-        row = pl.multiple_of(jnp.where(is_short, 0, computer * _ROWS), _ROWS)
+        is_short = end - first <= ROWS
+        row = pl.multiple_of(jnp.where(is_short, 0, computer * ROWS), ROWS)
         first_half = jnp.where(is_short, computer, 0)
         totals = self.accumulate_halves(
-            used, row, first_half, jnp.where(is_short, 1, _HALVES), self.steps, scratch
+            used, row, first_half, jnp.where(is_short, 1, HALVES), self.steps, scratch
         )
         top, left = first + row, left_edge + first_half * BLOCK
         room = scratch["staged"].at[computer]
@@ -602,7 +598,7 @@ class _Product(_Float8Kernel):
         if not self.zero_unused:
             return
         (out,), room = outs, scratch["staged"].at[computer]
-        nothing = jnp.zeros((_ROWS, self.chunk), self.out_dtype)
+        nothing = jnp.zeros((ROWS, self.chunk), self.out_dtype)
         if not self.interpreted:
             nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
         # The rows from `used_rows` on are zeroed in chunks of 64 rows by `self.chunk` columns. The
@@ -612,12 +608,12 @@ class _Product(_Float8Kernel):
             jnp.int32(self.all_blocks * COMPUTERS),
             jnp.int32(self.width // self.chunk),
         )
-        first = lax.div(used_rows, jnp.int32(_ROWS))
-        chunks = (-(-out.shape[0] // _ROWS) - first) * columns
+        first = lax.div(used_rows, jnp.int32(ROWS))
+        chunks = (-(-out.shape[0] // ROWS) - first) * columns
 
         def zero_chunk(i: jax.Array, _: None) -> None:
             row, column = quotient_and_rest(worker + i * workers, columns)
-            top = (first + row) * _ROWS
+            top = (first + row) * ROWS
             begin, end = used_rows - top, out.shape[0] - top
             self.store(room, out, nothing, top, column * self.chunk, begin, end)
 
@@ -625,7 +621,7 @@ class _Product(_Float8Kernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class _GatedProduct(_Float8Kernel):
+class _GatedProduct(Float8Kernel):
     """The kernel of `gated_product`, whose tiles hold both products that the gating needs.
 
     The left half of a tile is the product with 128 columns of a group's first matrix, the right
@@ -637,7 +633,7 @@ class _GatedProduct(_Float8Kernel):
 
     @property
     def matrices(self) -> int:
-        return _HALVES
+        return HALVES
 
     @property
     def outputs(self) -> int:
@@ -645,13 +641,13 @@ class _GatedProduct(_Float8Kernel):
 
     def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
         _, first, begin, end, left_edge = tile
-        row = pl.multiple_of(computer * _ROWS, _ROWS)
+        row = pl.multiple_of(computer * ROWS, ROWS)
         top = first + row
         has_rows = top < end
 
         @pl.when(has_rows)
         def _():
-            products = self.accumulate_halves(used, row, 0, _HALVES, self.steps, scratch)
+            products = self.accumulate_halves(used, row, 0, HALVES, self.steps, scratch)
             room = scratch["staged"].at[computer]
 
             def store(rows, index):
@@ -678,187 +674,6 @@ class _GatedProduct(_Float8Kernel):
             self.skip(used, scratch)
 
         return used + self.steps
-
-
-@dataclasses.dataclass(frozen=True)
-class _Drhs(_Float8Kernel):
-    """The kernel of `drhs_of_each`: an output tile is 128 rows by 2 halves of 128 columns.
-
-    If there is one output, the halves of a tile are adjacent columns of it. If there are two, the
-    halves are the same columns of both. The sum runs over the blocks of 128 rows of a group.
-
-    Attributes:
-      height: K, the number of rows of the gradient of a group's matrix.
-      num_groups: L, the number of groups.
-      num_grads: number of arrays `grad`, and of outputs, 1 or 2.
-      adds: whether the results are added to what the outputs hold.
-    """
-
-    height: int
-    num_groups: int
-    num_grads: int
-    adds: bool
-
-    rows_have_scales: ClassVar[bool] = False
-
-    def scratch_types(self) -> dict[str, Any]:
-        # Bulk copies read swizzled buffers, in place of the array "staged" of the other kernels.
-        shape = COMPUTERS, _COPY_BUFFERS, _ROWS, self.chunk
-        copied = plgpu.SMEM(shape, self.out_dtype, transforms=swizzled(self.out_dtype))
-        types = super().scratch_types()
-        del types["staged"]
-        return types | dict(copied=copied)
-
-    @property
-    def matrices(self) -> int:
-        return self.num_grads
-
-    @property
-    def rows_of_tiles(self) -> int:
-        return self.height // BLOCK
-
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
-        num_operands = 2 * (1 + self.num_grads)
-        operands, groups, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
-        total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
-
-        def look_up(index):
-            row, left_edge = self.place(index, self.num_groups * self.rows_of_tiles)
-            group = lax.div(row, jnp.int32(self.rows_of_tiles))
-            return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
-
-        self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
-
-    def load_tile(self, tile, used, operands, scratch) -> jax.Array:
-        group, top, left_edge, first, count = tile
-        values, scales, *grads = operands
-        rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
-
-        def step(i, used):
-            block, columns = first + i, self.columns_of(left_edge)
-            inner = pl.ds(block * BLOCK, BLOCK)
-            return self.fill_stage(
-                scratch,
-                used,
-                values.at[rows, inner],
-                scales.at[block, lax.div(top - group * self.height, jnp.int32(BLOCK))],
-                [grad.at[columns, inner] for grad in grads[::2]],
-                self.block_scales(
-                    grads[1::2], left_edge, lambda scales, column: scales.at[block, column]
-                ),
-            )
-
-        return lax.fori_loop(0, count, step, used)
-
-    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
-        _, top, left_edge, _, count = tile
-        row = pl.multiple_of(computer * _ROWS, _ROWS)
-        totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
-        # The copies of the previous tile have read the buffers while this tile was multiplied.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for half, total in enumerate(totals):
-            out, left = self.out_of(half, outs, left_edge)
-            buffers, first = scratch["copied"].at[computer], half * BLOCK // self.chunk
-
-            @pl.when(left < self.width)
-            def _(total=total, out=out, left=left, buffers=buffers, first=first):
-                self.copy_half(total, out, buffers, first, top + row, left)
-
-        return used + count
-
-    def copy_half(
-        self, total: jax.Array, out: Any, buffers: Any, first: int, top: Any, left: Any
-    ) -> None:
-        """Copies this warpgroup's part of a half of a tile, `total`, to `out`, from (top, left) on.
-
-        The part is converted to the dtype of the output, and copied `self.chunk` columns at a time
-        by bulk copies, which go on while the next tile is multiplied. `buffers` are used in turns,
-        and `first` says how many chunks of the tile were copied before.
-        """
-        rows = pl.ds(pl.multiple_of(top, _ROWS), _ROWS)
-        for i in range(BLOCK // self.chunk):
-            if first + i >= _COPY_BUFFERS:
-                plgpu.wait_smem_to_gmem(_COPY_BUFFERS - 1, wait_read_only=True)
-            buffer = buffers.at[(first + i) % _COPY_BUFFERS]
-            start = i * self.chunk
-            buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
-            columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
-            place = out.at[rows, columns]
-            store_or_add(buffer, place, adds=self.adds, interpreted=self.interpreted)
-
-    def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the output to which a half of a tile belongs, and the first column of the half.
-
-        `half` is the index of the half, 0 or 1, and `left_edge` the first column of the tile.
-        """
-        if self.num_grads > 1:
-            return outs[half], left_edge
-        return outs[0], left_edge + half * BLOCK
-
-
-def drhs_of_each(
-    lhs: TransposedRows,
-    grads: Sequence[TransposedRows],
-    groups: jax.Array,
-    sums: Sequence[jax.Array] | None = None,
-    *,
-    dtype: Any,
-    num_blocks: int,
-    num_waves: int = 1,
-    tiles: Float8Tiles | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, ...]:
-    """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
-
-    P is the number of rows with zeros as padding, in which each group starts at a multiple of 128.
-
-    Args:
-      lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales
-        [P / 128, K / 128].
-      grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
-        [P / 128, N / 128].
-      groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
-        result of `row_blocks.row_blocks`.
-      sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
-        place, rounded to this dtype before and after the addition.
-      dtype: the dtype of the results: bfloat16, float16 or float32.
-      num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
-      tiles: number of pipeline stages and order of tiles, or None for the default.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
-
-    Returns:
-      For each grad, [L, K, N] of `dtype`. An empty group's matrix is zero. With `sums`, these
-      arrays plus the gradients.
-    """
-    (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
-    num_groups = groups.shape[0]
-    tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=_HALVES * BLOCK // len(grads))
-    kernel = _Drhs(
-        tiles,
-        num_blocks,
-        bool(interpret),
-        width,
-        (padded,),
-        jnp.dtype(lhs.values.dtype),
-        jnp.dtype(dtype),
-        shared_rows=False,
-        height=height,
-        num_groups=num_groups,
-        num_grads=len(grads),
-        adds=sums is not None,
-        num_waves=num_waves,
-    )
-    shape = num_groups * height, width
-    results = launch_into(
-        kernel,
-        kernel.scratch_types(),
-        [jax.ShapeDtypeStruct(shape, dtype)] * len(grads),
-        "grouped_matmul_float8_drhs",
-        interpret,
-        None if sums is None else [each.reshape(shape) for each in sums],
-    )(*lhs, *(array for grad in grads for array in grad), groups)
-    return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
 def _quantize(rows: jax.Array, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:

@@ -261,11 +261,10 @@ class _Tile(Tile):
 
         # The threads that have elements of the same rows find each row's largest magnitudes and its
         # sum. The first `_ROWS` of them then have those of a row each.
-        own, sizes = _of_rows(largest[0], arith.maxui)
-        _, others = _of_rows(largest[1], arith.maxui)
-        _, total = _of_rows(sums, _sum_of_words)
-        row = arith.addi(row, own)
+        sizes, others = (_of_rows(largest[i], arith.maxui) for i in range(_WITH_ROWS))
+        total = _of_rows(sums, _sum_of_words)
         across = arith.divui(place, i32(_COLUMNS))
+        row = arith.addi(row, _row_of(across))
         found = [scale_of(each) for each in (sizes, others)]
         with mosaic.when(mosaic.below(across, i32(_ROWS))):
             for result, (_, factor) in enumerate(found):
@@ -451,21 +450,17 @@ def _place_of(turn: Value, result: int, row: int, thread: Value) -> Value:
     return arith.addi(before, arith.muli(arith.addi(thread, piece), i32(_WORDS)))
 
 
-def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> tuple[Value, Value]:
+def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combines a word of each row of a patch with those of the `_ACROSS` threads of these rows.
 
-    Returns (row, word). In the first `_ROWS` of these threads, `word` is what `combine` makes of
-    all threads' words of row `row` of the patch.
+    Returns in the first `_ROWS` of these threads what `combine` makes of all threads' words of the
+    row `_row_of(across)` of the patch.
     """
-    i32 = mosaic.i32
-    across = arith.remui(mosaic.thread(), i32(_ACROSS))
-    row, distance = i32(0), 1
+    across, distance = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS)), 1
     while distance < _ACROSS:
         if len(words) > 1:
             # Of two threads, one goes on with one half of the rows, and the other with the rest.
-            half = len(words) // 2
-            is_upper = mosaic.equal(arith.remui(arith.divui(across, i32(distance)), i32(2)), i32(1))
-            row = arith.addi(row, arith.select(is_upper, i32(half), i32(0)))
+            half, is_upper = len(words) // 2, _is_odd(across, distance)
             pairs = [*zip(words[:half], words[half:], strict=True)]
             sent = [arith.select(is_upper, low, high) for low, high in pairs]
             words = [arith.select(is_upper, high, low) for low, high in pairs]
@@ -474,7 +469,26 @@ def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> tu
         others = [mosaic.shuffle(each, distance) for each in sent]
         words = [combine(*both) for both in zip(words, others, strict=True)]
         distance *= 2
-    return row, words[0]
+    return words[0]
+
+
+def _row_of(across: Value) -> Value:
+    """Returns the row of a patch whose word `_of_rows` returns in a thread.
+
+    `across` is the index of the thread among the `_ACROSS` threads of the row.
+    """
+    i32, row, distance = mosaic.i32, mosaic.i32(0), 1
+    while distance < _ROWS:
+        half = i32(_ROWS // distance // 2)
+        row = arith.addi(row, arith.select(_is_odd(across, distance), half, i32(0)))
+        distance *= 2
+    return row
+
+
+def _is_odd(across: Value, divisor: int) -> Value:
+    """Returns whether across / divisor, rounded down, is odd."""
+    bit = arith.remui(arith.divui(across, mosaic.i32(divisor)), mosaic.i32(2))
+    return mosaic.equal(bit, mosaic.i32(1))
 
 
 def _sum_of_words(a: Value, b: Value) -> Value:

@@ -247,6 +247,38 @@ def test_chunks_have_the_gradients_of_the_whole(tmp_path):
     assert all(row["checked"] for row in rows)
 
 
+def test_a_rematerialized_layer_is_measured_next_to_the_layer(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = "--shapes=mixtral", "--baselines=", "--check", "--remat=none,full"
+    assert bench(*args, f"--json={path}") == 0
+    forward, plain, remat = json.loads(path.read_text())["rows"]
+    # A forward pass has nothing to compute again.
+    assert (forward["direction"], forward["remat"]) == ("forward", "none")
+    assert (plain["remat"], remat["remat"]) == ("none", "full")
+    assert plain["direction"] == remat["direction"] == "forward_backward"
+    assert plain["checked"] and remat["checked"]
+    name = bench_layer.LayerBench().name
+    assert name(plain) == "mixtral, forward_backward, jax_ep"
+    assert name(remat) == "mixtral, forward_backward, jax_ep, remat"
+    (header,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("shape"))
+    assert "remat" in header and "temp MiB" in header
+
+
+def test_a_rematerialized_layer_computes_the_forward_matmuls_twice():
+    mesh = meshes.expert_mesh(1)
+    state = bench_layer.make_state(SHAPE, 20, mesh, seed=3)
+    config, load = bench_layer.make_config(SHAPE, state, mesh, 1.0)
+    operands = jax.tree.map(lambda leaf: leaf[0], state)
+
+    def matmuls(remat: str) -> int:
+        step = bench_layer.make_step("jax_ep", "forward_backward", config, load["capacity"], remat)
+        spec = PartitionSpec()
+        run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return str(jax.make_jaxpr(run)(operands)).count("grouped_matmul")
+
+    assert matmuls("full") > matmuls("none")
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
     check = bench_layer.LayerCase.check
@@ -283,7 +315,7 @@ def test_speedups_are_over_the_fastest_of_their_own_work():
     def row(implementation, us, **work):
         work = {"shape": "mixtral", "tokens": 8, "ranks": 2, "direction": "forward"} | work
         return (
-            {"matmul_dtype": "none", "token_chunks": 1}
+            {"matmul_dtype": "none", "token_chunks": 1, "remat": "none"}
             | work
             | {"implementation": implementation, "wall": {"median_us": us}}
         )
@@ -353,6 +385,8 @@ def test_parts_of_the_device_time_are_known_by_their_kernels():
             "--implementations= --token_chunks=1,4 --capacity_factor=0",
             "--token_chunks needs jax_ep in --implementations",
         ),
+        ("--remat=some", "--remat=some: "),
+        ("--implementations= --remat=full", "--remat needs jax_ep in --implementations"),
         ("--implementations= --baselines=", "nothing to measure"),
         ("--top_k=9", "--top_k must be at most the 8 experts, but is 9 for deepseek-v3"),
     ],

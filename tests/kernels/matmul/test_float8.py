@@ -21,7 +21,7 @@ from support.simulator import interpret, simulated
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, kernel
+from pallas_kernels.matmul import float8, float8_drhs, kernel
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
@@ -167,7 +167,7 @@ def gradients_of_matrices(lhs, grads, dtype, sums=None):
         return operands.transposed_rows(rows_of(x), SIZES)
 
     return interpret(
-        lambda: float8.drhs_of_each(
+        lambda: float8_drhs.drhs_of_each(
             transposed(lhs),
             [transposed(grad) for grad in grads],
             groups,
