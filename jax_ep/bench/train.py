@@ -4,8 +4,9 @@ The model is `jax_ep.bench.decoder.Decoder` and the training step is that of
 `jax_ep.bench.train_step`, with gradients of one batch and AdamW; `examples/train_qwen3_moe.py`
 trains with the same step. The widths are those of the published model. The numbers of layers,
 experts and vocabulary entries are reduced to fit on one GPU; the command prints them first. All
-ranks are along the expert axis. Tokens are random, and the learning rate is so small that routing
-stays that of random weights.
+ranks are along the expert axis. With --fsdp, each group of so many ranks shares the same experts,
+and every matrix is split along H over the group. Tokens are random, and the learning rate is so
+small that routing stays that of random weights.
 
 The same step is measured with the experts' matmuls in bfloat16 and in float8, and with plain JAX in
 place of this library: XLA's collectives as the exchange ("xla"), and also `lax.ragged_dot` for the
@@ -14,7 +15,8 @@ experts ("xla+ragged_dot"). Each program is compiled and timed alone.
 TFLOP/s count 6 FLOPs for each active parameter and token, and those of causal attention;
 `DecoderConfig.training_flops_per_token` is the formula. "Of peak" divides by the GPU's dense
 bfloat16 peak (989 TFLOP/s for H100 and H200), even for float8. "Peak GiB" is the memory that the
-program holds on a device, according to XLA: arguments, results and temporaries.
+program holds on a device, according to XLA: arguments, results and temporaries. "Vs xla" is the
+speed-up in wall time over the baseline "xla". Times on CPUs say nothing about those on GPUs.
 
 The times of the step's parts are device times from JAX's profiler, means over ranks;
 `jax_ep.bench.step_parts` assigns kernels to parts. They are measured on a program that is compiled
@@ -39,7 +41,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jax_ep.bench import measuring, report, runner, step_parts, timing
-from jax_ep.bench.decoder import MODELS, REMAT, Decoder, DecoderConfig, attention_implementation
+from jax_ep.bench.decoder import (
+    FSDP_AXIS,
+    MODELS,
+    REMAT,
+    Decoder,
+    DecoderConfig,
+    attention_implementation,
+)
 from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.peak import peak_flops
 from jax_ep.bench.report import Column, Row
@@ -132,11 +141,18 @@ _CAPACITY_FACTOR = FLAGS.number(
     "Rows of a receive buffer, as a multiple of the T * K rows that a rank gets on average; rows "
     "that do not fit are dropped, and the table says how many. 0: room for any routing.",
 )
-_REMAT = FLAGS.choice(
+_FSDP = FLAGS.integer(
+    "fsdp",
+    1,
+    "The number of ranks over which every matrix is also split along H (FSDP). The layers gather "
+    "their parts before they multiply, and return the sums of their gradients in parts.",
+)
+_REMAT = FLAGS.choices(
     "remat",
-    "none",
+    ["none"],
     REMAT,
-    "What a layer keeps for its backward pass besides its input. none: all that JAX keeps.",
+    "What a layer keeps for its backward pass besides its input, each measured. none: all that JAX "
+    "keeps.",
 )
 _LOSS_CHUNK = FLAGS.integer(
     "loss_chunk", 8192, "The number of tokens whose logits a rank holds at a time."
@@ -253,8 +269,11 @@ class TrainCase(runner.Case):
         self.config, self.seen = config, seen
 
     def build(self, row: Row, shared: Any) -> Any:
-        devices = np.array(jax.devices()[: row["ranks"]]).reshape(1, -1)
-        mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+        axes = {"data": 1, FSDP_AXIS: row["fsdp"], "expert": row["ranks"] // row["fsdp"]}
+        if row["fsdp"] == 1:
+            del axes[FSDP_AXIS]
+        devices = np.array(jax.devices()[: row["ranks"]]).reshape(*axes.values())
+        mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
         matmul_dtype = None if row["matmul_dtype"] == "none" else row["matmul_dtype"]
         options = IMPLEMENTATIONS | BASELINES
         model = Decoder(
@@ -262,7 +281,7 @@ class TrainCase(runner.Case):
             dtype=jnp.bfloat16,
             param_dtype=jnp.dtype(_PARAM_DTYPE.value),
             attention=attention_implementation(devices.flat[0].platform, jnp.bfloat16),
-            remat=_REMAT.value,
+            remat=row["remat"],
             loss_chunk=_LOSS_CHUNK.value,
             moe={
                 "matmul_dtype": matmul_dtype,
@@ -328,8 +347,10 @@ class TrainBench(runner.Bench):
     columns = (
         report.text("shape"),
         Column("ranks", "ranks"),
+        Column("fsdp", "fsdp", usual="1"),
         report.text("layer", "implementation"),
         report.text("matmul", "matmul_dtype", usual="none"),
+        report.text("remat", usual="none"),
         report.CHECKED,
         Column("step ms", lambda row: _ms(row, "wall", "median_us"), "{:.1f}"),
         Column(
@@ -354,7 +375,7 @@ class TrainBench(runner.Bench):
         Column("vs xla", "speedup_over_xla", "{:.2f}x"),
     )
     parts_columns = (
-        *columns[:4],
+        *columns[:6],
         *(
             Column(f"{part} ms", functools.partial(_ms, record="parts_us", field=part), "{:.2f}")
             for part in PARTS
@@ -362,7 +383,7 @@ class TrainBench(runner.Bench):
     )
 
     def default_ranks(self, devices: Sequence[jax.Device]) -> list[int]:
-        return sorted({1, len(devices)})
+        return sorted({min(_FSDP.value, len(devices)), len(devices)})
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[TrainCase]:
         on_cpus = devices[0].platform == "cpu"
@@ -377,8 +398,12 @@ class TrainBench(runner.Bench):
         self.batch = _BATCH.value or (1 if on_cpus else 2)
         for shape, config in self.configs.items():
             for num_ranks in ranks:
-                experts = config.num_experts, num_ranks, config.num_experts_per_token
-                check_experts(*experts, shape)
+                if num_ranks % _FSDP.value:
+                    raise Error(
+                        f"--fsdp must divide the number of ranks, {num_ranks}, but is {_FSDP.value}"
+                    )
+                split = num_ranks // _FSDP.value
+                check_experts(config.num_experts, split, config.num_experts_per_token, shape)
             if "float8_e4m3fn" in _MATMUL_DTYPE.value and (config.hidden | config.mlp_dim) % 128:
                 raise Error(
                     f"--matmul_dtype: float8_e4m3fn needs H and F that are multiples of 128, but "
@@ -390,10 +415,12 @@ class TrainBench(runner.Bench):
                 {
                     "shape": shape,
                     "ranks": num_ranks,
+                    "fsdp": _FSDP.value,
                     "sequence": self.sequence,
                     "batch": self.batch,
                     "implementation": name,
                     "matmul_dtype": matmul_dtype,
+                    "remat": remat,
                 },
                 config,
                 seen,
@@ -401,12 +428,13 @@ class TrainBench(runner.Bench):
             for shape, config in self.configs.items()
             for num_ranks in ranks
             for name, matmul_dtype in _programs()
+            for remat in _REMAT.value
         ]
 
     def header(self) -> list[str]:
         lines = [
-            f"bfloat16, sequences of {self.sequence} tokens, {self.batch} on each rank; remat "
-            f"{_REMAT.value}; parameters and AdamW in {_PARAM_DTYPE.value}"
+            f"bfloat16, sequences of {self.sequence} tokens, {self.batch} on each rank; parameters "
+            f"and AdamW in {_PARAM_DTYPE.value}"
         ]
         for shape, config in self.configs.items():
             published = MODELS[shape]
@@ -421,18 +449,25 @@ class TrainBench(runner.Bench):
 
     def name(self, row: Row) -> str:
         text = "{shape}, {ranks} ranks, {implementation}".format(**row)
-        return runner.with_matmul_dtype(text, row)
+        if row["fsdp"] > 1:
+            text += f", fsdp {row['fsdp']}"
+        text = runner.with_matmul_dtype(text, row)
+        return text if row["remat"] == "none" else f"{text}, remat {row['remat']}"
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds each row's speed-up in wall time over the baseline "xla" of its model and ranks."""
+        """Adds each row's speed-up in wall time over the baseline "xla".
+
+        The baseline's row has the same model, number of ranks and rematerialization.
+        """
+        keys = "shape", "ranks", "remat"
         measured = [row for row in rows if "wall" in row]
         plain = {
-            (row["shape"], row["ranks"]): row["wall"]["median_us"]
+            tuple(row[key] for key in keys): row["wall"]["median_us"]
             for row in measured
             if row["implementation"] == "xla"
         }
         for row in measured:
-            if us := plain.get((row["shape"], row["ranks"])):
+            if us := plain.get(tuple(row[key] for key in keys)):
                 row["speedup_over_xla"] = us / row["wall"]["median_us"]
 
     def table(self, rows: Sequence[Row]) -> list[str]:
@@ -454,11 +489,18 @@ class TrainBench(runner.Bench):
             path,
             title="A training step and its parts\n" + "\n".join([machine, *self.header()]),
             panel=lambda row: "{shape}, {ranks} ranks".format(**row),
-            group=lambda row: "{implementation}\n{matmul_dtype}".format(**row).removesuffix("none"),
+            group=_program,
             bar=lambda row: row["bar"],
             height=lambda row: row["ms"],
             label="milliseconds",
         )
+
+
+def _program(row: Row) -> str:
+    """Describes what distinguishes a row's program, in lines of text, to label bars of a plot."""
+    remat = f"remat {row['remat']}"
+    lines = row["implementation"], row["matmul_dtype"], remat.removesuffix("remat none")
+    return "\n".join(line for line in lines if line and line != "none")
 
 
 def _programs() -> list[tuple[str, str]]:

@@ -638,7 +638,7 @@ def _experts_of_rank(
     if config.matmul_dtype is not None:
         on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
         for name in matrices:
-            FLOAT8_MATRICES.check_shape(f"{name}{on_a_rank}", own[name].shape)
+            FLOAT8_MATRICES.check_shape(f"with matmul_dtype, {name}{on_a_rank}", own[name].shape)
     experts = Experts(own["wi_0"], own.get("wi_1"), own["wo"])
     experts = experts._replace(**own, quantized=quantized)
     # The partial outputs of the ranks along the tensor axes are summed, so only the first of these

@@ -77,7 +77,7 @@ def check(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
         hidden, width = params.shared_wi_0.shape  # type: ignore
         on_a_rank = " on a rank" if where.num_parts() > 1 else ""
         shape = hidden, width // where.num_parts()
-        FLOAT8_MATRICES.check_shape(f"shared_wi_0{on_a_rank}", shape)
+        FLOAT8_MATRICES.check_shape(f"with matmul_dtype, shared_wi_0{on_a_rank}", shape)
 
 
 def _output(

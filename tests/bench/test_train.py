@@ -46,6 +46,40 @@ def test_float8_experts_are_timed(tmp_path):
     assert row["matmul_dtype"] == "float8_e4m3fn" and row["tflops_per_rank"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.needs_devices(4)
+def test_a_step_with_fsdp_has_the_loss_of_one_without(tmp_path, capsys):
+    """Of four ranks, two share the experts of a half, split along H; the checks compare losses."""
+    path = tmp_path / "train.json"
+    flags = "--ranks=4", "--baselines=", "--matmul_dtype=none", "--capacity_factor=0"
+    losses = []
+    for fsdp in (1, 2, 4):
+        assert run(*flags, f"--fsdp={fsdp}", f"--json={path}") == 0
+        (row,) = json.loads(path.read_text())["rows"]
+        assert row["fsdp"] == fsdp and row["dropped"] == 0
+        losses.append((row["loss"], row["grad_norm"]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[2] == pytest.approx(losses[0], rel=0.01)
+    assert bench.TrainBench().name(row) == "qwen3-30b-a3b, 4 ranks, jax_ep, fsdp 4"
+    (header,) = (line for line in capsys.readouterr().out.splitlines()[-2:] if "fsdp" in line)
+    assert header.startswith("shape")
+
+
+@pytest.mark.slow
+def test_rematerialization_is_measured_by_policy(tmp_path, capsys):
+    path = tmp_path / "train.json"
+    flags = "--ranks=1", "--baselines=", "--matmul_dtype=none", "--remat=none,full", "--check"
+    assert run(*flags, f"--json={path}") == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["remat"] for row in rows] == ["none", "full"]
+    assert all(row["checked"] for row in rows)
+    name = bench.TrainBench().name
+    assert name(rows[0]) == "qwen3-30b-a3b, 1 ranks, jax_ep"
+    assert name(rows[1]) == "qwen3-30b-a3b, 1 ranks, jax_ep, remat full"
+    (header,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("shape"))
+    assert "remat" in header
+
+
 def test_every_program_has_a_row_though_there_is_no_time(tmp_path, capsys):
     """With no time left, table and plot must still list every program; none is compiled."""
     pytest.importorskip("matplotlib")
@@ -67,6 +101,10 @@ def test_every_program_has_a_row_though_there_is_no_time(tmp_path, capsys):
         (("--matmul_dtype=float8_e4m3fn",), "multiples of 128, but qwen3-30b-a3b has H=32"),
         (("--matmul_dtype=none", "--implementations=", "--baselines="), "nothing to measure"),
         (
+            ("--matmul_dtype=none", "--fsdp=2"),
+            "--fsdp must divide the number of ranks, 1, but is 2",
+        ),
+        (
             ("--matmul_dtype=none", "--num_experts=1"),
             "--top_k must be at most the 1 experts, but is 2",
         ),
@@ -80,6 +118,8 @@ def test_flags_that_do_not_fit_are_refused(flags, message, capsys):
 ROW = {
     "shape": "qwen3-30b-a3b",
     "ranks": 2,
+    "fsdp": 1,
+    "remat": "none",
     "sequence": 4096,
     "batch": 2,
     "implementation": "jax_ep",
