@@ -75,7 +75,6 @@ ELSEWHERE = {
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
-    "pallas_kernels/exchange/short_rows.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/windows.py": "tests/kernels/exchange/test_combine.py",
     "pallas_kernels/fabric/float8.py": "tests/kernels/exchange/test_quantized_rows.py",
     "pallas_kernels/fabric/memory_map.py": "tests/kernels/fabric/test_symmetric.py",

@@ -3,11 +3,12 @@
 Block b of every rank handles the same range of tokens, with three or four warpgroups:
 
   sender     receives how often each rank's tokens choose each expert, which block 0 of every rank
-             counts and sends. From these counts it computes the rows of each token. It writes the
-             token to the first of its rows at every rank that gets it, with a list of all its rows
-             at that rank;
-  receiver   waits for each step (a few tokens of every rank). If several experts of this rank get a
-             token, it copies the token from its first row to its other rows;
+             counts and sends. From these counts and those of earlier blocks' tokens, which every
+             block counts, it computes the rows of each token. It writes the token to the first of
+             its rows at every rank that gets it, with a list of all its rows at that rank;
+  receiver   counts choices together with the sender. It then waits for each step (a few tokens of
+             every rank). If several experts of this rank get a token, it copies the token from its
+             first row to its other rows;
   filler     writes zeros to the rows of this rank's receive buffer that get no token;
   quantizer  quantizes the rows that the sender sends, if the wire format is quantized.
 
@@ -540,7 +541,7 @@ class _Dispatch(_Kernel):
         @pl.when(warpgroup == 1)
         def receive() -> None:
             # `connect` waits until the addresses of the peers' buffers have arrived. The receiver
-            # calls it, since the sender is busy counting choices meanwhile.
+            # calls it, since the sender waits for the peers' counts meanwhile.
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
@@ -580,6 +581,7 @@ class _Dispatch(_Kernel):
         turns = lax.div(end + (width - 1), jnp.int32(width))
         own = lax.div(turns - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
         lax.fori_loop(0, own, count, None)
+        fabric.barrier()
         plgpu.barrier_arrive(scratch.counted)
 
     def _counts_of(self, warpgroup: Any, scratch: _Scratch) -> Any:

@@ -41,7 +41,8 @@ class ExpertScratch(NamedTuple):
 
     # [N, W] int32: how often the tokens of each source rank choose each expert.
     all_counts: Any
-    # [2 · W] int32: workspace for prefix sums over experts. The first half stays zero.
+    # [2 · W] int32: workspace. `find_groups` computes prefix sums over experts in it, with zeros in
+    # the first half; before, a kernel may use it for counts of its own.
     scan: Any
     # [2, W] int32: element [0, e] is the row after the last token of expert e, and element [1, e]
     # is the row after the expert's padding.

@@ -90,8 +90,9 @@ class Plan:
       num_blocks: the number of thread blocks per rank.
       num_stages: the number of rows in a sender's ring buffer in shared memory, or of cotangents
         in the ring of combine's gradient. Combine has no ring.
-      store_lag: how many later tokens a sender sends before it refills a token's stage of the ring.
-        Meanwhile the copies out of the stage have time to read it. Less than `num_stages`.
+      store_lag: how many later tokens a sender sends before a token's stage of the ring may be
+        refilled. Meanwhile the copies out of the stage have time to read it. Less than
+        `num_stages`.
       window_tokens: the number of tokens whose routing data (the receive-buffer rows or the experts
         of their top-k choices) a block holds in shared memory at a time.
       step_tokens: the number of tokens that a block sends between two signals.
@@ -460,7 +461,10 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     room = room_for_rows(step_tokens)
     in_ring = room // row.stage_bytes
     num_copy_stages = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_STAGES, in_ring // 3))
-    num_stages = min(_RING_STAGES, (room - num_copy_stages * row.sent_bytes) // row.stage_bytes)
+    # The receiver's ring holds values without scales.
+    columns, dtype = row.parts[0]
+    copied_bytes = columns * jnp.dtype(dtype).itemsize
+    num_stages = min(_RING_STAGES, (room - num_copy_stages * copied_bytes) // row.stage_bytes)
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_stages=num_stages,

@@ -11,13 +11,14 @@ rank s sends its token t to rank d, whose receive buffer is `tokens`:
                                                 tokens[s·T + t] = 0 <--
     signal: a step of tokens is there --------> block b
 
-Block b of every rank handles the same tokens, with two warpgroups:
+Block b of every rank handles the same tokens, with two or three warpgroups:
 
-  sender    writes rows and lists to the peers' memory (`sender` describes it); a list holds a
-            token's local expert ids at the peer, with -1 for choices of other ranks' experts, and
-            optionally the routing weights;
-  receiver  reads the lists as they arrive, and writes zeros to the row of a token that has no
-            expert on this rank.
+  sender     writes rows and lists to the peers' memory (`sender` describes it); a list holds a
+             token's local expert ids at the peer, with -1 for choices of other ranks' experts, and
+             optionally the routing weights;
+  receiver   reads the lists as they arrive, and writes zeros to the row of a token that has no
+             expert on this rank;
+  quantizer  quantizes the rows that the sender sends, if the wire format is quantized.
 """
 
 from __future__ import annotations

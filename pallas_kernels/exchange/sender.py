@@ -1,4 +1,4 @@
-"""Implements the warpgroup of a dispatch kernel that sends a block's tokens to other ranks.
+"""Implements the warpgroups of a dispatch kernel that send a block's tokens to other ranks.
 
 The expert-major dispatches (`dispatch`) and the rank-major dispatch (`rank_dispatch`) use it. The
 sender takes the block's tokens in order. It fetches a token's row into a ring in shared memory, and
@@ -116,10 +116,11 @@ class Routes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """Sends a block's tokens to all ranks that get them, by one warpgroup of a kernel.
+    """Sends a block's tokens to all ranks that get them, by one or two warpgroups of a kernel.
 
-    The kernel calls the methods from its body. It allocates the shared memory that `scratch`
-    describes, and passes it to the methods.
+    The kernel calls the methods from its body: `send` and what must precede it in one warpgroup,
+    the sender, and `quantize` in another, the quantizer, if the wire format is quantized. The
+    kernel allocates the shared memory that `scratch` describes, and passes it to the methods.
 
     Attributes:
       fabric: how ranks reach each other.
@@ -249,7 +250,8 @@ class Sender:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         A step is `step_tokens` tokens; its signal tells all peers that the tokens have arrived. The
-        caller must have called `fetch_first`, and `open_window` for the block's first token.
+        caller must have called `fetch_first`, and `open_window` for the block's first token. If the
+        wire format is quantized, another warpgroup must call `quantize`.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -275,18 +277,18 @@ class Sender:
             # second time instead, as the last result of `routes.lists`.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
-            plgpu.barrier_wait(ready.at[stage])
-            for peer, words in zip(peers, lists_of_peers, strict=True):
-                row = routes.row(words, i)
-                put_row(stage, row, functools.partial(fabric.peer, rank=peer))
+            rows = [routes.row(words, i) for words in lists_of_peers]
             further = routes.further_rows(list_here)
+            if refs.lists is not None:
+                self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
+            plgpu.barrier_wait(ready.at[stage])
+            for peer, row in zip(peers, rows, strict=True):
+                put_row(stage, row, functools.partial(fabric.peer, rank=peer))
             values, *scales = (fabric.mine(ref) for ref in refs.tokens)
             for row in further:
                 fb.put_if(fabric, row >= 0, scratch.stages[0].at[stage], values.at[row])
             for ref, part in zip(scales, scratch.stages[1:], strict=True):
                 short_rows.store_each(fabric, part.at[stage], ref, further)
-            if refs.lists is not None:
-                self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
             plgpu.commit_smem_to_gmem_group()
 
             # A stage may be refilled once the copies that send its row have read it. After this

@@ -123,7 +123,7 @@ def _vectors_of(ref: Any) -> int:
 
 
 def _divided(unit: Value, num_vectors: int) -> tuple[Value, Value]:
-    """Emits the row number and the vector of the row to which the unit of work `unit` belongs."""
+    """Emits which row or list a unit of work belongs to, and which vector of the row it is."""
     return tuple(op(unit, mosaic.i32(num_vectors)) for op in (arith.divui, arith.remui))
 
 

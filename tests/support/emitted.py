@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.exchange import short_rows
 from pallas_kernels.fabric import elementwise, float8
 from pallas_kernels.matmul import (
     gate_gradient,
@@ -34,8 +35,8 @@ from pallas_kernels.matmul import (
 from pallas_kernels.matmul.row_blocks import BLOCK
 
 _KERNELS = gate_gradient, quantize, transpose
-_MODULES = elementwise, float8, packed, quantized_tiles, *_KERNELS
-_WARP = 32
+_MODULES = elementwise, float8, packed, quantized_tiles, short_rows, *_KERNELS
+_WARP, _WARPGROUP = 32, 128
 _POISON = 0xCD
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 
@@ -43,6 +44,10 @@ _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 class VectorType(NamedTuple):
     length: int
     element: Any
+
+    @property
+    def itemsize(self) -> int:
+        return self.length * self.element.itemsize
 
 
 class Pointer(NamedTuple):
@@ -56,7 +61,7 @@ class Memory:
     """An array in memory, as bytes. In shared memory, it knows which warps have accessed a word."""
 
     def __init__(self, array: np.ndarray, is_shared: bool = False):
-        self.dtype = array.dtype
+        self.dtype, self.shape = array.dtype, array.shape
         self.bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.is_shared = is_shared
         self.forget()
@@ -94,10 +99,16 @@ class Emulator:
             equal=np.equal,
             below=np.less,
             thread=lambda: self.thread,
+            lane=lambda: self.thread % np.uint32(_WARPGROUP),
+            scalar=lambda array: array,
+            inline=lambda emit, operands, layouts: emit(*operands),
+            REFERENCE=None,
+            SCALAR=None,
             pointer=lambda memory: Pointer(memory, np.zeros((1, 1), np.int64)),
             element_pointer=_element_pointer,
             when=self.when,
             repeat=self.repeat,
+            loop=self.loop,
             asm=lambda text, _, *operands, returns=None: _ptx(text, operands),
             chosen_bytes=lambda *words: _ptx("prmt.b32 $0, $1, $2, $3;", words),
             warp_max=self.warp_max,
@@ -107,6 +118,8 @@ class Emulator:
         self.arith = types.SimpleNamespace(
             **{name: ufunc for ufunc, names in _ARITHMETIC.items() for name in names},
             select=np.where,
+            CmpIPredicate=types.SimpleNamespace(sge=np.greater_equal),
+            cmpi=lambda compare, a, b: compare(a.view(np.int32), b.view(np.int32)),
             bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
             extui=lambda dtype, x: x.astype(dtype),
             extf=lambda dtype, x: x.astype(dtype),
@@ -133,6 +146,13 @@ class Emulator:
     @contextlib.contextmanager
     def repeat(self, count: int) -> Iterator[Any]:
         yield np.arange(count, dtype=np.uint32)[None]
+
+    @contextlib.contextmanager
+    def loop(self, start: Any, end: Any, step: int) -> Iterator[Any]:
+        most = max(0, -(-(int(np.max(end)) - int(np.min(start))) // step))
+        turn = start + np.arange(most, dtype=np.uint32)[None] * np.uint32(step)
+        with self.when(turn < end):
+            yield turn
 
     def block_barrier(self) -> None:
         assert np.all(self.active), "a barrier that not all threads reach"
@@ -349,6 +369,21 @@ def _emulated(emulator: Emulator) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+def run_warpgroup(function: Callable[..., None], *arguments: Any) -> None:
+    """Runs a function that emits code by `mosaic.inline`, in the threads of a warpgroup.
+
+    References among the arguments are `Memory`, and scalars what `scalar` returns.
+    """
+    emulator = Emulator(_WARPGROUP)
+    emulator.shared = [each for each in arguments if getattr(each, "is_shared", False)]
+    with _emulated(emulator):
+        function(*arguments)
+
+
+def scalar(number: int) -> np.ndarray:
+    return np.full((1, 1), number & 0xFFFFFFFF, np.uint32)
 
 
 def emulate(monkeypatch: Any) -> None:

@@ -63,7 +63,9 @@ CASES = {
 
 
 @simulated
-@pytest.mark.parametrize("case", quick([*CASES], "overflow_of_blocks", "fair_of_blocks"))
+@pytest.mark.parametrize(
+    "case", quick([*CASES], "overflow_of_blocks", "many_experts", "fair_of_blocks")
+)
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

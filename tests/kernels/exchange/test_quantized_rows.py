@@ -49,7 +49,7 @@ def assert_same_parts(received, expected):
 
 
 @simulated
-@pytest.mark.parametrize("case", quick([*CASES], "overflow"))
+@pytest.mark.parametrize("case", quick([*CASES], "overflow", "lag_of_none"))
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
