@@ -247,6 +247,7 @@ def test_chunks_have_the_gradients_of_the_whole(tmp_path):
     assert all(row["checked"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rematerialized_layer_is_measured_next_to_the_layer(tmp_path, capsys):
     path = tmp_path / "out.json"
     args = "--shapes=mixtral", "--baselines=", "--check", "--remat=none,full"
