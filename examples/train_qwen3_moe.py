@@ -32,7 +32,7 @@ import numpy as np
 import processes
 import training
 from absl import app, flags
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from qwen3_moe import load_params, read_config
 from text import load_text, windows
 from training import BATCH_SIZE
@@ -45,6 +45,7 @@ from jax_ep.bench.decoder import (
     Decoder,
     DecoderConfig,
     attention_implementation,
+    decoder_mesh,
 )
 from jax_ep.bench.peak import peak_flops
 from jax_ep.bench.train_step import (
@@ -172,9 +173,9 @@ def make_mesh(config: DecoderConfig) -> Mesh:
     the ranks that remain. By default `expert` has as many ranks as can be: the greatest number that
     divides both the number of experts and the number of ranks left for `expert` and `data`.
     """
-    devices, tensor, fsdp = np.array(jax.devices()), _TENSOR_PARALLEL.value, _FSDP.value
+    devices, tensor, fsdp = jax.devices(), _TENSOR_PARALLEL.value, _FSDP.value
     split = {
-        "the number of devices": devices.size,
+        "the number of devices": len(devices),
         "num_key_value_heads": config.num_key_value_heads,
         "mlp_dim": config.mlp_dim,
         "vocab": config.vocab,
@@ -183,21 +184,19 @@ def make_mesh(config: DecoderConfig) -> Mesh:
         if size % tensor:
             raise SystemExit(f"--tensor_parallel={tensor} must divide {name}, which is {size}")
     for name, size in {
-        f"ranks that --tensor_parallel={tensor} leaves": devices.size // tensor,
+        f"ranks that --tensor_parallel={tensor} leaves": len(devices) // tensor,
         "values of a token (hidden)": config.hidden,
     }.items():
         if size % fsdp:
             raise SystemExit(f"--fsdp={fsdp} must divide the {size} {name}")
-    others = devices.size // tensor // fsdp
+    others = len(devices) // tensor // fsdp
     experts = _EXPERT_PARALLEL.value or math.gcd(others, config.num_experts)
     left = f"ranks that --tensor_parallel={tensor} and --fsdp={fsdp} leave"
     for name, size in {left: others, "experts": config.num_experts}.items():
         if size % experts:
             raise SystemExit(f"--expert_parallel={experts} must divide the {size} {name}")
-    axes = {"data": others // experts, FSDP_AXIS: fsdp, "expert": experts, TENSOR_AXIS: tensor}
-    names = [name for name, size in axes.items() if size > 1 or name in ("data", "expert")]
-    devices = devices.reshape([axes[name] for name in names])
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    sizes = {"data": others // experts, FSDP_AXIS: fsdp, "expert": experts, TENSOR_AXIS: tensor}
+    return decoder_mesh(devices, sizes)
 
 
 def make_model(config: DecoderConfig, platform: str) -> Decoder:

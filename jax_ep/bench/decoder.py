@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_ep.linen import MoE
 from jax_ep.moe.expert_matmuls import QuantizedExperts
@@ -157,6 +158,17 @@ MODELS = {
         num_experts_per_token=2,
     ),
 }
+
+
+def decoder_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of Auto axes for a `Decoder`; `sizes` maps names of axes to numbers of ranks.
+
+    The axes "fsdp" and "tensor" are left out if they have one rank. With an axis "fsdp", the layers
+    gather their parameters, even those that are whole.
+    """
+    names = [n for n, size in sizes.items() if size > 1 or n not in (FSDP_AXIS, TENSOR_AXIS)]
+    array = np.array(devices).reshape([sizes[name] for name in names])
+    return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def axis_rules(mesh: Mesh) -> list[tuple[str, str]]:

@@ -244,8 +244,8 @@ class LayerCase(runner.Case):
             matmul_dtype=matmul_dtype,
             token_chunks=row["token_chunks"],
         )
-        names = row["implementation"], row["direction"]
-        step = make_step(*names, own, self.load["capacity"], row["remat"])
+        capacity = self.load["capacity"]
+        step = make_step(row["implementation"], row["direction"], own, capacity, row["remat"])
         if row.get("quantize") == "once":
             state = (*state, quantized)
         return Loop(None, step, state, mesh, iterations)
@@ -689,19 +689,20 @@ def _names(platform: str) -> list[str]:
     names = [*(IMPLEMENTATIONS if own is None else own), *others]
     if not names:
         raise Error("--implementations and --baselines are both empty: nothing to measure")
-    if _WIRE_DTYPE.value != "none" and all(name in BASELINES for name in names):
+    only_baselines = all(name in BASELINES for name in names)
+    if _WIRE_DTYPE.value != "none" and only_baselines:
         raise Error(
             "--wire_dtype needs jax_ep in --implementations: baselines send tokens as they are"
         )
-    if set(_MATMUL_DTYPE.value) != {"none"} and all(name in BASELINES for name in names):
+    if set(_MATMUL_DTYPE.value) != {"none"} and only_baselines:
         raise Error("--matmul_dtype needs jax_ep in --implementations: baselines multiply bfloat16")
     if _QUANTIZE.value != "each_call" and set(_MATMUL_DTYPE.value) == {"none"}:
         raise Error("--quantize needs --matmul_dtype=float8_e4m3fn: without, nothing is quantized")
-    if set(_TOKEN_CHUNKS.value) != {1} and all(name in BASELINES for name in names):
+    if set(_TOKEN_CHUNKS.value) != {1} and only_baselines:
         raise Error(
             "--token_chunks needs jax_ep in --implementations: baselines compute all tokens at once"
         )
-    if set(_REMAT.value) != {"none"} and all(name in BASELINES for name in names):
+    if set(_REMAT.value) != {"none"} and only_baselines:
         raise Error("--remat needs jax_ep in --implementations: baselines keep all they need")
     if max(_TOKEN_CHUNKS.value) > 1 and _CAPACITY_FACTOR.value:
         raise Error(

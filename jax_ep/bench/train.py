@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jax_ep.bench import measuring, report, runner, step_parts, timing
 from jax_ep.bench.decoder import (
@@ -48,6 +48,7 @@ from jax_ep.bench.decoder import (
     Decoder,
     DecoderConfig,
     attention_implementation,
+    decoder_mesh,
 )
 from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.peak import peak_flops
@@ -269,18 +270,16 @@ class TrainCase(runner.Case):
         self.config, self.seen = config, seen
 
     def build(self, row: Row, shared: Any) -> Any:
-        axes = {"data": 1, FSDP_AXIS: row["fsdp"], "expert": row["ranks"] // row["fsdp"]}
-        if row["fsdp"] == 1:
-            del axes[FSDP_AXIS]
-        devices = np.array(jax.devices()[: row["ranks"]]).reshape(*axes.values())
-        mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        sizes = {"data": 1, FSDP_AXIS: row["fsdp"], "expert": row["ranks"] // row["fsdp"]}
+        devices = jax.devices()[: row["ranks"]]
+        mesh = decoder_mesh(devices, sizes)
         matmul_dtype = None if row["matmul_dtype"] == "none" else row["matmul_dtype"]
         options = IMPLEMENTATIONS | BASELINES
         model = Decoder(
             self.config,
             dtype=jnp.bfloat16,
             param_dtype=jnp.dtype(_PARAM_DTYPE.value),
-            attention=attention_implementation(devices.flat[0].platform, jnp.bfloat16),
+            attention=attention_implementation(devices[0].platform, jnp.bfloat16),
             remat=row["remat"],
             loss_chunk=_LOSS_CHUNK.value,
             moe={
@@ -344,13 +343,16 @@ def _ms(row: Row, record: str, field: str) -> float | None:
 
 class TrainBench(runner.Bench):
     flags, shared = FLAGS, _SHARED
-    columns = (
+    program_columns = (
         report.text("shape"),
         Column("ranks", "ranks"),
         Column("fsdp", "fsdp", usual="1"),
         report.text("layer", "implementation"),
         report.text("matmul", "matmul_dtype", usual="none"),
         report.text("remat", usual="none"),
+    )
+    columns = (
+        *program_columns,
         report.CHECKED,
         Column("step ms", lambda row: _ms(row, "wall", "median_us"), "{:.1f}"),
         Column(
@@ -375,7 +377,7 @@ class TrainBench(runner.Bench):
         Column("vs xla", "speedup_over_xla", "{:.2f}x"),
     )
     parts_columns = (
-        *columns[:6],
+        *program_columns,
         *(
             Column(f"{part} ms", functools.partial(_ms, record="parts_us", field=part), "{:.2f}")
             for part in PARTS
@@ -498,9 +500,12 @@ class TrainBench(runner.Bench):
 
 def _program(row: Row) -> str:
     """Describes what distinguishes a row's program, in lines of text, to label bars of a plot."""
-    remat = f"remat {row['remat']}"
-    lines = row["implementation"], row["matmul_dtype"], remat.removesuffix("remat none")
-    return "\n".join(line for line in lines if line and line != "none")
+    lines = [row["implementation"]]
+    if row["matmul_dtype"] != "none":
+        lines.append(row["matmul_dtype"])
+    if row["remat"] != "none":
+        lines.append(f"remat {row['remat']}")
+    return "\n".join(lines)
 
 
 def _programs() -> list[tuple[str, str]]:

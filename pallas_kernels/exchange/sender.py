@@ -8,8 +8,8 @@ writes it to the receive buffer of every rank that gets the token:
                    list of t for the peer --- link --------> lists[rank, t] of each peer
                          signal: a step has arrived -------> block b of each peer
 
-If the wire format is quantized, another warpgroup, the quantizer, copies the rows into a ring of
-their own, and quantizes them into the sender's ring.
+If the wire format is quantized, rows are fetched into a ring of their own, from which another
+warpgroup, the quantizer, quantizes them into the sender's ring.
 
 The kernel may send each peer a list of int32 words along with a token (`list of t` above): either
 the numbers of the token's rows in the peer's receive buffer, or the ids of the peer's experts that
@@ -197,13 +197,8 @@ class Sender:
     def fetch_first(self, x: Any, scratch: SenderScratch) -> None:
         """Starts to copy the rows of this block's first tokens into the ring, one to each stage.
 
-        Does nothing if the wire format is quantized, since the quantizer copies the rows then. `x`
-        is [T, H] in global memory, the rows of this rank's tokens.
+        `x` is [T, H] in global memory, the rows of this rank's tokens.
         """
-        if not self.row.wire.quantized:
-            self._fetch_first(x, scratch)
-
-    def _fetch_first(self, x: Any, scratch: SenderScratch) -> None:
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
@@ -212,14 +207,14 @@ class Sender:
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
     def quantize(self, x: Any, scratch: SenderScratch) -> None:
-        """Fetches and quantizes the rows of this block's tokens, by a warpgroup of their own.
+        """Quantizes the rows of this block's tokens, by a warpgroup of their own.
 
-        Runs while the sender sends earlier rows. Only for a quantized wire format. `x` is [T, H] in
-        global memory, the rows of this rank's tokens.
+        Runs while the sender sends earlier rows, and fetches all rows but those of `fetch_first`.
+        Only for a quantized wire format. `x` is [T, H] in global memory, the rows of this rank's
+        tokens.
         """
         first_token, num_tokens = self.range()
         num_stages = self.plan.num_stages
-        self._fetch_first(x, scratch)
 
         def quantize_token(i: jax.Array, _: None) -> None:
             stage, ahead = lax.rem(i, jnp.int32(num_stages)), i + num_stages

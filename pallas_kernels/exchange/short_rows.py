@@ -50,7 +50,7 @@ def store_each(fabric: fb.Fabric, source: Any, ref: Any, rows: Sequence[jax.Arra
                 is_own = mosaic.equal(number, mosaic.i32(i))
                 row = arith.select(is_own, mosaic.scalar(place), row)
             with mosaic.when(_is_row(row)):
-                _store(to_rows, row, num_vectors, part, _load(from_row, part))
+                _store(to_rows, _position(row, num_vectors, part), _load(from_row, part))
 
     layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR] * len(rows)
     mosaic.inline(emit, [source, ref, *rows], layouts)
@@ -105,7 +105,7 @@ def copy_listed(fabric: fb.Fabric, ref: Any, lists: Any, count: jax.Array) -> No
                 value = _load(rows, _position(first, num_vectors, part))
                 for row, has_source in zip(listed[1:], preceded, strict=True):
                     with mosaic.when(arith.andi(has_source, _is_row(row))):
-                        _store(rows, row, num_vectors, part, value)
+                        _store(rows, _position(row, num_vectors, part), value)
 
     layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR]
     mosaic.inline(emit, [ref, lists, count], layouts)
@@ -144,6 +144,6 @@ def _load(base: Value, position: Value) -> Value:
     return llvm.load(_vector(), place, alignment=VECTOR_BYTES)
 
 
-def _store(base: Value, row: Value, num_vectors: int, part: Value, value: Value) -> None:
-    place = mosaic.element_pointer(base, _position(row, num_vectors, part), _vector())
+def _store(base: Value, position: Value, value: Value) -> None:
+    place = mosaic.element_pointer(base, position, _vector())
     llvm.store(value, place, alignment=VECTOR_BYTES)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from support.meshes import mesh
 from support.selection import quick
 
-from jax_ep.bench.decoder import MODELS, REMAT, Decoder, cross_entropy, rotary
+from jax_ep.bench.decoder import MODELS, REMAT, Decoder, cross_entropy, decoder_mesh, rotary
 
 CONFIG = dataclasses.replace(MODELS["tiny"], hidden=32, mlp_dim=32, head_dim=8, num_layers=1)
 
@@ -128,3 +128,13 @@ def test_remat_keeps_the_gradients(remat):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients(remat), want
     )
+
+
+@pytest.mark.needs_devices(4)
+def test_a_mesh_leaves_out_optional_axes_of_one_rank():
+    def axes(**sizes: int) -> dict[str, int]:
+        return dict(decoder_mesh(jax.devices()[:4], sizes).shape)
+
+    assert axes(data=1, fsdp=1, expert=4, tensor=1) == {"data": 1, "expert": 4}
+    assert axes(data=1, fsdp=2, expert=2) == {"data": 1, "fsdp": 2, "expert": 2}
+    assert axes(data=2, fsdp=1, expert=1, tensor=2) == {"data": 2, "expert": 1, "tensor": 2}

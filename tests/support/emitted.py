@@ -2,8 +2,8 @@
 
 Some kernels emit their code operation by operation, which Pallas' interpreter cannot run. Here
 these operations compute at once, for all threads of a thread block together. A value is an array
-[threads, turns], or one that broadcasts to it; in `mosaic.repeat`, all turns are computed together.
-So a turn must not read what another turn writes.
+[threads, turns], or one that broadcasts to it; in `mosaic.repeat` and `mosaic.loop`, all turns are
+computed together. So a turn must not read what another turn writes.
 
 Loads and stores must be aligned and within their array. Two warps must not access the same word of
 shared memory, one of them by a store, without a barrier in between, and two threads must not store
