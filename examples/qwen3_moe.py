@@ -68,12 +68,12 @@ def load_params(folder: Path, like: Any, mesh: Mesh) -> Any:
         folder: the checkpoint directory.
         like: a tree of the parameters' shapes, dtypes and shardings on the mesh.
         mesh: the mesh, whose tensor axis, if there is one, splits the experts' columns, and whose
-            fsdp axis splits every matrix along the hidden size.
+            fsdp axis splits every matrix (`jax_ep.bench.decoder.fsdp_axes`).
     """
     files = Directory(folder)
     fields: dict[str, Any] = {
         "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
-        "fsdp_axes": fsdp_axes(mesh.axis_names),
+        "fsdp_axes": fsdp_axes(read_config(folder).num_experts, mesh),
     }
     # The MoE parameters of the layer that was loaded last.
     experts: dict[str, Any] = {}

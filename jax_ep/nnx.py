@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -255,14 +256,14 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     parameter's type. Eager sharding would take it from the logical axes, but a stack of layers may
     lack the logical axis of its leading dimension.
     """
-    axes = moe_params.LOGICAL_AXES[name]
+    axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()
     mesh = config.mesh if ambient.empty else ambient
     if mesh is None or ambient.manual_axes or not nnx.using_eager_sharding():
         return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
     rules: dict[str, Any] = dict(spmd.get_logical_axis_rules())
-    further = config.further_axes()
+    further = dict(zip(axes, config.further_axes_of(axes), strict=True))
     held = _axes_of(mesh, (*as_axes(config.expert_axis), *further.get("exp", ())))
     missing = [axis for axis in axes if axis is not None and axis not in rules]
     defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
@@ -271,8 +272,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     for axis, own in (("mlp", config.tensor_axis or ()), ("embed", ())):
         if axis in defaults and (named_axes := (*as_axes(own), *further.get(axis, ()))):
             defaults[axis] = _axes_of(mesh, named_axes) or None
-    named = rules | defaults
-    spec = [None if axis is None else named[axis] for axis in axes]
+    axes, spec = _without_repeats(axes, rules | defaults)
     if "exp" in axes:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
         if not held:
@@ -286,6 +286,23 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
     return nnx.Param(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+
+
+def _without_repeats(
+    axes: tuple[str | None, ...], rules: Mapping[str, Any]
+) -> tuple[tuple[str | None, ...], list[Any]]:
+    """Returns a parameter's logical axes, and the mesh axes that the rules give each of them.
+
+    A logical axis whose mesh axes are also given to one before it is None, and has no mesh axes.
+    """
+    used, kept, spec = set[str](), list[str | None](), list[Any]()
+    for axis in axes:
+        named = None if axis is None else rules[axis]
+        repeats = bool(used & set(as_axes(named or ())))
+        used |= set(as_axes(named or ()))
+        kept.append(None if repeats else axis)
+        spec.append(None if repeats else named)
+    return tuple(kept), spec
 
 
 def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jax_ep.checks import as_axes
 from jax_ep.linen import MoE
 from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.metrics import MoEMetrics
@@ -31,13 +32,13 @@ from jax_ep.moe.routing import Score
 TENSOR_AXIS = "tensor"
 FSDP_AXIS = "fsdp"
 # Maps the logical axes of parameters (see `flax.linen.with_logical_partitioning`) to the mesh axes
-# over which they are split.
-_AXES = {
-    "exp": "expert",
-    "embed": FSDP_AXIS,
-    "mlp": TENSOR_AXIS,
-    "heads": TENSOR_AXIS,
-    "vocab": TENSOR_AXIS,
+# over which they are split, besides those of `fsdp_axes`.
+_AXES: dict[str, tuple[str, ...]] = {
+    "exp": ("expert",),
+    "embed": (),
+    "mlp": (TENSOR_AXIS,),
+    "heads": (TENSOR_AXIS,),
+    "vocab": (TENSOR_AXIS,),
 }
 
 _policies = jax.checkpoint_policies
@@ -171,14 +172,30 @@ def decoder_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mes
     return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def axis_rules(mesh: Mesh) -> list[tuple[str, str]]:
-    """Returns Flax's logical axis rules for a mesh: pairs (logical axis, mesh axis).
+def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """Returns the attribute `fsdp_axes` of `jax_ep.linen.MoE` for a mesh.
+
+    Over the mesh axis "fsdp", it splits the experts if their number is a multiple of the ranks
+    along "expert" and "fsdp", because shards of whole experts are gathered without transposing
+    them. Otherwise, and for parameters without experts, it splits H. Without "fsdp", it is {}.
+    """
+    if FSDP_AXIS not in mesh.axis_names:
+        return {}
+    whole = num_experts % (mesh.shape["expert"] * mesh.shape[FSDP_AXIS]) == 0
+    return ({"exp": FSDP_AXIS} if whole else {}) | {"embed": FSDP_AXIS}
+
+
+def axis_rules(num_experts: int, mesh: Mesh) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns Flax's logical axis rules for a mesh: pairs (logical axis, mesh axes).
 
     Experts are split over the mesh axis "expert"; heads, experts' hidden width F and the vocabulary
-    are split over "tensor"; and every matrix is split along H over "fsdp". A mesh without one of
-    these axes gets no rule for it.
+    are split over "tensor"; and `fsdp_axes` over "fsdp". A mesh without one of these axes gets no
+    rule for it.
     """
-    return [(name, axis) for name, axis in _AXES.items() if axis in mesh.axis_names]
+    further = fsdp_axes(num_experts, mesh)
+    found = ((name, (*own, *as_axes(further.get(name, ())))) for name, own in _AXES.items())
+    on_mesh = ((name, tuple(a for a in axes if a in mesh.axis_names)) for name, axes in found)
+    return [(name, axes) for name, axes in on_mesh if axes]
 
 
 def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -246,14 +263,6 @@ class Attention(nn.Module):
         )(y)
 
 
-def fsdp_axes(axis_names: Iterable[str]) -> dict[str, str]:
-    """Returns the attribute `fsdp_axes` of `jax_ep.linen.MoE` for a mesh with the named axes.
-
-    It splits parameters along H over the mesh axis "fsdp", or not at all without this axis.
-    """
-    return {"embed": FSDP_AXIS} if FSDP_AXIS in axis_names else {}
-
-
 def moe_module(
     config: DecoderConfig, dtypes: Mapping[str, Any], moe: Mapping[str, Any], **module: Any
 ) -> MoE:
@@ -276,7 +285,7 @@ def moe_module(
         score=config.score,
         normalize=config.normalize,
         tensor_axis=TENSOR_AXIS,
-        fsdp_axes=fsdp_axes(jax.sharding.get_abstract_mesh().axis_names),
+        fsdp_axes=fsdp_axes(config.num_experts, jax.sharding.get_abstract_mesh()),
         **module,
         **dtypes,
         **moe,

@@ -18,6 +18,7 @@ import glob
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -82,6 +83,19 @@ class DeviceTime(NamedTuple):
         return self._replace(of_loop=of_loop, **times)
 
 
+_tracing = threading.Lock()
+
+
+def _compile_function(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Compiles a function for the argument's shapes. Several threads may do this at once.
+
+    Only one of them traces: when several did, with jax 0.11.2, one failed once with StoreException.
+    """
+    with _tracing:
+        traced = jax.jit(function).trace(argument)
+    return traced.lower().compile()
+
+
 class Loop:
     """A compiled loop that calls a function `step` on every rank of a one-axis mesh.
 
@@ -112,14 +126,14 @@ class Loop:
         self.state = arrays
         if prepare is not None:
             make_state = self._per_rank(lambda args: prepare(*args), unstack=False)
-            self.state = jax.jit(make_state)(tuple(arrays))
+            self.state = _compile_function(make_state, tuple(arrays))(tuple(arrays))
         self._step_on_rank = step
         self.compiled = self._compile(spaced=False, unroll=unroll)
 
     def _compile(self, spaced: bool, unroll: int = 1) -> Any:
         after = _wait_on_device if spaced else _add_up
         loop = self._per_rank(lambda state: self._loop(state, after, unroll))
-        return jax.jit(loop).lower(self.state).compile()
+        return _compile_function(loop, self.state)
 
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
@@ -158,7 +172,7 @@ class Loop:
         Before the call, arrays of the results' sizes are filled with NaN and freed. The results
         most likely get this memory, so that an element that `step` does not write is NaN.
         """
-        call = jax.jit(self._step).lower(self.state).compile()
+        call = _compile_function(self._step, self.state)
         shapes = jax.eval_shape(self._step, self.state)
         split = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         fill = jax.jit(lambda: jax.tree.map(_poison, shapes), out_shardings=split)

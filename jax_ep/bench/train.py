@@ -5,8 +5,8 @@ The model is `jax_ep.bench.decoder.Decoder` and the training step is that of
 trains with the same step. The widths are those of the published model. The numbers of layers,
 experts and vocabulary entries are reduced to fit on one GPU; the command prints them first. All
 ranks are along the expert axis. With --fsdp, each group of so many ranks shares the same experts,
-and every matrix is split along H over the group. Tokens are random, and the learning rate is so
-small that routing stays that of random weights.
+and every matrix is split over the group (`jax_ep.bench.decoder.fsdp_axes`). Tokens are random, and
+the learning rate is so small that routing stays that of random weights.
 
 The same step is measured with the experts' matmuls in bfloat16 and in float8, and with plain JAX in
 place of this library: XLA's collectives as the exchange ("xla"), and also `lax.ragged_dot` for the
@@ -145,8 +145,8 @@ _CAPACITY_FACTOR = FLAGS.number(
 _FSDP = FLAGS.integer(
     "fsdp",
     1,
-    "The number of ranks over which every matrix is also split along H (FSDP). The layers gather "
-    "their parts before they multiply, and return the sums of their gradients in parts.",
+    "The number of ranks over which every matrix is also split (FSDP). The layers gather their "
+    "parts before they multiply, and return the sums of their gradients in parts.",
 )
 _REMAT = FLAGS.choices(
     "remat",

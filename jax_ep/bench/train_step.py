@@ -1,8 +1,9 @@
 """Defines the training step of `jax_ep.bench.decoder.Decoder`, and the shardings of its state.
 
 In a step, parameters have the shardings that the model defines: experts are split over the mesh
-axis "expert"; heads, experts' hidden width and the vocabulary over "tensor", and every matrix along
-H over "fsdp", if the mesh has these axes. Over all other axes, parameters are replicated.
+axis "expert"; heads, experts' hidden width and the vocabulary over "tensor"; and every matrix over
+"fsdp" (`decoder.fsdp_axes`), if the mesh has these axes. Over all other axes, parameters are
+replicated.
 
 Between steps, parameters and the optimizer's state are also split over these other axes (ZeRO;
 Rajbhandari et al., 2020): each device updates a part of the parameters with its part of the
@@ -92,7 +93,8 @@ def make_layout(
     tokens = jax.ShapeDtypeStruct((num_batch_ranks(mesh), seq_len), jnp.int32)
     variables = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), tokens)
     specs = nn.get_partition_spec(variables)
-    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules=axis_rules(mesh))
+    rules = axis_rules(model.config.num_experts, mesh)
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules=rules)
     shapes = nn.unbox(variables)
     parts = jax.tree.map(_split_further, shapes["params"], shardings["params"])
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -383,11 +383,18 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
-    shape, spec = block.shape(name), []
-    for size, letter, logical in zip(shape, PARAMETER_AXES[name], LOGICAL_AXES[name], strict=True):
+    spec = []
+    logical_axes = LOGICAL_AXES[name]
+    dims = zip(
+        block.shape(name),
+        PARAMETER_AXES[name],
+        logical_axes,
+        config.further_axes_of(logical_axes),
+        strict=True,
+    )
+    for size, letter, logical, further in dims:
         field = fields.get(logical or "", "fsdp_axes")
         own = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
-        further = config.further_axes().get(logical or "", ())
         axes = tuple(axis for axis in (*own, *further) if axis in mesh.shape)
         num_ranks = math.prod(mesh.shape[axis] for axis in axes)
         if size % num_ranks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -179,10 +179,11 @@ class MoEConfig:
             page "Sharding".
         fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
             to the further mesh axis, or tuple of axes, over which their dimensions are split, such
-            as {"embed": "fsdp"}. Tokens must be spread over these axes, too. The layer gathers such
-            parameters where it uses them, in the compute dtype, and reduce-scatters their
-            gradients. None means the axes that the layer finds in the parameters' types or in the
-            axis rules; {} means no axes. See the page "Sharding".
+            as {"exp": "fsdp", "embed": "fsdp"}. A mesh axis splits only the first dimension of a
+            parameter that it is given for. Tokens must be spread over these axes, too. The layer
+            gathers such parameters where it uses them, in the compute dtype, and reduce-scatters
+            their gradients. None means the axes that the layer finds in the parameters' types or in
+            the axis rules; {} means no axes. See the page "Sharding".
         tensor_axis: None, or a mesh axis, or tuple of axes, over which the hidden size F of every
             expert and of the shared experts is split. Ranks along it hold the same tokens, or
             different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. On a mesh without
@@ -303,6 +304,19 @@ class MoEConfig:
         """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes; {} if None."""
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
+    def further_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
+        """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it.
+
+        As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
+        axis before it.
+        """
+        given, found, used = self.further_axes(), [], set[str]()
+        for logical in logical_axes:
+            axes = given.get(logical or "", ())
+            found.append(() if used & set(axes) else axes)
+            used |= set(found[-1])
+        return found
+
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Maps the names of the fields that hold a function, such as "router", to the function.
 
@@ -328,16 +342,12 @@ def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, if a field's value is wrong on any mesh."""
     check_options(config)
     split = config.split_axes()
-    further = [axis for names in config.further_axes().values() for axis in names]
+    further = {axis for names in config.further_axes().values() for axis in names}
     for name, own in split.items():
-        if both := set(own) & set(further):
+        if both := set(own) & further:
             raise ValueError(
                 f"fsdp_axes must name other mesh axes than {name} {own}, but has {sorted(both)}."
             )
-    if len(set(further)) < len(further):
-        raise ValueError(
-            f"fsdp_axes must name each mesh axis once, but is {config.further_axes()}."
-        )
     if config.router is None:
         k = config.num_experts_per_token
         options = config.routing_options()

@@ -53,9 +53,8 @@ def with_further_axes(
     if config.fsdp_axes is None:
         found = {name: _found(name, a, where, axis_rules) for name, a in arrays.items()}
     else:
-        given = config.further_axes()
-        _check_on_mesh(given, where)
-        found = {name: _given(name, array, where, given) for name, array in arrays.items()}
+        _check_on_mesh(config.further_axes(), where)
+        found = {name: _given(name, array, where, config) for name, array in arrays.items()}
     further = {name: axes for name, axes in found.items() if any(axes)}
     return where._replace(further_axes=tuple(further.items()))
 
@@ -96,17 +95,15 @@ def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
             )
 
 
-def _given(
-    name: str, array: jax.Array, where: LayerMesh, given: dict[str, Axes]
-) -> tuple[Axes, ...]:
-    """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
+def _given(name: str, array: jax.Array, where: LayerMesh, config: MoEConfig) -> tuple[Axes, ...]:
+    """Returns, for each dimension of the parameter `name`, the axes of `config.fsdp_axes`.
 
-    `given` is `config.fsdp_axes` as a dict from logical axes to mesh axes. Raises ValueError if the
-    number of ranks that split a dimension of `array` does not divide the dimension's size.
+    Raises ValueError if the number of ranks that split a dimension of `array` does not divide the
+    dimension's size.
     """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
-    further = tuple(given.get(axis or "", ()) for axis in logical)
+    further = config.further_axes_of(logical)
     split = zip(logical, array.shape, where.axes_of(logical), further, strict=True)
     for axis, size, base, more in split:
         if more and size % where.size(base + more):

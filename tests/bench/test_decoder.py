@@ -16,7 +16,16 @@ from jax.sharding import Mesh
 from support.meshes import mesh
 from support.selection import quick
 
-from jax_ep.bench.decoder import MODELS, REMAT, Decoder, cross_entropy, decoder_mesh, rotary
+from jax_ep.bench.decoder import (
+    MODELS,
+    REMAT,
+    Decoder,
+    axis_rules,
+    cross_entropy,
+    decoder_mesh,
+    fsdp_axes,
+    rotary,
+)
 
 CONFIG = dataclasses.replace(MODELS["tiny"], hidden=32, mlp_dim=32, head_dim=8, num_layers=1)
 
@@ -138,3 +147,16 @@ def test_a_mesh_leaves_out_optional_axes_of_one_rank():
     assert axes(data=1, fsdp=1, expert=4, tensor=1) == {"data": 1, "expert": 4}
     assert axes(data=1, fsdp=2, expert=2) == {"data": 1, "fsdp": 2, "expert": 2}
     assert axes(data=2, fsdp=1, expert=1, tensor=2) == {"data": 2, "expert": 1, "tensor": 2}
+
+
+@pytest.mark.needs_devices(8)
+def test_fsdp_splits_experts_if_their_number_allows_it():
+    mesh = make_mesh(1, 2, 2, 2)
+    both = {"exp": ("expert", "fsdp"), "embed": ("fsdp",)}
+    of_tensor = dict.fromkeys(("mlp", "heads", "vocab"), ("tensor",))
+    assert dict(axis_rules(8, mesh)) == both | of_tensor
+    assert fsdp_axes(8, mesh) == {"exp": "fsdp", "embed": "fsdp"}
+    # Six experts cannot be split over four ranks.
+    assert dict(axis_rules(6, mesh)) == {"exp": ("expert",), "embed": ("fsdp",)} | of_tensor
+    assert fsdp_axes(6, mesh) == {"embed": "fsdp"}
+    assert fsdp_axes(8, make_mesh(1, 2, 2)) == {}

@@ -53,8 +53,22 @@ def make_x(hidden=H) -> jax.Array:
 
 
 def shardings(params: MoEParams, devices, axes) -> MoEParams:
+    """Returns shardings in which a logical axis has the mesh axes that `axes` gives it.
+
+    A mesh axis of a parameter splits only the first dimension that it is given to.
+    """
+
+    def spec(name: str) -> P:
+        used, parts = set(), []
+        for logical in LOGICAL_AXES[name]:
+            named = axes.get(logical) or ()
+            own = [a for a in ((named,) if isinstance(named, str) else named) if a not in used]
+            used.update(own)
+            parts.append(tuple(own) or None)
+        return P(*parts)
+
     return MoEParams.of(**{
-        name: NamedSharding(devices, P(*(axes.get(axis) for axis in LOGICAL_AXES[name])))
+        name: NamedSharding(devices, spec(name))
         for name, array in params._asdict().items()
         if array is not None
     })  # fmt: skip
@@ -80,6 +94,12 @@ CASES = {
     "embed": ((4, 2), AXES, {"embed": "fsdp"}, {}),
     "mlp": ((2, 4), AXES, {"mlp": "fsdp"}, {}),
     "experts": ((2, 4), AXES, {"exp": "fsdp"}, {}),
+    "experts, and H of other parameters": (
+        (2, 4),
+        AXES,
+        {"exp": "fsdp", "embed": "fsdp"},
+        {},
+    ),
     "two axes, and a third with copies": (
         (2, 2, 2),
         ("data", "fsdp", "expert"),
@@ -160,6 +180,31 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
     of_experts = [r for r, kind in moved if kind == "all-gather" and any(s in r for s in whole)]
     # XLA for CPUs may merge gathers that remat repeats.
     assert 3 <= len(of_experts) <= 3 * passes
+
+
+def test_shards_of_whole_experts_are_gathered_along_their_first_dimension():
+    """No shard of experts must be transposed; parameters without experts are split along H."""
+    devices = mesh((2, 4), AXES)
+    params = make_params(shared_dim=8)
+    config = dataclasses.replace(BF16, fsdp_axes={"exp": "fsdp", "embed": "fsdp"})
+    where = shardings(params, devices, {"exp": AXES[::-1], "embed": "fsdp"})
+    with jax.set_mesh(devices):
+        text = step_of(config).lower(jax.device_put(params, where), make_x()).as_text()
+    # Maps the result type of each collective of bfloat16 or float32 weights to its dimension.
+    dims: dict[str, set[str]] = {}
+    for kind, dim, result in re.findall(
+        r'"stablehlo\.(all_gather|reduce_scatter)"\(.*?(?:all_gather|scatter)_dim\w* = (\d)'
+        r".*? : \(tensor[^)]*\) -> (\S+)",
+        text,
+        re.DOTALL,
+    ):
+        dims.setdefault(f"{kind} {result}", set()).add(dim)
+    own = E // 4
+    for of_experts in (f"{H}x{F}", f"{F}x{H}"):
+        assert dims[f"all_gather tensor<{own}x{of_experts}xbf16>"] == {"0"}
+        assert dims[f"reduce_scatter tensor<{own // 2}x{of_experts}xf32>"] == {"0"}
+    assert dims[f"all_gather tensor<{H}x8xbf16>"] == {"0"}
+    assert dims[f"all_gather tensor<8x{H}xbf16>"] == {"1"}
 
 
 def test_copies_of_parts_are_summed_after_they_are_scattered():
@@ -278,7 +323,8 @@ def test_linen_layer_follows_the_rules_in_force():
     x = make_x()
     with jax.set_mesh(mesh((2, 4), AXES)):
         params = jax.eval_shape(layer.init, jax.random.key(0), x)
-        for rules, found in ((RULES, True), (RULES[1:], False)):
+        whole_experts = [("exp", ("expert", "fsdp")), ("embed", "fsdp")]
+        for rules, found in ((RULES, True), (RULES[1:], False), (whole_experts, True)):
             with nn.logical_axis_rules(rules):
                 assert gathers(jax.jit(layer.apply).lower(params, x).as_text()) == found
         off = layer.clone(fsdp_axes={})
@@ -332,6 +378,40 @@ def test_nnx_layer_is_created_split_and_remembers_the_rules():
             assert gathers(step.lower(state, x).as_text())
 
 
+def test_nnx_parameters_are_split_over_an_axis_once():
+    """Rules and `fsdp_axes` may give a mesh axis to several dimensions: the first is split."""
+    devices, of_others = mesh((2, 4), AXES), ("embed", "fsdp")
+    cases = {
+        "rules": ([("exp", ("expert", "fsdp")), of_others], None),
+        "fsdp_axes": ([], {"exp": "fsdp", "embed": "fsdp"}),
+        "both": ([of_others], {"exp": "fsdp", "embed": "fsdp"}),
+    }
+    for name, (rules, fsdp_axes) in cases.items():
+        with jax.set_mesh(devices), nnx.logical_axis_rules(rules):
+            layer = jax_ep.nnx.MoE(
+                H,
+                F,
+                num_experts=E,
+                num_experts_per_token=K,
+                num_shared_experts=1,
+                dtype=jnp.bfloat16,
+                fsdp_axes=fsdp_axes,
+                rngs=nnx.Rngs(0),
+            )
+            specs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(layer)))
+            assert all(isinstance(spec, P) for spec in specs), name
+            for array, first in (
+                (layer.wi_0, E // 8),
+                (layer.wo, E // 8),
+                (layer.shared_wi_0, H // 2),
+            ):
+                value = array.get_value()
+                assert value.sharding.shard_shape(value.shape) == (first, *value.shape[1:]), name
+            graph, state = nnx.split(layer)
+            step = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)[0])
+            assert gathers(step.lower(state, make_x()).as_text()), name
+
+
 def test_types_show_explicit_axes():
     devices = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
     params = make_params(**PARTS)
@@ -354,7 +434,6 @@ def test_types_show_explicit_axes():
             {"fsdp_axes": {"mlp": "fsdp"}, "tensor_axis": "fsdp"},
             "other mesh axes than tensor_axis",
         ),
-        ({"fsdp_axes": {"embed": "fsdp", "mlp": "fsdp"}}, "must name each mesh axis once"),
         ({"fsdp_axes": {"vocab": "fsdp"}}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
         (
             {"fsdp_axes": {"embed": "fsdp"}, "batch_axes": "expert"},
