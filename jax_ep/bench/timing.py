@@ -172,12 +172,16 @@ class Loop:
         Before the call, arrays of the results' sizes are filled with NaN and freed. The results
         most likely get this memory, so that an element that `step` does not write is NaN.
         """
-        call = _compile_function(self._step, self.state)
         shapes = jax.eval_shape(self._step, self.state)
         split = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         fill = jax.jit(lambda: jax.tree.map(_poison, shapes), out_shardings=split)
         jax.block_until_ready(fill())
-        return call(self.state)
+        return self.call(self.state)
+
+    @functools.cached_property
+    def call(self) -> Any:
+        """The compiled program of one call of `step` on every rank. It takes `state`."""
+        return _compile_function(self._step, self.state)
 
     def wall_time(self, repeats: int) -> WallTime:
         self.run()

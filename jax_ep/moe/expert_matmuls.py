@@ -222,6 +222,10 @@ class Matmuls:
 
         If `experts` have `sums`, the results for the matrices are the sums plus the gradients.
 
+        A barrier lets XLA compute the tokens' gradient after the gradient of wo. So `grad_rows` are
+        not held any more, and the tokens' gradient takes their memory. It does not wait for the
+        gradients of wi_0 and wi_1, beside which it may be sent to other hosts.
+
         Args:
           rows: the tokens [rows, H], converted by the method `rows`.
           hidden: the hidden values [rows, F], multiplied by the rows' top-k weights if there are
@@ -244,6 +248,7 @@ class Matmuls:
         of_wi, of_wo = experts.sums_of_wi_and_wo
         (dwo,) = drhs(of_wo, hidden, (grad_rows,))
         dwi = drhs(of_wi, rows, tuple(dpre))
+        dpre, dwo = lax.optimization_barrier((tuple(dpre), dwo))  # as documented above
         pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = api.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
@@ -342,6 +347,7 @@ class Float8Matmuls(Matmuls):
         both = [
             each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
         ]
+        both, dwo = lax.optimization_barrier((both, dwo))  # as documented in `Matmuls`
         of_tokens = transpose(rows)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, of_wi)
         pairs = [
