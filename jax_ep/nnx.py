@@ -338,7 +338,10 @@ def _check_divides(
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"
+        further = [axis for axis in names if axis not in as_axes(config.expert_axis)]
+        hint = f'; or split "embed" over {further}' if further else ""
+        what = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"
         raise ValueError(
-            f"{name} must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
-            f"but is {weights.shape[0]}."
+            f"{name} must be a multiple of the {num_ranks} ranks along {what}, but is "
+            f"{weights.shape[0]}{hint}."
         )

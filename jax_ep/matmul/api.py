@@ -26,6 +26,7 @@ from jax_ep.matmul.backend import (
     Gating,
     Groups,
     Problem,
+    gate_gradient_of_all,
     gated,
     joined_groups,
     split_groups,
@@ -278,6 +279,38 @@ def add_drhs_of_each(
     )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+def gate_gradient(
+    gating: Gating,
+    dhidden: jax.Array,
+    products: tuple[jax.Array, jax.Array],
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Computes the gradient of hidden = weights[:, None] * gating(*products).
+
+    `dhidden` [R, N] is the gradient of hidden, `products` are the products of a `gated_product`,
+    [R, N] each, and `weights` [R] is float32 or wider. "pallas" computes only the rows of groups,
+    if it supports the operations of `gating`. Operands must have the same varying manual axes
+    (vma).
+
+    Returns (hidden, gradient of the first product, of the second, of the weights). Rows past the
+    last group are undefined.
+    """
+    return tuple(
+        bind(
+            gate_gradient_p,
+            dhidden,
+            *products,
+            weights,
+            group_sizes,
+            gating=gating,
+            implementation=implementation,
+        )
+    )
+
+
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
     """Binds a primitive to its operands, on any mesh; returns the primitive's results.
 
@@ -350,10 +383,20 @@ def _add_drhs_bwd(implementation, saved, cts):
     return cts, *_drhs_bwd(implementation, saved, tuple(ct.astype(lhs.dtype) for ct in cts))
 
 
+def _gate_gradient_fwd(gating, dhidden, products, weights, group_sizes, implementation):
+    operands = dhidden, products, weights
+    return gate_gradient(gating, *operands, group_sizes, implementation), operands
+
+
+def _gate_gradient_bwd(gating, implementation, operands, cts):
+    return *jax.vjp(functools.partial(gate_gradient_of_all, gating), *operands)[1](cts), None
+
+
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 add_drhs_of_each.defvjp(_add_drhs_fwd, _add_drhs_bwd)
+gate_gradient.defvjp(_gate_gradient_fwd, _gate_gradient_bwd)
 
 
 def _select(
@@ -420,6 +463,14 @@ def _compute_add_drhs(lhs, *operands, implementation, platform):
     return backend.drhs_of_each(lhs, grads, group_sizes, sums)
 
 
+@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
+def _compute_gate_gradient(dhidden, *operands, gating, implementation, platform):
+    *products, weights, group_sizes = operands
+    width = dhidden.shape[1]
+    backend = _select(implementation, platform, dhidden, (width, width))
+    return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)
+
+
 def _product_shape(lhs, rhs, *others, height, transpose_rhs, **__):
     num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
     return num_rows, rhs.shape[1 if transpose_rhs else 2]
@@ -433,6 +484,12 @@ def _gated_shapes(lhs, rhs, *others, height, keep, **__):
 def _drhs_shapes(lhs, *operands, **_):
     *grads, group_sizes = operands
     return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
+
+
+def _types_of_gate_gradient(dhidden, *operands, **_):
+    weights = operands[-2]
+    of_rows = jax.ShapeDtypeStruct(dhidden.shape, dhidden.dtype)
+    return [*[of_rows] * 3, jax.ShapeDtypeStruct(weights.shape, weights.dtype)]
 
 
 def _types_of_sums(lhs, *operands, **_):
@@ -540,3 +597,4 @@ grouped_matmul_drhs_p = make_primitive(
 grouped_matmul_add_drhs_p = make_primitive(
     "grouped_matmul_add_drhs", _types_of_sums, _compute_add_drhs
 )
+gate_gradient_p = make_primitive("gate_gradient", _types_of_gate_gradient, _compute_gate_gradient)

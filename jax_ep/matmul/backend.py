@@ -19,6 +19,10 @@ matrix [K, N]. The first num_rows = sum(group_sizes) <= R rows belong to groups.
       contribute nothing, whatever the two operands hold there.
   drhs_of_each(lhs, grads, group_sizes, sums) -> a tuple: drhs of lhs and each array of `grads`,
       added to the arrays `sums` unless these are None.
+  gate_gradient(gating, dhidden [R, N], products [R, N] twice, weights [R], group_sizes [L]) ->
+      (hidden, dproduct, dproduct, dweights): hidden = weights[:, None] * gating(*products), and the
+      gradients of the products and of the weights, where dhidden is the gradient of hidden. Rows
+      from num_rows on are undefined.
 
 Sums are float32 (float64 for float64 operands); results have the operands' dtype.
 """
@@ -91,6 +95,23 @@ class FusedGate(Protocol):
     ) -> tuple[jax.Array, ...] | None: ...
 
 
+class FusedGateGradient(Protocol):
+    """A function that computes `Backend.gate_gradient` in one kernel, for the rows of groups only.
+
+    The function returns None if the kernel does not support the arguments.
+    """
+
+    def __call__(
+        self,
+        gating: Gating,
+        dhidden: jax.Array,
+        products: Sequence[jax.Array],
+        weights: jax.Array,
+        group_sizes: jax.Array,
+        /,
+    ) -> tuple[jax.Array, ...] | None: ...
+
+
 def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
     """Splits groups into an array, an operand of a primitive, and a static parameter.
 
@@ -153,6 +174,8 @@ class Backend(Implementation):
         that the two products are computed separately, and XLA computes the gating.
       fused_drhs: computes several gradients of matrices in one kernel. None means that they are
         computed one by one.
+      fused_gate_gradient: computes the gradient of a gated product's gating in one kernel. None
+        means that XLA computes it, in a pass over all rows.
       has_chosen_groups: whether `product`, `fused_sum` and `fused_gate` support chosen groups. If
         not, XLA gathers the matrices of the chosen groups.
     """
@@ -162,6 +185,7 @@ class Backend(Implementation):
     fused_sum: SumOfProducts | None = None
     fused_gate: FusedGate | None = None
     fused_drhs: FusedDrhs | None = None
+    fused_gate_gradient: FusedGateGradient | None = None
     has_chosen_groups: bool = False
 
     def sum_of_products(
@@ -231,6 +255,39 @@ class Backend(Implementation):
         if self.fused_drhs is not None:
             return self.fused_drhs(lhs, grads, group_sizes, sums)
         return added(sums, [self.drhs(lhs, grad, group_sizes) for grad in grads])
+
+    def gate_gradient(
+        self,
+        gating: Gating,
+        dhidden: jax.Array,
+        products: Sequence[jax.Array],
+        weights: jax.Array,
+        group_sizes: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the weighted hidden values, and the gradients of both products and the weights.
+
+        Rows past the last group may be undefined.
+        """
+        if self.fused_gate_gradient is not None:
+            fused = self.fused_gate_gradient(gating, dhidden, products, weights, group_sizes)
+            if fused is not None:
+                return fused
+        return gate_gradient_of_all(gating, dhidden, products, weights)
+
+
+def gate_gradient_of_all(
+    gating: Gating, dhidden: jax.Array, products: Sequence[jax.Array], weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Computes `Backend.gate_gradient` for all rows."""
+
+    def hidden(products: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
+        dtype = products[0].dtype
+        wide = gating(*(product.astype(wide_dtype(dtype)) for product in products))
+        return (wide * weights.astype(wide.dtype)[:, None]).astype(dtype)
+
+    values, pull = jax.vjp(hidden, tuple(products), weights)
+    dproducts, dweights = pull(dhidden)
+    return (values, *dproducts, dweights)
 
 
 def added(sums: Sequence[jax.Array] | None, terms: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -16,9 +16,9 @@ from jax_ep.matmul.backend import Groups, pad_rows
 from jax_ep.matmul.pallas import emitted, launch_size
 from pallas_kernels.fabric.elementwise import NotSupported
 from pallas_kernels.matmul import float8 as kernels
-from pallas_kernels.matmul import float8_drhs, quantize, transpose
-from pallas_kernels.matmul import gate_gradient as gate_kernel
+from pallas_kernels.matmul import float8_drhs, float8_gate_gradient, quantize, transpose
 from pallas_kernels.matmul.chosen_groups import output_rows
+from pallas_kernels.matmul.gate_gradient import gradient_of
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
@@ -86,11 +86,11 @@ def gate_gradient(
         return None
     with jax.enable_x64(False):
         try:
-            function = gate_kernel.gradient_of(gating)
+            function = gradient_of(gating)
         except NotSupported:
             return None
         gate, up = (Scaled(*products[i : i + 2]) for i in (0, 2))
-        results = gate_kernel.gate_gradient(function, dhidden, gate, up, weights, blocks)
+        results = float8_gate_gradient.gate_gradient(function, dhidden, gate, up, weights, blocks)
     return jax.tree.leaves(results)
 
 

@@ -232,6 +232,34 @@ def drhs_of_each(
         return results if in_place else added(sums, results)
 
 
+def gate_gradient(
+    gating: Gating,
+    dhidden: jax.Array,
+    products: Sequence[jax.Array],
+    weights: jax.Array,
+    group_sizes: jax.Array,
+) -> tuple[jax.Array, ...] | None:
+    """Computes `Backend.gate_gradient` by one kernel, which leaves out rows past the last group.
+
+    Returns None if the kernel does not support the operations of `gating`, the dtypes or the width.
+    """
+    from pallas_kernels.fabric.elementwise import NotSupported
+    from pallas_kernels.matmul import gate_gradient as kernels
+    from pallas_kernels.matmul.row_blocks import BLOCK
+
+    gate, up = products
+    num_rows, width = dhidden.shape
+    if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
+        return None
+    with jax.enable_x64(False):
+        try:
+            function = kernels.gradient_of(gating)
+        except NotSupported:
+            return None
+        num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
+        return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
+
+
 def readable(bias: jax.Array) -> jax.Array:
     """Returns a bias in a dtype that kernels can add to float32 numbers."""
     return (
@@ -388,5 +416,6 @@ BACKEND = Backend(
     fused_sum=sum_of_products,
     fused_gate=gated_product,
     fused_drhs=drhs_of_each,
+    fused_gate_gradient=gate_gradient,
     has_chosen_groups=True,
 )

@@ -38,9 +38,12 @@ from jax_ep.matmul.backend import Groups, both_biases
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
 from jax_ep.moe.traced import Traced
+from jax_ep.runtime import jax_compat
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 MATMUL_DTYPES = (jnp.float8_e4m3fn,)
+# A buffer is mostly unused if it has at least so many times as many rows as are used on average.
+_MOSTLY_UNUSED = 2
 
 
 def check_matmul_dtype(name: str, dtype: Any) -> None:
@@ -191,6 +194,7 @@ class Matmuls:
         pre: Sequence[Any],
         weights: jax.Array | None,
         group_sizes: jax.Array,
+        mean_rows: int | None,
     ) -> tuple[Any, Any, jax.Array | None] | None:
         """Backpropagates through weights[:, None] * unit(*pre), the weighted hidden values.
 
@@ -200,13 +204,26 @@ class Matmuls:
           pre: the products with wi_0 and wi_1, [rows, F] each, converted by the method `kept`.
           weights: [rows] float32, the top-k weights of the rows, or None.
           group_sizes: [experts] int32: the number of rows of each expert.
+          mean_rows: the number of rows of all experts of a rank, mean over ranks; None if that is
+            not known.
 
         Returns:
           The weighted hidden values and the gradients of the products, both as `gradients` takes
-          them, and the gradient of the weights or None. Returns None instead if this class has no
-          function for this, or if there is only one product. The caller then computes the results.
+          them, and the gradient of the weights or None. Returns None instead if there is only one
+          product, or if a pass of XLA over all rows is as fast, because most of them are used. The
+          caller then computes the results.
         """
-        return None
+        num_rows = dhidden.shape[0]
+        if len(pre) != 2 or weights is None or mean_rows is None:
+            return None
+        if checks.is_symbolic(num_rows) or num_rows < _MOSTLY_UNUSED * mean_rows:
+            return None
+        if jax_compat.looks_for_nans():
+            return None
+        hidden, *dpre, dweights = api.gate_gradient(
+            unit, dhidden, tuple(pre), weights, group_sizes, self.implementation
+        )
+        return hidden, dpre, dweights
 
     def gradients(
         self,
@@ -319,7 +336,7 @@ class Float8Matmuls(Matmuls):
         pairs = [(grad_rows, experts.quantized.wo.matrices)]
         return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused=False)
 
-    def gate_gradient(self, unit, dhidden, pre, weights, group_sizes):
+    def gate_gradient(self, unit, dhidden, pre, weights, group_sizes, mean_rows):
         if len(pre) != 2:
             return None
         num_rows = dhidden.shape[0]

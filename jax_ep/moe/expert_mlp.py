@@ -236,6 +236,7 @@ def backward(
     unit: Traced,
     matmuls: Matmuls,
     zero_unused: bool = True,
+    mean_rows: int | None = None,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
@@ -251,6 +252,7 @@ def backward(
       matmuls: the matmuls that `forward` used.
       zero_unused: whether the gradients of tokens and weights are zero in rows past the last group.
         Otherwise they are undefined there.
+      mean_rows: the number of rows of all groups, mean over ranks; None if it is not known.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -259,7 +261,7 @@ def backward(
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
     if biases == (None, None):
-        results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes)
+        results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes, mean_rows)
     if results is None:
         pre = tuple(matmuls.numbers(product, dtype) for product in pre)
         factors = (pre,) if weights is None else (pre, weights)

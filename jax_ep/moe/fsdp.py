@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,6 +138,8 @@ def _found(
         auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
         axes = (_names(of_type[i]) or ()) + auto
         more = axes[len(own) :] if axes[: len(own)] == own else ()
+        if own and set(own) < set(axes) and not more:
+            _warn_of_order(name, str(logical[i]), axes, own)
         known = logical[i] is not None and (own or logical[i] != "exp")
         fits = set(more) <= set(where.batch_axes) - used and not (
             array.shape[i] % where.size(own + more) if more and known else 0
@@ -144,6 +147,16 @@ def _found(
         further.append(more if known and fits else ())
         used |= set(further[-1])
     return tuple(large_axes(axes, where.mesh) for axes in further)
+
+
+def _warn_of_order(name: str, logical: str, axes: Axes, own: Axes) -> None:
+    """Warns that the FSDP axes of a dimension stand before the layer's own axes, `own`."""
+    warnings.warn(
+        f"{name} is split along {logical!r} over {axes}, where {own} must come first: the layer "
+        "does not gather its parts, so XLA moves and gathers whole parameters. Write "
+        f"{(*own, *(axis for axis in axes if axis not in own))} in the axis rules.",
+        stacklevel=2,
+    )
 
 
 def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:

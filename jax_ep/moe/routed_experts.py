@@ -241,6 +241,7 @@ def _backward(config, residuals, grad):
             config.unit,
             config.matmuls,
             handle.zero_unused,
+            mean_rows=None if weights is None else weights.size,
         )
     if weights is None:
         return dtokens, dexperts, None, None, None, None

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.fabric import update_in_place
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS
@@ -61,6 +62,7 @@ def on_tiles(
     width: int,
     num_warps: int,
     num_shared: int = 0,
+    into: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Runs a kernel with a thread block for each tile of 128 rows by 128 columns.
 
@@ -74,12 +76,17 @@ def on_tiles(
         None: the rows of the first operand, 128 in each block.
       out_type: shapes and dtypes of the results.
       emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
-        the operands, the results and, with `num_shared`, the shared memory. `block` is the index of
-        the tile's block of rows, and the tile's columns begin at 128 * column. `first` and `count`
-        are the block's first row and its number of rows.
+        the operands, the arrays `into`, the results and, with `num_shared`, the shared memory.
+        `block` is the index of the tile's block of rows, and the tile's columns begin at
+        128 * column. `first` and `count` are the block's first row and its number of rows.
       width: number of columns, a multiple of 128.
       num_warps: number of warps of a thread block.
       num_shared: number of 32-bit numbers in shared memory.
+      into: arrays that the kernel updates in place. An array that is still used elsewhere is copied
+        first.
+
+    Returns:
+      The updated arrays `into`, and then the results of the types `out_type`.
     """
     tiles, num_operands = width // BLOCK, len(operands)
 
@@ -111,7 +118,7 @@ def on_tiles(
 
     num_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
-    return mosaic.kernel(
+    call = mosaic.kernel(
         kernel,
         out_type=list(out_type),
         scratch_types=shared,
@@ -121,7 +128,10 @@ def on_tiles(
         grid_names=("tile",),
         auto_barriers=False,
         kernel_name=name,
-    )(*operands, *(() if blocks is None else (blocks,)))
+    )
+    arrays = [*operands, *(() if blocks is None else (blocks,))]
+    updated, results = update_in_place(into, lambda refs: call(*arrays, *refs))
+    return [*updated, *results]
 
 
 @dataclasses.dataclass(frozen=True)

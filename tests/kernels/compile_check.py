@@ -42,6 +42,7 @@ from jax_ep.matmul import api, float8
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.float8 import swiglu
 from support.meshes import cuda_mesh
 from support.ptx import divided_barriers
 
@@ -172,6 +173,11 @@ def added_gradients(x: Any, grad: Any, sizes: Any, total: Any) -> Any:
     )
 
 
+def gate_gradients(dhidden: Any, gate: Any, up: Any, weights: Any, sizes: Any) -> Any:
+    """Computes the gradients of the gates of one rank's experts, for the rows that they have."""
+    return api.gate_gradient(swiglu, dhidden, (gate, up), weights, sizes, "pallas")
+
+
 def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:
     """Computes a layer of a few tokens on a rank alone, as in decoding."""
     params = jax_ep.MoEParams.of(gate=gate, wi_0=wi_0, wi_1=wi_1, wo=wo)
@@ -262,6 +268,8 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
     operands = [((4096, 2048), jnp.bfloat16), ((4096, 768), jnp.bfloat16), ((64,), jnp.int32)]
     operands.append(((64, 2048, 768), jnp.bfloat16))
     yield "gradients added in place", 1, added_gradients, operands
+    of_rows = [((32768, 768), jnp.bfloat16)] * 3 + [((32768,), jnp.float32)]
+    yield "gate's gradient", 1, gate_gradients, [*of_rows, ((64,), jnp.int32)]
 
 
 def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:

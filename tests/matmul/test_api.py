@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import float8 as float8_operands
 from support import meshes
 from support.kernels import KERNELS_RUN, needs_kernels
 from support.matmuls import available_implementations
@@ -23,11 +24,12 @@ from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
     add_drhs_of_each,
     drhs_of_each,
+    gate_gradient,
     gated_product,
     grouped_matmul,
     sum_of_products,
 )
-from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.backend import Problem, gate_gradient_of_all
 from jax_ep.runtime import jax_compat
 
 H, F = 64, 128
@@ -272,6 +274,55 @@ def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide)
 
 
 @pytest.mark.skipif(jax_compat._dce_rules is None, reason="this JAX computes all results")
+@pytest.mark.parametrize("case", ["empty groups", "past R", "all empty"])
+@pytest.mark.parametrize("implementation, dtype", AVAILABLE)
+def test_gate_gradient(implementation, dtype, case):
+    """The gradient of a gating must be that of NumPy in the rows of groups, whatever is in others.
+
+    The operands must stay as they are, although the kernel writes to their memory.
+    """
+    rng, sizes = np.random.default_rng(0), GROUP_SIZES[case]
+    used = min(sum(sizes), NUM_ROWS)
+    arrays = [rng.standard_normal((NUM_ROWS, F)).astype(np.float32) for _ in range(3)]
+    weights = rng.random(NUM_ROWS, np.float32)
+    for each in (*arrays, weights):
+        each[used:] = np.nan
+    dhidden, gate, up = (jnp.asarray(each, dtype) for each in arrays)
+    got = jax.jit(lambda *a: gate_gradient(float8_operands.swiglu, *a, implementation))(
+        dhidden, (gate, up), jnp.asarray(weights), jnp.asarray(sizes, jnp.int32)
+    )
+    dgate, dup, hidden, products = float8_operands.gate_gradient(
+        *(np.asarray(each[:used]).astype(np.float32) for each in (dhidden, gate, up)),
+        weights[:used],
+    )
+    for result, want in zip(got, (hidden, dgate, dup, products.sum(axis=1)), strict=True):
+        assert result.dtype == (dtype if result.ndim == 2 else jnp.float32)
+        np.testing.assert_allclose(
+            np.asarray(result[:used]).astype(np.float64), want, rtol=TOLERANCE[dtype], atol=1e-4
+        )
+    for each, before in zip((dhidden, gate, up), arrays, strict=True):
+        want = before.astype(each.dtype).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(each).astype(np.float32), want)
+
+
+def test_second_order_gradient_of_a_gate():
+    rng = np.random.default_rng(0)
+    dhidden, gate, up = (jnp.asarray(rng.standard_normal((6, 8)), jnp.float32) for _ in range(3))
+    weights, sizes = jnp.asarray(rng.random(6), jnp.float32), jnp.asarray([4, 2], jnp.int32)
+
+    def total(function):
+        def of(dhidden, products, weights):
+            results = function(dhidden, products, weights)
+            return sum(jnp.sum(jnp.sin(each)) for each in results)
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))(dhidden, (gate, up), weights)
+
+    swiglu = float8_operands.swiglu
+    got = total(lambda *a: gate_gradient(swiglu, *a, sizes, None))
+    want = total(lambda *a: gate_gradient_of_all(swiglu, *a))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_a_gradient_that_nothing_uses_is_not_computed():
     lhs, _, group_sizes, grad = operands(NUM_ROWS, GROUP_SIZES["empty groups"], "float32", 0)
 

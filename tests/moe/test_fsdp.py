@@ -412,6 +412,26 @@ def test_nnx_parameters_are_split_over_an_axis_once():
             assert gathers(step.lower(state, make_x()).as_text()), name
 
 
+def test_the_expert_axis_must_come_first_in_a_rule():
+    layer = linen.MoE(E, K, F, dtype=jnp.bfloat16)
+    rules = [("exp", ("fsdp", "expert")), ("embed", "fsdp")]
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        params = jax.eval_shape(layer.init, jax.random.key(0), make_x())
+        with nn.logical_axis_rules(rules), pytest.warns(UserWarning, match="must come first") as w:
+            jax.eval_shape(layer.apply, params, make_x())
+    assert "Write ('expert', 'fsdp') in the axis rules" in str(w[0].message)
+
+
+def test_nnx_says_which_axes_do_not_divide_the_experts():
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        options = dict(num_experts=12, num_experts_per_token=K, fsdp_axes={"exp": "fsdp"})
+        message = (
+            """8 ranks along ('expert', 'fsdp'), over which "exp" is split, but is 12; or split"""
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)  # type: ignore
+
+
 def test_types_show_explicit_axes():
     devices = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
     params = make_params(**PARTS)

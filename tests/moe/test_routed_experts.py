@@ -295,6 +295,39 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
     jax.tree.map(np.testing.assert_array_equal, grads, again)
 
 
+@pytest.mark.parametrize("capacity_factor", [None, 1.0, 8.0])
+def test_the_gate_of_a_mostly_unused_buffer_has_a_primitive_of_its_own(capacity_factor):
+    """The gradient of the gate must skip unused rows, if a buffer is mostly unused on average.
+
+    This must not change the gradients of the layer.
+    """
+    num_ranks = most_ranks(4)
+    config = jax_ep.MoEConfig(
+        num_experts=E, num_experts_per_token=K, capacity_factor=capacity_factor
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
+    params = jax_ep.MoEParams(
+        **{name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in shapes.items()}
+    )
+    x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
+
+    def gradients(params, x):
+        return jax.grad(lambda *a: jax_ep.moe_layer(*a, config)[0].sum(), (0, 1))(params, x)
+
+    mesh = jax.make_mesh((num_ranks,), (AXIS,), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        jaxpr = str(jax.make_jaxpr(gradients)(params, x))
+        got = jax.jit(gradients)(params, x)
+    is_large = capacity_factor == 8.0 or capacity_factor is None
+    assert ("gate_gradient[" in jaxpr) == (is_large and num_ranks > 1)
+    if is_large:
+        # One rank has no unused rows.
+        leaves = jax.tree.leaves(got), jax.tree.leaves(gradients(params, x))
+        for a, b in zip(*map(jax.device_get, leaves), strict=True):
+            assert np.linalg.norm(a - b) <= TOLERANCE["float32"] * np.linalg.norm(b)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow

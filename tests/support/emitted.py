@@ -26,6 +26,7 @@ import numpy as np
 from pallas_kernels.exchange import short_rows
 from pallas_kernels.fabric import elementwise, float8
 from pallas_kernels.matmul import (
+    float8_gate_gradient,
     gate_gradient,
     packed,
     quantize,
@@ -34,7 +35,7 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.matmul.row_blocks import BLOCK
 
-_KERNELS = gate_gradient, quantize, transpose
+_KERNELS = float8_gate_gradient, gate_gradient, quantize, transpose
 _MODULES = elementwise, float8, packed, quantized_tiles, short_rows, *_KERNELS
 _WARP, _WARPGROUP = 32, 128
 _POISON = 0xCD
@@ -329,10 +330,11 @@ def _on_tiles(
     width: int,
     num_warps: int,
     num_shared: int = 0,
+    into: Sequence[jax.Array] = (),
 ) -> list[np.ndarray]:
     """Runs a kernel like `quantized_tiles.on_tiles`, with the code that `emit` emits."""
     ins = [Memory(np.asarray(operand)) for operand in operands]
-    outs = []
+    outs = [Memory(np.array(each)) for each in into]
     for out in out_type:
         size = out.size * jnp.dtype(out.dtype).itemsize
         outs.append(Memory(np.full(size, _POISON, np.uint8).view(out.dtype)))
@@ -352,7 +354,7 @@ def _on_tiles(
                 emit([*ins, *outs, *emulator.shared], *numbers)
     return [
         memory.bytes.view(out.dtype).reshape(out.shape)
-        for memory, out in zip(outs, out_type, strict=True)
+        for memory, out in zip(outs, (*into, *out_type), strict=True)
     ]
 
 
