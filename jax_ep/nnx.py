@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -84,7 +84,9 @@ class MoE(nnx.Module):
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
     `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over the axes
-    that `fsdp_axes` gives for it, and any other logical axis over none. On a mesh without
+    that `fsdp_axes` gives for it, and any other logical axis over none. A rule does not apply to a
+    parameter of which another rule already splits a dimension over the same mesh axis. Rules that
+    contradict `fsdp_axes` raise an error in a call. On a mesh without
     `expert_axis`, every rank has all experts. The layer stores the rules, and uses them in calls
     that are made outside `nnx.logical_axis_rules`.
 
@@ -272,13 +274,14 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     for axis, own in (("mlp", config.tensor_axis or ()), ("embed", ())):
         if axis in defaults and (named_axes := (*as_axes(own), *further.get(axis, ()))):
             defaults[axis] = _axes_of(mesh, named_axes) or None
-    axes, spec = _without_repeats(axes, rules | defaults)
-    if "exp" in axes:
+    named = rules | defaults
+    if "exp" in axes and not held:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
-        if not held:
-            if name == "wi_0":
-                _warn_of_rule(spec[0], mesh, config)
-            spec[0] = None
+        if name == "wi_0":
+            _warn_of_rule(named["exp"], mesh, config)
+        named["exp"] = None
+    axes, spec = _without_repeats(axes, named, [axis for axis in axes if further[axis]])
+    if "exp" in axes:
         _check_divides(value, spec[0], mesh, config)
     all_auto = set(mesh.axis_types) == {AxisType.Auto}
     flax_can = not ambient.empty and all_auto and spec[0] == rules.get(str(axes[0]), spec[0])
@@ -289,20 +292,23 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 
 
 def _without_repeats(
-    axes: tuple[str | None, ...], rules: Mapping[str, Any]
+    axes: tuple[str | None, ...], rules: Mapping[str, Any], first: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns a parameter's logical axes, and the mesh axes that the rules give each of them.
 
-    A logical axis whose mesh axes are also given to one before it is None, and has no mesh axes.
+    The rules apply in their order, but those of the logical axes `first` before all others. If a
+    rule gives an axis of the mesh that is already used, its logical axis becomes None, and gets no
+    mesh axes.
     """
-    used, kept, spec = set[str](), list[str | None](), list[Any]()
-    for axis in axes:
-        named = None if axis is None else rules[axis]
-        repeats = bool(used & set(as_axes(named or ())))
-        used |= set(as_axes(named or ()))
-        kept.append(None if repeats else axis)
-        spec.append(None if repeats else named)
-    return tuple(kept), spec
+    used, found = set[str](), dict[str, Any]()
+    in_order = sorted(rules, key=lambda axis: axis not in first)
+    for axis in (axis for axis in in_order if axis in axes):
+        named = set(as_axes(rules[axis] or ()))
+        if not used & named:
+            found[axis] = rules[axis]
+            used |= named
+    kept = tuple(axis if axis in found else None for axis in axes)
+    return kept, [found.get(axis or "") for axis in axes]
 
 
 def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:

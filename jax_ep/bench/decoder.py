@@ -181,8 +181,8 @@ def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
     """
     if FSDP_AXIS not in mesh.axis_names:
         return {}
-    whole = num_experts % (mesh.shape["expert"] * mesh.shape[FSDP_AXIS]) == 0
-    return ({"exp": FSDP_AXIS} if whole else {}) | {"embed": FSDP_AXIS}
+    ranks = mesh.shape.get("expert", 1) * mesh.shape[FSDP_AXIS]
+    return ({} if num_experts % ranks else {"exp": FSDP_AXIS}) | {"embed": FSDP_AXIS}
 
 
 def axis_rules(num_experts: int, mesh: Mesh) -> list[tuple[str, tuple[str, ...]]]:

@@ -18,7 +18,8 @@ collectives, including waits for peers. Both are means over ranks. "If hidden us
 shorter of these two times from the slowest rank's device time: the time of a layer that overlaps
 communication and matmuls perfectly. "Peak MiB" is the memory that the program holds on a device,
 according to XLA: arguments, results and temporaries. "Temp MiB", which is shown if a layer has
-several chunks or is rematerialized, is the temporaries of one call alone, without its results.
+several chunks or is rematerialized, is the temporaries alone. Both are then those of one call of
+the layer, otherwise those of the timed loop.
 """
 
 from __future__ import annotations

@@ -172,11 +172,12 @@ class Loop:
         Before the call, arrays of the results' sizes are filled with NaN and freed. The results
         most likely get this memory, so that an element that `step` does not write is NaN.
         """
+        call = self.call  # compiled first, since that may take the memory that is filled
         shapes = jax.eval_shape(self._step, self.state)
         split = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         fill = jax.jit(lambda: jax.tree.map(_poison, shapes), out_shardings=split)
         jax.block_until_ready(fill())
-        return self.call(self.state)
+        return call(self.state)
 
     @functools.cached_property
     def call(self) -> Any:

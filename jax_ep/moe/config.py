@@ -348,6 +348,12 @@ def check_config(config: MoEConfig) -> None:
             raise ValueError(
                 f"fsdp_axes must name other mesh axes than {name} {own}, but has {sorted(both)}."
             )
+    given = [set(axes) for axes in config.further_axes().values()]
+    if any(a & b and a != b for a in given for b in given):
+        raise ValueError(
+            "fsdp_axes must give two logical axes the same mesh axes, or different ones, but is "
+            f"{config.further_axes()}."
+        )
     if config.router is None:
         k = config.num_experts_per_token
         options = config.routing_options()

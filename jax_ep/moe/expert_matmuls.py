@@ -364,12 +364,10 @@ class Float8Matmuls(Matmuls):
         both = [
             each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
         ]
-        both, dwo = lax.optimization_barrier((both, dwo))  # as documented in `Matmuls`
+        kept, dwo = lax.optimization_barrier(([kept for kept, _ in both], dwo))  # see `Matmuls`
         of_tokens = transpose(rows)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, of_wi)
-        pairs = [
-            (kept, wi.matrices) for (kept, _), wi in zip(both, experts.quantized.wi, strict=True)
-        ]
+        pairs = [(each, wi.matrices) for each, wi in zip(kept, experts.quantized.wi, strict=True)]
         dtokens = float8.product(pairs, group_sizes, rows.dtype, self.implementation, zero_unused)
         return dtokens, dwi, dwo
 

@@ -36,12 +36,13 @@ def with_further_axes(
 ) -> LayerMesh:
     """Returns `where` with `further_axes`: the FSDP axes that each parameter is split over.
 
-    The axes are those of `config.fsdp_axes`. If that is None, Explicit axes are read from the types
+    The axes are those of `config.fsdp_axes`, which the caller's axis rules must not contradict. If
+    that is None, Explicit axes are read from the types
     of the parameters, and Auto axes are guessed from the caller's axis rules. XLA gathers a
     parameter that is split over any other axes.
 
     Raises:
-        ValueError: `config.fsdp_axes` does not fit the mesh or the parameters.
+        ValueError: `config.fsdp_axes` does not fit the mesh, the parameters or the axis rules.
     """
     if where.mesh is None:
         _check_not_bound(config)
@@ -55,7 +56,7 @@ def with_further_axes(
         found = {name: _found(name, a, where, axis_rules) for name, a in arrays.items()}
     else:
         _check_on_mesh(config.further_axes(), where)
-        found = {name: _given(name, array, where, config) for name, array in arrays.items()}
+        found = {name: _given(name, a, where, config, axis_rules) for name, a in arrays.items()}
     further = {name: axes for name, axes in found.items() if any(axes)}
     return where._replace(further_axes=tuple(further.items()))
 
@@ -96,17 +97,28 @@ def _check_on_mesh(given: dict[str, Axes], where: LayerMesh) -> None:
             )
 
 
-def _given(name: str, array: jax.Array, where: LayerMesh, config: MoEConfig) -> tuple[Axes, ...]:
+def _given(
+    name: str, array: jax.Array, where: LayerMesh, config: MoEConfig, axis_rules: AxisRules
+) -> tuple[Axes, ...]:
     """Returns, for each dimension of the parameter `name`, the axes of `config.fsdp_axes`.
 
     Raises ValueError if the number of ranks that split a dimension of `array` does not divide the
-    dimension's size.
+    dimension's size, or if an axis rule splits the dimension otherwise.
     """
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
     further = config.further_axes_of(logical)
-    split = zip(logical, array.shape, where.axes_of(logical), further, strict=True)
-    for axis, size, base, more in split:
+    by_rules = _assign(logical, axis_rules)
+    ruled = {name for name, _ in axis_rules}
+    split = zip(logical, array.shape, where.axes_of(logical), further, by_rules, strict=True)
+    for axis, size, base, more, ruled_axes in split:
+        wanted, own = (large_axes(axes, where.mesh) for axes in (base + more, ruled_axes))
+        if more and axis in ruled and own != wanted:
+            raise ValueError(
+                f"fsdp_axes must agree with the axis rules, but splits {axis!r} of {name} over "
+                f"{wanted}, and the rules over {own}: the parameter would be moved in each call. "
+                "Change the rules, or let the layer read them with fsdp_axes=None."
+            )
         if more and size % where.size(base + more):
             raise ValueError(
                 f"fsdp_axes must divide each dimension that is split, but {axis!r} of {name} "
@@ -138,8 +150,8 @@ def _found(
         auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
         axes = (_names(of_type[i]) or ()) + auto
         more = axes[len(own) :] if axes[: len(own)] == own else ()
-        if own and set(own) < set(axes) and not more:
-            _warn_of_order(name, str(logical[i]), axes, own)
+        if own and not more and name == "wi_0":
+            _check_rule_of_own_axes(name, str(logical[i]), axes, own, axis_rules)
         known = logical[i] is not None and (own or logical[i] != "exp")
         fits = set(more) <= set(where.batch_axes) - used and not (
             array.shape[i] % where.size(own + more) if more and known else 0
@@ -149,14 +161,30 @@ def _found(
     return tuple(large_axes(axes, where.mesh) for axes in further)
 
 
-def _warn_of_order(name: str, logical: str, axes: Axes, own: Axes) -> None:
-    """Warns that the FSDP axes of a dimension stand before the layer's own axes, `own`."""
-    warnings.warn(
-        f"{name} is split along {logical!r} over {axes}, where {own} must come first: the layer "
-        "does not gather its parts, so XLA moves and gathers whole parameters. Write "
-        f"{(*own, *(axis for axis in axes if axis not in own))} in the axis rules.",
-        stacklevel=2,
-    )
+def _check_rule_of_own_axes(
+    name: str, logical: str, axes: Axes, own: Axes, axis_rules: AxisRules
+) -> None:
+    """Warns if the layer does not gather a dimension as the axis rules mean it.
+
+    `own` are the layer's own axes, which split the dimension `logical` of the parameter `name`.
+    `axes` are those over which it is split, by its type and by the rules that apply.
+    """
+    meant = [_names(given) or () for ruled, given in axis_rules if ruled == logical]
+    if set(own) < set(axes):
+        right = *own, *(axis for axis in axes if axis not in own)
+        warnings.warn(
+            f"{name} is split along {logical!r} over {axes}, where {own} must come first: the "
+            "layer does not gather its parts, so XLA moves and gathers whole parameters. Write "
+            f"{right} in the axis rules.",
+            stacklevel=2,
+        )
+    elif not axes and any(set(own) & set(each) for each in meant):
+        warnings.warn(
+            f"no axis rule splits {name} along {logical!r} over {own}, because a rule before it "
+            f"gives its mesh axes to another dimension: every rank holds all of {logical!r}. Put "
+            f"the rule of {logical!r} first.",
+            stacklevel=2,
+        )
 
 
 def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:

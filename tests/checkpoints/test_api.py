@@ -206,6 +206,24 @@ def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
     assert wo.sharding.is_equivalent_to(NamedSharding(ambient, P("expert")), 3)
 
 
+def test_fsdp_splits_experts_and_h_of_other_parameters(tmp_path):
+    config, tensors = deepseek_v3()
+    publish(tmp_path, config, tensors)
+    whole = checkpoints.load_moe_params(tmp_path, 1)[1]
+    devices = mesh((2, 4), ("fsdp", "expert"))
+    axes = {"exp": "fsdp", "embed": "fsdp"}
+    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=devices, fsdp_axes=axes)
+    for name, spec in {
+        "wi_0": P(("expert", "fsdp")),
+        "wo": P(("expert", "fsdp")),
+        "gate": P("fsdp"),
+        "shared_wo": P(None, "fsdp"),
+    }.items():
+        array = getattr(params, name)
+        assert array.sharding.is_equivalent_to(NamedSharding(devices, spec), array.ndim), name
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
 def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
     """A tensor axis of two ranks must split F, the experts' hidden columns.
 

@@ -55,16 +55,16 @@ def make_x(hidden=H) -> jax.Array:
 def shardings(params: MoEParams, devices, axes) -> MoEParams:
     """Returns shardings in which a logical axis has the mesh axes that `axes` gives it.
 
-    A mesh axis of a parameter splits only the first dimension that it is given to.
+    Mesh axes of a parameter split only the first dimension that they are given to.
     """
 
     def spec(name: str) -> P:
         used, parts = set(), []
         for logical in LOGICAL_AXES[name]:
             named = axes.get(logical) or ()
-            own = [a for a in ((named,) if isinstance(named, str) else named) if a not in used]
-            used.update(own)
-            parts.append(tuple(own) or None)
+            own = {named} if isinstance(named, str) else {*named}
+            parts.append(None if own & used else named or None)
+            used |= own
         return P(*parts)
 
     return MoEParams.of(**{
@@ -381,8 +381,10 @@ def test_nnx_layer_is_created_split_and_remembers_the_rules():
 def test_nnx_parameters_are_split_over_an_axis_once():
     """Rules and `fsdp_axes` may give a mesh axis to several dimensions: the first is split."""
     devices, of_others = mesh((2, 4), AXES), ("embed", "fsdp")
+    of_experts = ("exp", ("expert", "fsdp"))
     cases = {
-        "rules": ([("exp", ("expert", "fsdp")), of_others], None),
+        "rules": ([of_experts, of_others], None),
+        "rules and fsdp_axes": ([of_experts, of_others], {"exp": "fsdp", "embed": "fsdp"}),
         "fsdp_axes": ([], {"exp": "fsdp", "embed": "fsdp"}),
         "both": ([of_others], {"exp": "fsdp", "embed": "fsdp"}),
     }
@@ -422,6 +424,58 @@ def test_the_expert_axis_must_come_first_in_a_rule():
     assert "Write ('expert', 'fsdp') in the axis rules" in str(w[0].message)
 
 
+def test_the_rule_of_experts_must_come_first():
+    layer = linen.MoE(E, K, F, dtype=jnp.bfloat16)
+    rules = [("embed", "fsdp"), ("exp", ("expert", "fsdp"))]
+    with jax.set_mesh(mesh((2, 4), AXES)):
+        params = jax.eval_shape(layer.init, jax.random.key(0), make_x())
+        with (
+            nn.logical_axis_rules(rules),
+            pytest.warns(UserWarning, match="no axis rule splits wi_0"),
+        ):
+            jax.eval_shape(layer.apply, params, make_x())
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_rules_that_contradict_fsdp_axes_are_refused(framework):
+    """Otherwise the parameters, created by the rules, would be moved in each call."""
+    options = dict(num_experts=E, num_experts_per_token=K, fsdp_axes={"exp": "fsdp"})
+    with jax.set_mesh(mesh((2, 4), AXES)), nn.logical_axis_rules([("exp", "expert")]):
+        if framework == "linen":
+            layer = linen.MoE(mlp_dim=F, **options)  # type: ignore
+            params = jax.eval_shape(layer.clone(fsdp_axes={}).init, jax.random.key(0), make_x())
+            call = functools.partial(layer.apply, params)
+        else:
+            call = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)  # type: ignore
+        message = r"agree with the axis rules, but splits 'exp' of wi_0 over .*, and the rules over"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(call, make_x())
+
+
+def test_nnx_rules_apply_in_their_order():
+    """Parameters must be created as the call reads the rules: the first rule takes the axis."""
+    rules = [("mlp", "fsdp"), ("embed", "fsdp"), ("exp", "expert")]
+    with jax.set_mesh(mesh((2, 4), AXES)), nnx.logical_axis_rules(rules):
+        layer = jax_ep.nnx.MoE(
+            H, F, num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+        for name, parts in (("wi_0", (4, 1, 2)), ("wo", (4, 2, 1)), ("gate", (2, 1))):
+            array = (layer.gate.kernel if name == "gate" else getattr(layer, name)).get_value()
+            shard = array.sharding.shard_shape(array.shape)
+            assert tuple(a // b for a, b in zip(array.shape, shard, strict=True)) == parts, name
+        graph, state = nnx.split(layer)
+        step = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0])
+        assert gathers(step.lower(state, make_x()).as_text())
+
+
+def test_without_an_expert_axis_nnx_experts_are_split_by_the_other_rules():
+    rules = [("exp", ("expert", "fsdp")), ("embed", "fsdp")]
+    with jax.set_mesh(mesh((2,), ("fsdp",))), nnx.logical_axis_rules(rules), pytest.warns():
+        layer = jax_ep.nnx.MoE(H, F, num_experts=E, num_experts_per_token=K, rngs=nnx.Rngs(0))
+    value = layer.wi_0.get_value()
+    assert value.sharding.shard_shape(value.shape) == (E, H // 2, F)
+
+
 def test_nnx_says_which_axes_do_not_divide_the_experts():
     with jax.set_mesh(mesh((2, 4), AXES)):
         options = dict(num_experts=12, num_experts_per_token=K, fsdp_axes={"exp": "fsdp"})
@@ -453,6 +507,10 @@ def test_types_show_explicit_axes():
         (
             {"fsdp_axes": {"mlp": "fsdp"}, "tensor_axis": "fsdp"},
             "other mesh axes than tensor_axis",
+        ),
+        (
+            {"fsdp_axes": {"exp": ("fsdp", "data"), "embed": "fsdp"}},
+            "the same mesh axes, or different ones",
         ),
         ({"fsdp_axes": {"vocab": "fsdp"}}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
         (
