@@ -332,6 +332,30 @@ def test_linen_layer_follows_the_rules_in_force():
             assert not gathers(jax.jit(off.apply).lower(params, x).as_text())
 
 
+def test_rules_may_split_parameters_without_experts_over_all_ranks():
+    """The gate must then be gathered over both axes, and its gradient be scattered."""
+    layer = linen.MoE(E, K, F, num_shared_experts=1)
+    rules = [("exp", ("expert", "fsdp")), ("embed", ("fsdp", "expert"))]
+    x = make_x()
+    boxed = layer.init(jax.random.key(0), x)
+    specs, params = nn.get_partition_spec(boxed), nn.unbox(boxed)
+
+    def total(params):
+        return jnp.sum(jnp.sin(layer.apply(params, x)[0]))
+
+    want = jax.grad(total)(params)
+    with jax.set_mesh(devices := mesh((2, 4), AXES)), nn.logical_axis_rules(rules):
+        where = nn.logical_to_mesh_sharding(specs, devices, rules)
+        step = jax.jit(jax.grad(total), out_shardings=where)
+        placed = jax.device_put(params, where)
+        text = step.lower(placed).as_text()
+        got = step(placed)
+    assert placed["params"]["gate"]["kernel"].sharding.shard_shape((H, E)) == (H // 8, E)
+    assert f"tensor<{H}x{E}xf32>" in collectives(text, "all_gather")
+    assert f"tensor<{H // 8}x{E}xf32>" in collectives(text, "reduce_scatter")
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_linen_layer_in_a_scan_with_remat():
     class Block(nn.Module):
         @nn.compact
