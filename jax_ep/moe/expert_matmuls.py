@@ -265,7 +265,8 @@ class Matmuls:
         of_wi, of_wo = experts.sums_of_wi_and_wo
         (dwo,) = drhs(of_wo, hidden, (grad_rows,))
         dwi = drhs(of_wi, rows, tuple(dpre))
-        dpre, dwo = lax.optimization_barrier((tuple(dpre), dwo))  # as documented above
+        # The gradient of the tokens waits for that of wo.
+        dpre, dwo = lax.optimization_barrier((tuple(dpre), dwo))
         pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = api.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
@@ -364,7 +365,8 @@ class Float8Matmuls(Matmuls):
         both = [
             each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
         ]
-        kept, dwo = lax.optimization_barrier(([kept for kept, _ in both], dwo))  # see `Matmuls`
+        # The gradient of the tokens waits for that of wo.
+        kept, dwo = lax.optimization_barrier(([kept for kept, _ in both], dwo))
         of_tokens = transpose(rows)[1]
         dwi = drhs(of_tokens, [of_rows for _, of_rows in both], experts.wi_0.dtype, of_wi)
         pairs = [(each, wi.matrices) for each, wi in zip(kept, experts.quantized.wi, strict=True)]
