@@ -216,7 +216,9 @@ class Matmuls:
         num_rows = dhidden.shape[0]
         if len(pre) != 2 or weights is None or mean_rows is None:
             return None
-        if checks.is_symbolic(num_rows) or num_rows < _MOSTLY_UNUSED * mean_rows:
+        if checks.is_symbolic(num_rows) or checks.is_symbolic(mean_rows):
+            return None
+        if num_rows < _MOSTLY_UNUSED * mean_rows:
             return None
         if jax_compat.looks_for_nans():
             return None

@@ -328,6 +328,36 @@ def test_the_gate_of_a_mostly_unused_buffer_has_a_primitive_of_its_own(capacity_
             assert np.linalg.norm(a - b) <= TOLERANCE["float32"] * np.linalg.norm(b)
 
 
+def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
+    """Whether the buffer is mostly unused is then not known.
+
+    JAX cannot run programs of several devices with symbolic shapes.
+    """
+    (tokens,) = jax.export.symbolic_shape("t")
+    devices = jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=devices, in_specs=P(AXIS), out_specs=P(AXIS))
+    def gradient(x, topk_idx, weights, *experts):
+        def total(x):
+            received = jax_ep.dispatch(
+                x, topk_idx, num_experts=E, axis_name=AXIS, capacity=64, implementation="xla"
+            )
+            options = dict(implementation="xla", matmul_implementation="xla")
+            return jnp.sum(jax_ep.routed_experts(received, *experts, weights, **options))
+
+        return jax.grad(total)(x)
+
+    rng = np.random.default_rng(0)
+    shapes = (8, H), (8, K), (8, K), (E, H, F), (E, H, F), (E, F, H)
+    args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    args[1] = jnp.tile(jnp.arange(K), (8, 1))
+    types = [jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype) for a in args[:3]]
+    types += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args[3:]]
+    got = jax.jit(jax.export.export(gradient)(*types).call)(*args)
+    np.testing.assert_allclose(got, gradient(*args), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
