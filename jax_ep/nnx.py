@@ -19,6 +19,7 @@ from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.fsdp import assign_axes
 from jax_ep.moe.layer import quantize_by_rules, run_layer
 from jax_ep.moe.mesh import AxisRules, shard
 from jax_ep.moe.metrics import MoEMetrics
@@ -300,15 +301,13 @@ def _without_repeats(
     rule gives an axis of the mesh that is already used, its logical axis becomes None, and gets no
     mesh axes.
     """
-    used, found = set[str](), dict[str, Any]()
-    in_order = sorted(rules, key=lambda axis: axis not in first)
-    for axis in (axis for axis in in_order if axis in axes):
-        named = set(as_axes(rules[axis] or ()))
-        if not used & named:
-            found[axis] = rules[axis]
-            used |= named
-    kept = tuple(axis if axis in found else None for axis in axes)
-    return kept, [found.get(axis or "") for axis in axes]
+    in_order = sorted(rules.items(), key=lambda rule: rule[0] not in first)
+    parts = assign_axes(axes, in_order)
+    kept = tuple(
+        axis if axis and (part or not rules[axis]) else None
+        for axis, part in zip(axes, parts, strict=True)
+    )
+    return kept, [None if axis is None else rules[axis] for axis in kept]
 
 
 def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:

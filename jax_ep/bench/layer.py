@@ -374,7 +374,8 @@ class LayerBench(runner.Bench):
 
     def table(self, rows: Sequence[Row]) -> list[str]:
         legend = f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"
-        columns = [each for each in self.columns if _saves_memory(rows) or each is not _TEMPORARIES]
+        saves_memory = _saves_memory(rows)
+        columns = [each for each in self.columns if saves_memory or each is not _TEMPORARIES]
         return [*report.table(columns, rows), "", legend]
 
     def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:

@@ -61,6 +61,12 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 FusedDrhs = Callable[
     [jax.Array, Sequence[jax.Array], jax.Array, Sequence[jax.Array] | None], tuple[jax.Array, ...]
 ]
+# A function (gating, dhidden, products, weights, group_sizes) -> results. It computes
+# `Backend.gate_gradient` in one kernel, for the rows of groups only, or returns None if the kernel
+# does not support the arguments.
+FusedGateGradient = Callable[
+    [Gating, jax.Array, Sequence[jax.Array], jax.Array, jax.Array], tuple[jax.Array, ...] | None
+]
 
 
 class Product(Protocol):
@@ -92,23 +98,6 @@ class FusedGate(Protocol):
         *,
         biases: tuple[jax.Array, jax.Array] | None,
         zero_unused: bool,
-    ) -> tuple[jax.Array, ...] | None: ...
-
-
-class FusedGateGradient(Protocol):
-    """A function that computes `Backend.gate_gradient` in one kernel, for the rows of groups only.
-
-    The function returns None if the kernel does not support the arguments.
-    """
-
-    def __call__(
-        self,
-        gating: Gating,
-        dhidden: jax.Array,
-        products: Sequence[jax.Array],
-        weights: jax.Array,
-        group_sizes: jax.Array,
-        /,
     ) -> tuple[jax.Array, ...] | None: ...
 
 
@@ -279,12 +268,7 @@ def gate_gradient_of_all(
     gating: Gating, dhidden: jax.Array, products: Sequence[jax.Array], weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes `Backend.gate_gradient` for all rows."""
-
-    def hidden(products: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
-        dtype = products[0].dtype
-        wide = gating(*(product.astype(wide_dtype(dtype)) for product in products))
-        return (wide * weights.astype(wide.dtype)[:, None]).astype(dtype)
-
+    hidden = functools.partial(hidden_values, gating, ())
     values, pull = jax.vjp(hidden, tuple(products), weights)
     dproducts, dweights = pull(dhidden)
     return (values, *dproducts, dweights)
@@ -312,14 +296,38 @@ def gated(
     With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
     group, one of `groups`.
     """
-    dtype = products[0].dtype
-    wide = [product.astype(wide_dtype(dtype)) for product in products]
-    for i, bias in enumerate(biases or ()):
+    of_rows: list[jax.Array | None] = []
+    for product, bias in zip(products, biases or (), strict=False):
         if bias is not None:
             assert groups is not None
-            of_rows = group_of_row(groups, wide[i].shape[0])
-            wide[i] += bias_of_row(bias, of_rows, wide[i].dtype)
-    return gating(*wide).astype(dtype)
+            rows = group_of_row(groups, product.shape[0])
+            bias = bias_of_row(bias, rows, wide_dtype(product.dtype))
+        of_rows.append(bias)
+    return hidden_values(gating, of_rows, products)
+
+
+def hidden_values(
+    unit: Callable[..., jax.Array],
+    biases: Sequence[jax.Array | None],
+    pre: Sequence[jax.Array],
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
+
+    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array [R, N] or None for each of
+    the pre-activations. If `weights` [R] are given, multiplies each row of the hidden values by its
+    weight. Computes in float32 or wider, and rounds the result to the dtype of `pre`.
+    """
+    kept = pre[0].dtype
+    dtype = wide_dtype(kept)
+    wide = [rows.astype(dtype) for rows in pre]
+    for i, bias in enumerate(biases[: len(wide)]):
+        if bias is not None:
+            wide[i] += bias.astype(dtype)
+    hidden = unit(*wide)
+    if weights is not None:
+        hidden *= weights.astype(dtype)[:, None]
+    return hidden.astype(kept)
 
 
 def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:

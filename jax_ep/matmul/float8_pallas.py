@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.backend import Groups, pad_rows
-from jax_ep.matmul.pallas import emitted, launch_size
-from pallas_kernels.fabric.elementwise import NotSupported
+from jax_ep.matmul.pallas import emitted, emitted_gradient, launch_size
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import float8_drhs, float8_gate_gradient, quantize, transpose
 from pallas_kernels.matmul.chosen_groups import output_rows
-from pallas_kernels.matmul.gate_gradient import gradient_of
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 
@@ -85,9 +83,7 @@ def gate_gradient(
     if dhidden.dtype != jnp.bfloat16:
         return None
     with jax.enable_x64(False):
-        try:
-            function = gradient_of(gating)
-        except NotSupported:
+        if (function := emitted_gradient(gating)) is None:
             return None
         gate, up = (Scaled(*products[i : i + 2]) for i in (0, 2))
         results = float8_gate_gradient.gate_gradient(function, dhidden, gate, up, weights, blocks)

@@ -243,7 +243,6 @@ def gate_gradient(
 
     Returns None if the kernel does not support the operations of `gating`, the dtypes or the width.
     """
-    from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul import gate_gradient as kernels
     from pallas_kernels.matmul.row_blocks import BLOCK
 
@@ -252,9 +251,7 @@ def gate_gradient(
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
     with jax.enable_x64(False):
-        try:
-            function = kernels.gradient_of(gating)
-        except NotSupported:
+        if (function := emitted_gradient(gating)) is None:
             return None
         num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
         return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
@@ -379,6 +376,20 @@ def emitted(gating: Gating, arity: int = 2) -> Any:
 
     try:
         return Elementwise(gating, arity)
+    except NotSupported:
+        return None
+
+
+def emitted_gradient(gating: Gating) -> Any:
+    """Converts the gradient of a gating to a form that can be called within a kernel, or to None.
+
+    The result is `pallas_kernels.matmul.gate_gradient.gradient_of`.
+    """
+    from pallas_kernels.fabric.elementwise import NotSupported
+    from pallas_kernels.matmul.gate_gradient import gradient_of
+
+    try:
+        return gradient_of(gating)
     except NotSupported:
         return None
 

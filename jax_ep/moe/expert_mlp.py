@@ -17,7 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
-from jax_ep.matmul.backend import Gating, Groups, bias_of_row, group_of_row
+from jax_ep.matmul.backend import Gating, Groups, bias_of_row, group_of_row, hidden_values
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -298,30 +298,6 @@ def backward(
 
 
 _expert_mlp.defvjp(forward, _backward)
-
-
-def hidden_values(
-    unit: Callable[..., jax.Array],
-    biases: tuple[jax.Array | None, ...],
-    pre: tuple[jax.Array, ...],
-    weights: jax.Array | None = None,
-) -> jax.Array:
-    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
-
-    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array or None for each of the
-    pre-activations. If `weights` [rows] are given, multiplies each row of the hidden values by its
-    weight.
-    """
-    kept = pre[0].dtype
-    dtype = wide_dtype(kept)
-    wide = [rows.astype(dtype) for rows in pre]
-    for i, bias in enumerate(biases[: len(wide)]):
-        if bias is not None:
-            wide[i] += bias.astype(dtype)
-    hidden = unit(*wide)
-    if weights is not None:
-        hidden *= weights.astype(dtype)[:, None]
-    return hidden.astype(kept)
 
 
 def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:

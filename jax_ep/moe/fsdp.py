@@ -37,9 +37,8 @@ def with_further_axes(
     """Returns `where` with `further_axes`: the FSDP axes that each parameter is split over.
 
     The axes are those of `config.fsdp_axes`, which the caller's axis rules must not contradict. If
-    that is None, Explicit axes are read from the types
-    of the parameters, and Auto axes are guessed from the caller's axis rules. XLA gathers a
-    parameter that is split over any other axes.
+    that is None, Explicit axes are read from the types of the parameters, and Auto axes are guessed
+    from the caller's axis rules. XLA gathers a parameter that is split over any other axes.
 
     Raises:
         ValueError: `config.fsdp_axes` does not fit the mesh, the parameters or the axis rules.
@@ -108,7 +107,7 @@ def _given(
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
     further = config.further_axes_of(logical)
-    by_rules = _assign(logical, axis_rules)
+    by_rules = assign_axes(logical, axis_rules)
     ruled = {name for name, _ in axis_rules}
     split = zip(logical, array.shape, where.axes_of(logical), further, by_rules, strict=True)
     for axis, size, base, more, ruled_axes in split:
@@ -142,7 +141,7 @@ def _found(
     explicit = explicit_axes(where.mesh)
     logical = LOGICAL_AXES[name]
     of_type = (*jax.typeof(array).sharding.spec, *[None] * len(logical))
-    by_rules = _assign(logical, axis_rules)
+    by_rules = assign_axes(logical, axis_rules)
     base = where.axes_of(logical)
     used = {axis for axes in base for axis in axes}
     further = []
@@ -187,7 +186,7 @@ def _check_rule_of_own_axes(
         )
 
 
-def _assign(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
+def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
     """Returns the mesh axes that the axis rules give each logical axis, as Flax applies the rules.
 
     For each logical axis, the first rule whose mesh axes are not yet assigned to another logical

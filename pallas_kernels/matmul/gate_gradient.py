@@ -36,7 +36,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     pointer_to,
     store_words,
 )
-from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.matmul.row_blocks import BLOCK, row_blocks
 
 # A thread handles 8 columns of a row. The elements of `_ACROSS` threads lie side by side, and cover
 # the columns of the tile.
@@ -92,13 +92,11 @@ def gate_gradient(
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
         _Tile(block, column, first, count, gating, num_rows, width).emit(*memrefs)
 
-    first = jnp.arange(-(-num_rows // BLOCK), dtype=jnp.int32) * BLOCK
-    count = jnp.clip(jnp.minimum(num_used, num_rows) - first, 0, BLOCK)
+    blocks, _ = row_blocks(num_used[None], num_rows)  # those of all groups as one
     *results, sums = on_tiles(
         "gate_gradient",
         [weights],
-        # A block without rows gets 0 as its first row, which exists.
-        jnp.stack([jnp.where(count > 0, first, 0), count], axis=1),
+        blocks,
         [jax.ShapeDtypeStruct((width // BLOCK, num_rows), jnp.float32)],
         emit,
         width=width,
