@@ -330,6 +330,7 @@ def hidden_values(
     return hidden.astype(kept)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
     """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
 
@@ -337,6 +338,47 @@ def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
     group get the bias zero.
     """
     return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
+
+
+def _bias_of_row_fwd(bias, groups, dtype):
+    return bias_of_row(bias, groups, dtype), (bias, groups)
+
+
+def _bias_of_row_bwd(dtype, saved, grad):
+    bias, groups = saved
+    return sum_by_group(grad, groups, bias), None
+
+
+bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
+
+
+def sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
+    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
+
+    `groups` has the index of each row's group. The result has the shape and the dtype of `bias`.
+
+    The sum is a matmul with one-hot vectors of these indices. A scatter-add would add the rows in
+    another order each time. In the matmul, zero times a NaN or an infinity would make other groups'
+    sums NaN. So NaNs and infinities are replaced by zero in the matmul, and are added to their own
+    group's sum afterwards.
+    """
+    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
+    contract = (((0,), (0,)), ((), ()))
+    wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
+
+    def total(rows: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            members, rows, contract, precision=exact, preferred_element_type=wide
+        )
+
+    sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
+    # A NaN counts as both infinities: adding inf and -inf to its group's sum makes the sum NaN.
+    for value, found in (
+        (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
+        (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
+    ):
+        sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
+    return sums.astype(bias.dtype)
 
 
 def both_biases(

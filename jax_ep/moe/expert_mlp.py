@@ -10,14 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
-from jax_ep.matmul.backend import Gating, Groups, bias_of_row, group_of_row, hidden_values
+from jax_ep.matmul.backend import (
+    Gating,
+    Groups,
+    bias_of_row,
+    group_of_row,
+    hidden_values,
+    sum_by_group,
+)
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -284,7 +290,7 @@ def backward(
     groups = group_of_row(group_sizes, len(dtokens))
     for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
-            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})  # type: ignore
+            dexperts = dexperts._replace(**{name: sum_by_group(rows, groups, bias)})  # type: ignore
     if (bias := experts.wo_bias) is not None:
         grad = jnp.where((groups < len(bias))[:, None], grad, 0)
         wide = wide_dtype(grad.dtype)
@@ -293,7 +299,7 @@ def backward(
             products = jnp.sum(rows * bias_of_row(bias, groups, wide), axis=-1)
             dweights += products.astype(dweights.dtype)
             rows *= weights.astype(wide)[:, None]
-        dexperts = dexperts._replace(wo_bias=_sum_by_group(rows.astype(grad.dtype), groups, bias))
+        dexperts = dexperts._replace(wo_bias=sum_by_group(rows.astype(grad.dtype), groups, bias))
     return dtokens, dexperts, dweights
 
 
@@ -310,31 +316,6 @@ def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array |
         return biases
     of_rows, wide = group_of_row(groups, rows.shape[0]), wide_dtype(rows.dtype)
     return tuple(None if bias is None else bias_of_row(bias, of_rows, wide) for bias in biases)
-
-
-def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
-
-    `groups` has the index of each row's group. The sum is a matmul with one-hot vectors of these
-    indices, which is deterministic, unlike a scatter-add. In this matmul, zero times a NaN or an
-    infinity would make other groups' sums NaN. So NaNs and infinities are replaced by zero in the
-    matmul, and are added to their own group's sum afterwards.
-    """
-    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
-    contract = (((0,), (0,)), ((), ()))
-    wide = wide_dtype(rows.dtype)
-
-    def total(rows: jax.Array) -> jax.Array:
-        return lax.dot_general(members, rows, contract, preferred_element_type=wide)
-
-    sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    # A NaN counts as both infinities: adding inf and -inf to its group's sum makes the sum NaN.
-    for value, found in (
-        (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
-        (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
-    ):
-        sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
-    return sums.astype(bias.dtype)
 
 
 def check_operands(

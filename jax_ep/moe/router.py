@@ -72,11 +72,12 @@ def route(
 
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
+        # An id that names no expert, such as -1, gets the factor 0 and adds to no gradient. The
+        # gradient is a sum over all choices. That of an indexed read would be a scatter-add, which
+        # adds them in another order each time on GPUs.
         scale = params.expert_scale.astype(jnp.float32)
-        # An id that names no expert, such as -1, gets the factor 0 and adds to no gradient.
-        topk_weights *= scale.at[topk_idx].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )
+        is_chosen = topk_idx[..., None] == jnp.arange(scale.size, dtype=topk_idx.dtype)
+        topk_weights *= jnp.sum(jnp.where(is_chosen, scale, 0.0), axis=-1)
     if mask is not None:
         topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     return Routing(topk_idx, topk_weights, routed.probs), logits

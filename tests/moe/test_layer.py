@@ -20,6 +20,7 @@ from support.dense_moe import (
     F,
     H,
     K,
+    S,
     assert_close,
     dense,
     make_params,
@@ -35,6 +36,7 @@ from jax_ep.moe import layer as moe
 from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
 from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams
 from jax_ep.placement import Placement, to_slots
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
@@ -402,6 +404,26 @@ def test_checkpoint_and_scan():
     assert_close(
         (got, grads, dx), (want, jax.tree.map(lambda *a: jnp.stack(a), *want_layers), want_dx)
     )
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_gradients_repeat_bit_for_bit(implementation):
+    """The gradients of all kinds of parameters must have the same bits in every run."""
+    parts = dict(
+        use_mlp_bias=True, use_expert_scale=True, num_shared_experts=S, use_shared_gate=True
+    )
+    rng = np.random.default_rng(6)
+    weights = {
+        name: jnp.asarray(rng.normal(scale=0.3, size=shape), jnp.float32)
+        for name, shape in {"gate": (H, E), **weight_shapes(E, H, F, **parts)}.items()
+    }
+    x = make_x(shape=(64, 32))
+    config = dataclasses.replace(CONFIG, implementation=implementation)
+    with jax.set_mesh(expert_mesh(2)):
+        step = jax.jit(jax.grad(functools.partial(loss, config=config), (0, 1), has_aux=True))
+        first, *others = (jax.device_get(step(MoEParams.of(**weights), x)[0]) for _ in range(4))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from support.dense_moe import E, F, H, K, assert_close, make_params, make_x
+from support.jaxprs import executions
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -75,6 +76,24 @@ def test_given_choices_and_weights(shape, names):
     one = jnp.zeros_like(topk_weights).at[0, 0, 1].set(1.0)
     want = np.sum(weighted_experts(topk_idx, one) * np.asarray(X))
     np.testing.assert_allclose(grad[0, 0, 1], want, atol=1e-5)
+
+
+def test_the_gradient_of_expert_scale_adds_in_one_order():
+    """On GPUs, the order in which a scatter-add adds differs from run to run."""
+    topk_idx, topk_weights = choices()
+    cotangent = make_x(seed=4)
+
+    def loss(scale):
+        params = PARAMS._replace(gate=None, expert_scale=scale)
+        out, _ = moe_layer(params, X, CONFIG, topk_idx=topk_idx, topk_weights=topk_weights)
+        return jnp.sum(out * cotangent)
+
+    scale = jnp.linspace(0.5, 2.0, E)
+    grad = jax.grad(loss)
+    assert executions(jax.make_jaxpr(grad)(scale).jaxpr, "scatter-add") == 0
+    # The output is linear in the scales of experts.
+    want = [loss(of_expert) for of_expert in jnp.eye(E)]
+    np.testing.assert_allclose(jax.jit(grad)(scale), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
