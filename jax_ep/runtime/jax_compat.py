@@ -8,6 +8,7 @@ kernels, which need primitives, are refused with this reason.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -61,6 +62,7 @@ _OPTIONAL = {
     "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
     "jax.interpreters.partial_eval.dce_rules": "unused results of primitives are computed",
     "jax._src.dispatch.prim_requires_devices_during_lowering": "kernels are refused",
+    "jax._src.config._check_vma": "kernels that write to operands need check_vma=False",
     "jax.extend.core.jaxpr_as_fun": "a layer runs its functions, not their traces",
     "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
     "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
@@ -89,6 +91,8 @@ def devices() -> list[jax.Device]:
 
 # ------------------------------------------------------------------------- varying-axes types (vma)
 
+_check_vma = _find("jax._src.config._check_vma")
+
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which an array or type varies (vma); none if JAX lacks vma."""
@@ -113,6 +117,13 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Casts x to vary (vma) over the mesh axes `axes`, too; it must not vary over them already."""
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def _without_varying(kind: Any) -> Any:
+    """Returns the type of an array that varies over no mesh axis (vma), and is else like `kind`."""
+    if not varying_axes(kind):
+        return kind
+    return kind.update(manual_axis_type=kind.mat.update(varying=frozenset()))
 
 
 def result_type(
@@ -227,11 +238,18 @@ class Program:
         """Lowers a traceable function in place of the primitive; returns the results' IR values.
 
         The function returns a sequence of arrays. While it is traced, `current_program` returns
-        this program.
+        this program. The function is traced as in a `shard_map` with check_vma=False: no operand
+        varies over mesh axes (vma). A kernel that writes to the memory of its operands takes them
+        as references, and Pallas refuses references to arrays that vary.
         """
+        context, unchecked = self._context, contextlib.nullcontext()
+        if _check_vma is not None:
+            kinds = [_without_varying(kind) for kind in self.operand_types]
+            context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
         token = _current.set(self)
         try:
-            return _lower_fun(function, multiple_results=True)(self._context, *operands, **params)
+            with unchecked:
+                return _lower_fun(function, multiple_results=True)(context, *operands, **params)
         finally:
             _current.reset(token)
 

@@ -96,9 +96,7 @@ def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes:
         jax.ShapeDtypeStruct((num_ranks * n, *rest), dtype, sharding=sharding)
         for (n, *rest), dtype in shapes
     ]
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
-    )
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
     return jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
 
 

@@ -27,7 +27,8 @@ from support.dense_moe import (
     make_x,
     weight_shapes,
 )
-from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.kernels import needs_kernels
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
 from support.selection import quick
 
 import jax_ep
@@ -424,6 +425,30 @@ def test_gradients_repeat_bit_for_bit(implementation):
         first, *others = (jax.device_get(step(MoEParams.of(**weights), x)[0]) for _ in range(4))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+FOR_GPUS = [
+    dict(),
+    dict(token_chunks=2),
+    dict(matmul_dtype=jnp.float8_e4m3fn),
+    dict(matmul_dtype=jnp.float8_e4m3fn, token_chunks=2),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", quick(FOR_GPUS, *FOR_GPUS[1:3], unpack=False), ids=str)
+def test_gradients_lower_for_gpus_in_the_shard_map_of_the_layer(options):
+    """Kernels that write to their operands must also take operands with varying axes (vma)."""
+    small, sizes = cuda_mesh((1, 2), ("data", "expert")), dict(num_experts=8, hidden=128)
+    config = config_with(mesh=small, dtype=jnp.bfloat16, **options)
+    shapes = {"gate": (128, 8), **weight_shapes(**sizes, mlp_dim=256)}
+    params = MoEParams.of(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
+    x = jax.ShapeDtypeStruct((2048, 128), jnp.bfloat16)
+    step = jax.grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
+    with jax.sharding.use_abstract_mesh(small.abstract_mesh):
+        traced = jax.jit(step).trace(params, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") > 8
 
 
 @pytest.mark.slow

@@ -269,7 +269,10 @@ def test_a_way_round_the_door_is_found(line):
 
 
 def program(**module_context: Any) -> jax_compat.Program:
-    context = types.SimpleNamespace(module_context=types.SimpleNamespace(**module_context))
+    context = types.SimpleNamespace(
+        module_context=types.SimpleNamespace(**module_context), avals_in=()
+    )
+    context.replace = lambda **_: context
     return jax_compat.Program(context)
 
 
