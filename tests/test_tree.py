@@ -66,6 +66,8 @@ ELSEWHERE = {
     "pallas_kernels/collectives/all_to_all.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/reduce_scatter.py": "tests/kernels/collectives/test_collectives.py",
     # These are parts of kernels, tested by running a kernel.
+    "pallas_kernels/matmul/register_tiles.py": "tests/kernels/matmul/test_grouped_matmul.py",
+    "pallas_kernels/matmul/tensor_cores.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/tiles.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
     "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",

@@ -19,8 +19,8 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-# The name that PTX, NVIDIA's virtual assembly, has for the float8 type of each supported format.
-_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: "e4m3"}
+# Maps each supported format to the name of its float8 type in PTX.
+_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: float8.PTX_TYPES[jnp.dtype(FLOAT8_ROWS.dtype)]}
 # Each thread of a warp holds this many of the 128 values of a block, which share a scale.
 _VALUES = BLOCK // WARP
 # A warp quantizes this many blocks of 128 values at a time, so that their loads overlap.

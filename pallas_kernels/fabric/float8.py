@@ -15,6 +15,9 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import Float8
 
+# Maps a float8 dtype to its name in PTX.
+PTX_TYPES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
+
 # The bits of the float32 infinity. As integers, the bits of a positive NaN are larger, and those of
 # a finite positive number are smaller.
 INFINITY = 0x7F800000

@@ -3,8 +3,8 @@
 Pallas expresses most of a kernel. The rest is emitted as MLIR, by Python functions that `inline`
 runs while the kernel is lowered. Such a function emits the code of one thread of a warpgroup. It
 uses Python interfaces that JAX does not keep stable: MLIR's dialects, the registers of Mosaic's
-arrays, thread numbers, and PTX. The functions of this module whose docstring starts with "Emits"
-may only be called within a function that `inline` runs.
+arrays, thread numbers, and PTX. Functions of this module that take or return an MLIR value (`Value`)
+or an array in registers (`Array`) may only be called within a function that `inline` runs.
 
 If the installed JAX lacks one of the required names, this module and the kernels can still be
 imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or
@@ -17,7 +17,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES, WARP
@@ -356,6 +353,11 @@ def struct_type(members: Sequence[Any]) -> Any:
     return ir.Type.parse(f"!llvm.struct<({', '.join(map(str, members))})>")
 
 
+def width_of(memref: Value) -> int:
+    """Returns the number of columns of a memref of a 2D array."""
+    return ir.MemRefType(memref.type).shape[1]
+
+
 def bytes_of(element: Any) -> int:
     """Returns the number of bytes of an element of an MLIR type."""
     return mgpu.utils.bitwidth(element) // 8
@@ -386,6 +388,14 @@ def equal(a: Value, b: Value) -> Value:
 def below(a: Value, b: Value) -> Value:
     """Emits the comparison a < b of unsigned integers, an i1."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def within(number: Value, begin: Value, end: Value) -> Value:
+    """Emits begin <= number < end for signed integers, as i1."""
+    return arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sge, number, begin),
+        arith.cmpi(arith.CmpIPredicate.slt, number, end),
+    )
 
 
 # ------------------------------------------------------------------------- threads and instructions
@@ -529,6 +539,11 @@ def element_pointer(base: Value, index: Value, element: Any) -> Value:
     return mgpu.utils.getelementptr(base, [index], element)
 
 
+def pointer_at(memref: Value, index: Value) -> Value:
+    """Returns a pointer to element `index` of a memref, counted in row-major order."""
+    return element_pointer(pointer(memref), index, element_of(memref))
+
+
 def shared_pointer(address: Value) -> Value:
     """Emits the pointer to an address in shared memory, an i32 that `address` returned."""
     return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
@@ -541,8 +556,7 @@ def address(memref: Value, bits: int = 64) -> Value:
 
 def element_at(memref: Value, index: Value) -> Value:
     """Emits a load of element `index` of a 1D memref; the index may differ between threads."""
-    element = element_of(memref)
-    return llvm.load(element, element_pointer(pointer(memref), index, element))
+    return llvm.load(element_of(memref), pointer_at(memref, index))
 
 
 # ---------------------------------------------------------------------------------------- registers
@@ -565,6 +579,16 @@ def registers(array: Array) -> list[Value]:
     layout `plgpu.Layout.WGMMA`, and `tensor_core_rows` for `plgpu.Layout.WGMMA.reduce(1)`.
     """
     return list(array.registers.flat)
+
+
+def placed_registers(array: Array) -> Iterator[tuple[Value, list[Value]]]:
+    """Yields each of a thread's registers of an array with the indices (i32) of its first element.
+
+    A register is a vector of neighbouring elements of a row.
+    """
+    places = array.layout.thread_idxs(array.shape)
+    for index, place in zip(np.ndindex(array.registers.shape), places, strict=True):
+        yield array.registers[index], [arith.index_cast(integer_type(32), i) for i in place]
 
 
 def array_of(
@@ -744,592 +768,3 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
         context.to_remote = to_remote
 
     plgpu.inline_mgpu(arg_types=(REFERENCE,))(run)(table)
-
-
-# ---------------------------------------------------------------------------- stores from registers
-
-
-def store_rows(
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    left: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    layout: Any,
-) -> None:
-    """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
-
-    No other row is written. Each thread stores its elements directly, without a detour through
-    shared memory.
-
-    Args:
-      out: a reference to the 2D output.
-      values: [rows, columns] in registers.
-      top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
-        multiple of the size of a thread's vectors.
-      begin: the first row of `values` to store.
-      end: the row after the last one to store.
-      layout: the register layout of `values`. In it, each vector that a thread holds consists of
-        neighbouring elements of a row.
-    """
-
-    def emit(out: Value, values: Array, *scalars: Array) -> None:
-        top, left, begin, end = (scalar(number) for number in scalars)
-        kind = ir.MemRefType(out.type)
-        i32 = integer_type(32)
-        width = i64(kind.shape[1])
-
-        def wide(number: Value) -> Value:
-            return arith.extui(integer_type(64), number)
-
-        for index, place in zip(
-            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
-        ):
-            row, column = (arith.index_cast(i32, number) for number in place)
-            inside = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, begin),
-                arith.cmpi(arith.CmpIPredicate.slt, row, end),
-            )
-            first = arith.muli(wide(arith.addi(top, row)), width)
-            offset = arith.addi(first, wide(arith.addi(left, column)))
-            register = values.registers[index]
-            count = vector_length_of(register) // 2
-            words = vector.bitcast(vector_type(count, i32), register)
-            places = ", ".join(f"${i + 2}" for i in range(count))
-            asm(
-                "{ .reg .pred p; setp.ne.b32 p, $1, 0; "
-                f"@p st.global{'' if count == 1 else f'.v{count}'}.b32 [$0], {{{places}}}; }}",
-                "l" + ",r" * (1 + count),
-                llvm.ptrtoint(
-                    integer_type(64), element_pointer(pointer(out), offset, kind.element_type)
-                ),
-                arith.extui(i32, inside),
-                *(vector.extract(words, [], [i]) for i in range(count)),
-            )
-
-    numbers = [top, left, begin, end]
-    layouts = [REFERENCE, layout, *[SCALAR] * len(numbers)]
-    inline(emit, [out, values, *numbers], layouts)
-
-
-# Maps a float8 dtype to its name in PTX.
-_FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
-
-
-def store_rows_through(
-    room: Any,
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    left: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    *,
-    interpreted: bool,
-) -> None:
-    """Stores rows [begin, end) of an array from registers to global memory, through shared memory.
-
-    No other row is written. In registers, each thread has pieces of several rows. Each warp puts
-    its 16 rows into shared memory, and reads them such that 8 threads store 128 bytes of a row. The
-    warps need not wait for each other. All threads of a warp must reach the call, even if `begin`
-    and `end` exclude some of the warp's rows.
-
-    Args:
-      room: a reference to [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
-      out: a reference to the 2D output in global memory.
-      values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if
-        `out` is float8.
-      top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. The address of every stored row,
-        out[top + i, left], must be a multiple of 16; so must the bytes of a row of `out`.
-      begin: the first row of `values` to store.
-      end: the row after the last one to store.
-      interpreted: whether Pallas' GPU interpreter runs the kernel.
-    """
-    num_rows, columns = values.shape
-    size = jnp.dtype(out.dtype).itemsize
-    assert num_rows == 64 and columns * size == 128, (values.shape, out.dtype)
-    if interpreted:
-        room[...] = values.astype(room.dtype)
-        whole = (begin <= 0) & (end >= num_rows)
-
-        @pl.when(whole)
-        def _():
-            out[pl.ds(top, num_rows), pl.ds(left, columns)] = room[...]
-
-        def one_row(row, _):
-            @pl.when((row >= begin) & (row < end))
-            def _():
-                out[top + row, pl.ds(left, columns)] = room[row]
-
-        pl.when(~whole)(lambda: lax.fori_loop(0, num_rows, one_row, None))
-        return
-    out_dtype = out.dtype
-
-    def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
-        top, left, begin, end = (scalar(number) for number in scalars)
-        byte, word, wide = (integer_type(bits) for bits in (8, 32, 64))
-        line = vector_type(4, word)
-
-        def in_room(row: Value, column: Value) -> Value:
-            # The row's units of 16 bytes are swizzled, so that the threads of a warp access
-            # different banks of shared memory.
-            unit = arith.xori(arith.shrui(column, i32(4)), arith.andi(row, i32(7)))
-            offset = arith.ori(arith.shli(unit, i32(4)), arith.andi(column, i32(15)))
-            offset = arith.addi(arith.muli(row, i32(128)), offset)
-            return element_pointer(pointer(room), offset, byte)
-
-        for index, place in zip(
-            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
-        ):
-            row, column = (arith.index_cast(word, number) for number in place)
-            pair = values.registers[index]
-            if size == 1:
-                numbers = [vector.extract(pair, [], [i]) for i in range(2)]
-                text = f"cvt.rn.satfinite.{_FLOAT8[jnp.dtype(out_dtype)]}x2.f32 $0, $2, $1;"
-                pair = asm(text, "=h,f,f", *numbers, returns=integer_type(16))
-            at = in_room(row, arith.muli(column, i32(size)))
-            llvm.store(pair, at, alignment=2 * size)
-        asm("bar.warp.sync 0xffffffff;", "~{memory}")
-
-        # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
-        # loaded before the first is stored, and no branch is in between, so that a warp waits once.
-        number = lane()
-        first = arith.shli(arith.shrui(number, i32(5)), i32(4))
-        first = arith.addi(first, arith.andi(arith.shrui(number, i32(3)), i32(3)))
-        column = arith.shli(arith.andi(number, i32(7)), i32(4))
-        stride = ir.MemRefType(out.type).shape[1] * size
-        offset = arith.muli(arith.extui(wide, arith.addi(top, first)), i64(stride))
-        left_bytes = arith.addi(arith.muli(left, i32(size)), column)
-        start = arith.addi(offset, arith.extui(wide, left_bytes))
-        start = llvm.ptrtoint(wide, element_pointer(pointer(out), start, byte))
-        rows = [arith.addi(first, i32(i)) for i in range(0, 16, 4)]
-        lines = [llvm.load(line, in_room(row, column), alignment=16) for row in rows]
-        for i, (row, loaded) in enumerate(zip(rows, lines, strict=True)):
-            inside = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, begin),
-                arith.cmpi(arith.CmpIPredicate.slt, row, end),
-            )
-            asm(
-                "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
-                " @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
-                "l,r,r,r,r,r",
-                arith.addi(start, i64(4 * i * stride)),
-                arith.extui(word, inside),
-                *(vector.extract(loaded, [], [j]) for j in range(4)),
-            )
-        asm("bar.warp.sync 0xffffffff;", "~{memory}")
-
-    numbers = [top, left, begin, end]
-    layouts = [REFERENCE, REFERENCE, plgpu.Layout.WGMMA, *[SCALAR] * len(numbers)]
-    inline(emit, [room, out, values, *numbers], layouts)
-
-
-def store_column(
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    column: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    *,
-    to_row: bool = False,
-    interpreted: bool,
-) -> None:
-    """Stores elements [begin, end) of a float32 vector in registers to a column of an array.
-
-    For begin <= i < end, values[i] is stored to out[top + i, column]. Nothing else is written.
-
-    Args:
-      out: a reference to the 2D float32 output.
-      values: [rows] float32 in registers, in the layout of a row reduction of WGMMA accumulators,
-        `plgpu.Layout.WGMMA.reduce(1)`.
-      top: the row of `out` for element 0 of `values`.
-      column: the column of `out`.
-      begin: the first element to store.
-      end: the element after the last one to store.
-      to_row: whether `out` is the transpose of such an array, so that the elements are stored to
-        row `column`, from column `top` on.
-      interpreted: whether Pallas' GPU interpreter runs the kernel.
-    """
-    if interpreted:
-
-        def store(i: Any, _: Any) -> None:
-            @pl.when((i >= begin) & (i < end))
-            def _() -> None:
-                out[(column, top + i) if to_row else (top + i, column)] = values[i]
-
-        jax.lax.fori_loop(0, values.shape[0], store, None)
-        return
-
-    def emit(out: Value, values: Array, *scalars: Array) -> None:
-        top, column, begin, end = (scalar(number) for number in scalars)
-        kind = ir.MemRefType(out.type)
-        # Each element is held by four neighbouring threads. The first of them stores it.
-        is_first = equal(arith.andi(lane(), i32(3)), i32(0))
-        for index, place in zip(
-            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
-        ):
-            row = arith.index_cast(integer_type(32), place[0])
-            inside = arith.andi(
-                is_first,
-                arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.sge, row, begin),
-                    arith.cmpi(arith.CmpIPredicate.slt, row, end),
-                ),
-            )
-            first, second = arith.addi(top, row), column
-            if to_row:
-                first, second = second, first
-            offset = arith.addi(arith.muli(first, i32(kind.shape[1])), second)
-            with when(inside):
-                llvm.store(
-                    vector.extract(values.registers[index], [], [0]),
-                    element_pointer(pointer(out), offset, kind.element_type),
-                )
-
-    numbers = [top, column, begin, end]
-    layouts = [REFERENCE, plgpu.Layout.WGMMA.reduce(1), *[SCALAR] * len(numbers)]
-    inline(emit, [out, values, *numbers], layouts)
-
-
-def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
-    """Loads floats from global memory, a number for each row of an array of the tensor cores.
-
-    Args:
-      ref: [N], a reference to global memory that the kernel does not write.
-      first: the index of the first number.
-      count: the number of numbers, a multiple of 64.
-      last: the largest index; numbers past it are those at this index.
-
-    Returns:
-      [count] float32, in the layout `plgpu.Layout.WGMMA.reduce(1)`.
-    """
-
-    def emit(ref: Value, first: Array) -> Array:
-        kind, own, values = element_of(ref), tensor_core_row(), []
-        for tile in range(0, count, 64):
-            for half in (0, 8):
-                index = arith.addi(arith.addi(scalar(first), own), i32(tile + half))
-                place = element_pointer(pointer(ref), arith.minui(index, i32(last)), kind)
-                value = llvm.load(kind, place)
-                is_wide = kind == float_type()
-                values.append(value if is_wide else arith.extf(float_type(), value))
-        return tensor_core_rows(values, count, float_type())
-
-    result = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
-    return inline(emit, [ref, first], [REFERENCE, SCALAR], result)
-
-
-def store_transposed(ref: Any, values: jax.Array) -> None:
-    """Stores the transpose of an array [columns, rows] in registers to shared memory.
-
-    The array has 16-bit floats, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators.
-    `ref` is [rows, columns], with a 128-byte swizzle.
-    """
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-def zero_rows_outside(
-    ref: Any, begin: jax.Array, end: jax.Array, transforms: Sequence[Any]
-) -> None:
-    """Zeroes all rows of a tile in shared memory but the rows [begin, end).
-
-    `ref` is the tile, [rows, columns] of 16-bit floats. `transforms` are its Mosaic transforms: it
-    is stored as blocks of 8 rows of 128 bytes, with a 128-byte swizzle. The swizzle only permutes
-    pieces of 16 bytes within a row of a block. The function zeroes whole rows, so it can ignore the
-    swizzle.
-    """
-    rows, columns = ref.shape
-    # A block is 8 rows by 64 columns (128 bytes). Each 8 rows of `ref` are stored as `blocks`
-    # blocks, from left to right. A row of `ref` is cut into pieces of 16 bytes: 8 in each of these
-    # blocks, `pieces` in total.
-    blocks = columns // 64
-    pieces = 8 * blocks
-    begin = jnp.clip(begin, 0, rows)
-    end = jnp.clip(end, begin, rows)
-
-    def emit(ref: Value, first: Array, *scalars: Array) -> None:
-        begin, end, count = (scalar(number) for number in scalars)
-        index = arith.addi(scalar(first), lane())
-        row = arith.divui(index, i32(pieces))
-        piece = arith.remui(index, i32(pieces))
-        before = below(row, begin)
-        row = arith.select(before, row, arith.addi(row, arith.subi(end, begin)))
-        block = arith.addi(
-            arith.muli(arith.divui(row, i32(8)), i32(blocks)), arith.divui(piece, i32(8))
-        )
-        offset = arith.addi(
-            arith.muli(block, i32(1024)),
-            arith.addi(
-                arith.muli(arith.remui(row, i32(8)), i32(128)),
-                arith.muli(arith.remui(piece, i32(8)), i32(16)),
-            ),
-        )
-        asm(
-            "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {$2, $2, $2, $2}; }",
-            "r,r,r",
-            arith.addi(address(ref, 32), offset),
-            arith.extui(integer_type(32), below(index, count)),
-            i32(0),
-        )
-
-    count = (rows - (end - begin)) * pieces
-
-    def step(i: jax.Array, _: None) -> None:
-        numbers = [i * LANES, begin, end, count]
-        layouts = [plgpu.RefType(tuple(transforms)), *[SCALAR] * len(numbers)]
-        inline(emit, [ref, *numbers], layouts)
-
-    lax.fori_loop(0, lax.div(count + (LANES - 1), jnp.int32(LANES)), step, None)
-
-
-def write_registers(room: Any, values: jax.Array) -> None:
-    """Writes each thread's registers of an array to shared memory, for `read_registers`.
-
-    Waits until all threads of the warpgroup have done so.
-
-    The array is [64, columns] of 16-bit floats in the layout `plgpu.Layout.WGMMA`. `room` is a
-    reference to shared memory of the same shape and dtype, in which elements get another order.
-    """
-
-    def emit(room: Value, values: Array) -> None:
-        word = integer_type(32)
-        words = [
-            vector.extract(vector.bitcast(vector_type(1, word), pair), [], [0])
-            for pair in registers(values)
-        ]
-        for first, count, place in _own_words(room, len(words)):
-            several = vector.from_elements(vector_type(count, word), words[first : first + count])
-            llvm.store(several, place, alignment=4 * count)
-        asm("", "~{memory}")
-        barrier()
-
-    inline(emit, [room, values], [REFERENCE, plgpu.Layout.WGMMA])
-
-
-def read_registers(room: Any) -> jax.Array:
-    """Returns the array that another warpgroup has written to `room` by `write_registers`.
-
-    Waits until all threads of the warpgroup have read it. A thread reads the places to which it
-    would write, so the warpgroup may then write to `room`.
-    """
-    shape, dtype = room.shape, jnp.dtype(room.dtype)
-
-    def emit(room: Value) -> Array:
-        word, kind = integer_type(32), element_of(room)
-        words: list[Value] = []
-        asm("", "~{memory}")
-        for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * LANES)):
-            several = llvm.load(vector_type(count, word), place, alignment=4 * count)
-            words += [vector.extract(several, [], [i]) for i in range(count)]
-        # The words must have arrived before the barrier.
-        words = opaque(words)
-        barrier()
-        of_two, one = vector_type(2, kind), vector_type(1, word)
-        pairs = [vector.bitcast(of_two, vector.from_elements(one, [each])) for each in words]
-        return tensor_core_array(pairs, shape, kind)
-
-    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
-    return inline(emit, [room], [REFERENCE], result)
-
-
-def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
-    """Emits pointers to a thread's `num_words` words in shared memory, for up to 4 words each.
-
-    Neighbouring threads have neighbouring places, so that a warp accesses all banks.
-
-    Yields:
-      (first, count, pointer): `pointer` is the place of the words `first` to `first` + `count` - 1.
-    """
-    count = math.gcd(num_words, 4)
-    for first in range(0, num_words, count):
-        own = arith.addi(arith.muli(lane(), i32(count)), i32(first * LANES))
-        yield first, count, element_pointer(pointer(room), own, integer_type(32))
-
-
-# ----------------------------------------------------------------------------------- tensor cores
-
-
-def add_warp_product(
-    left: Sequence[Value], right: Sequence[Value], sums: Sequence[Value], dtype: Any
-) -> list[Value]:
-    """Multiplies 16 rows by 8 columns, 16 numbers each, and adds the products to sums.
-
-    All threads of a warp execute the instruction, which is complete when it returns. A thread's
-    places are in PTX ISA, "Matrix fragments for mma.m16n8k16".
-
-    Args:
-      left: a thread's four words of the rows, with two numbers in each.
-      right: a thread's two words of the columns, with two numbers in each.
-      sums: a thread's four sums, float32.
-      dtype: the dtype of the numbers, bfloat16 or float16.
-    """
-    f32, kind = float_type(), {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
-    of_dtype = kind[jnp.dtype(dtype)]
-    found = llvm.inline_asm(
-        struct_type([f32] * 4),
-        [*left, *right, *sums],
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{of_dtype}.{of_dtype}.f32 {{$0, $1, $2, $3}}, "
-        "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
-    )
-    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-
-
-def add_float8_products(
-    totals: Sequence[jax.Array],
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
-    first: Any,
-    count: Any,
-    row_scales: jax.Array | None,
-    block_scales: Sequence[Any],
-    *,
-    interpreted: bool,
-) -> tuple[jax.Array, ...]:
-    """Multiplies 64 rows of a float8 tile by other tiles, and adds the scaled products to totals.
-
-    A *block* is the transpose of 128 rows of `right`. The rows are multiplied by one block after
-    the other. The tensor cores compute a product, this function waits until it is complete, and
-    each thread then multiplies its elements of the product by their scales and adds them.
-
-    All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
-    products as values, ptxas would assign registers of its own to each, and spill the totals.
-
-    Args:
-      totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
-      left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
-      right: [stages, 128 * blocks, 128] float8 in shared memory, swizzled like `left`.
-      stage: the index of the stage to multiply.
-      row: the first of the 64 rows of left[stage], a multiple of 8.
-      first: the index of the first block of right[stage] to multiply.
-      count: the number of blocks to multiply, from 1 to the number of `totals`.
-      row_scales: [64] float32, the scales of the rows, in the layout
-        `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each of the totals, the scale of the block that is multiplied for it.
-      interpreted: whether Pallas' GPU interpreter runs the kernel.
-
-    Returns:
-      The new totals. totals[i] grew by left[stage, row : row + 64] @ block[first + i] times the
-      scales of rows and block, if i < count.
-    """
-    columns = 128
-    if interpreted:
-        rows = left[stage, pl.ds(row, 64)].astype(jnp.float32)
-        of_rows = 1.0 if row_scales is None else row_scales[:, None]
-        sums = []
-        for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
-            block = jnp.minimum(first + i, right.shape[1] // columns - 1)
-            matrix = right[stage, pl.ds(block * columns, columns)].astype(jnp.float32)
-            product = jnp.dot(rows, matrix.T)
-            sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
-        return tuple(sums)
-
-    kinds = [_FLOAT8[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    # The numbers of registers in which a thread holds one product, and all totals.
-    per_product, num = 64 * columns // LANES, len(totals)
-    num_totals = num * per_product
-
-    def emit(left_ref: Value, right_ref: Value, *arrays: Array) -> list[Array]:
-        offsets, count, arrays = arrays[:2], scalar(arrays[2]), arrays[3:]
-        sums, of_blocks = arrays[:num], [scalar(scale) for scale in arrays[num : 2 * num]]
-        wide = integer_type(64)
-        # A thread holds elements of two rows.
-        of_rows = [None, None]
-        if row_scales is not None:
-            of_rows = [vector.extract(each, [], [0]) for each in registers(arrays[2 * num])]
-
-        def descriptor(ref: Value, offset: Array) -> Value:
-            place = arith.addi(arith.trunci(integer_type(32), address(ref)), scalar(offset))
-            start = arith.shrui(arith.andi(place, i32(0x3FFFF)), i32(4))
-            # The descriptor by which PTX's instruction wgmma finds an operand in shared memory. It
-            # says that tiles of 8 rows are 1024 bytes apart, with a 128-byte swizzle.
-            return arith.ori(arith.extui(wide, start), i64(1 << 62 | 64 << 32 | 1 << 16))
-
-        factors = [
-            scale if of_row is None else arith.mulf(of_row, scale)
-            for scale in of_blocks
-            for of_row in of_rows
-        ]
-        operands = [descriptor(left_ref, offsets[0]), descriptor(right_ref, offsets[1])]
-        operands += [count, *factors]
-        # In the text, $0, $1 and so on are the new totals, then the old ones, then the operands.
-        of_operand = [f"${2 * num_totals + i}" for i in range(len(operands))]
-        names = "{" + ",".join(f"c{i}" for i in range(per_product)) + "}"
-        text = [
-            "{",
-            f".reg .f32 c<{per_product}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
-            "setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;",
-        ]
-        for block in range(num):
-            if block:
-                text.append(f"setp.le.s32 past, {of_operand[2]}, {block}; @past bra.uni done;")
-            text.append(f"mov.b64 a, {of_operand[0]};")
-            # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
-            text.append(f"add.s64 b, {of_operand[1]}, {block * columns * 128 // 16};")
-            text.append("wgmma.fence.sync.aligned;")
-            # An element of the product is a sum over 128 columns. An instruction sums over 32 of
-            # them, so 4 instructions are needed. The first one adds to nothing.
-            for i in range(4):
-                text.append(
-                    f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.{kinds[0]}.{kinds[1]} "
-                    f"{names}, a, b, {'more' if i else 'nothing'}, 1, 1;"
-                )
-                if i < 3:
-                    text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
-            text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
-            for i in range(per_product):
-                total = f"${block * per_product + i}"
-                # Of four neighbouring numbers, two belong to each of the thread's two rows.
-                factor = of_operand[3 + 2 * block + i // 2 % 2]
-                text.append(f"fma.rn.f32 {total}, c{i}, {factor}, {total};")
-        text.append("done: }")
-        inputs = [
-            vector.extract(register, [], [i])
-            for total in sums
-            for register in registers(total)
-            for i in range(2)
-        ]
-        constraints = (
-            *["=f"] * num_totals,
-            *map(str, range(num_totals)),
-            *["l", "l", "r"],
-            *["f"] * len(factors),
-        )
-        added = llvm.inline_asm(
-            struct_type([float_type()] * num_totals),
-            [*inputs, *operands],
-            " ".join(text),
-            ",".join(constraints),
-            asm_dialect=0,
-            has_side_effects=True,
-        )
-        values = [llvm.extractvalue(float_type(), added, [i]) for i in range(num_totals)]
-        pairs = [
-            vector.from_elements(vector_type(2, float_type()), values[i : i + 2])
-            for i in range(0, num_totals, 2)
-        ]
-        num_pairs = per_product // 2
-        return [
-            tensor_core_array(pairs[i : i + num_pairs], (64, columns), float_type())
-            for i in range(0, num * num_pairs, num_pairs)
-        ]
-
-    offsets = [
-        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
-        for ref, begin in ((left, row), (right, first * columns))
-    ]
-    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    layout = plgpu.Layout.WGMMA
-    operands = [left, right, *offsets, jnp.int32(count), *totals, *block_scales]
-    layouts = [tile, tile, *[SCALAR] * 3, *[layout] * num, *[SCALAR] * num]
-    if row_scales is not None:
-        operands.append(row_scales)
-        layouts.append(layout.reduce(1))
-    result = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=layout)
-    return tuple(inline(emit, operands, layouts, [result] * num))

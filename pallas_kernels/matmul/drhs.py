@@ -46,8 +46,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -364,7 +364,7 @@ class _Loader:
             inside = (row >= rows.begin) & (row < rows.end)
             operand[...] = jnp.where(inside, operand[...], 0)
         else:
-            mosaic.zero_rows_outside(operand, *rows, swizzled(operand.dtype))
+            register_tiles.zero_rows_outside(operand, *rows, swizzled(operand.dtype))
 
 
 class _Held(NamedTuple):

@@ -43,6 +43,7 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.mosaic import Value, arith, vector
 from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul import register_tiles, tensor_cores
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
@@ -385,8 +386,8 @@ class Float8Kernel(Kernel):
         return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
 
     def store(self, *args: Any) -> None:
-        """Calls `mosaic.store_rows_through`."""
-        mosaic.store_rows_through(*args, interpreted=self.interpreted)
+        """Calls `register_tiles.store_rows_through`."""
+        register_tiles.store_rows_through(*args, interpreted=self.interpreted)
 
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
         """Copies the operands of an output tile into the ring, step by step.
@@ -505,7 +506,7 @@ class Float8Kernel(Kernel):
                 scratch["block_scales"][stage, jnp.minimum(first_half + half, HALVES - 1)]
                 for half in range(HALVES)
             ]
-            totals = mosaic.add_float8_products(
+            totals = tensor_cores.add_float8_products(
                 totals,
                 scratch["left"],
                 scratch["right"],
@@ -588,7 +589,7 @@ class _Product(Float8Kernel):
 
         `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
         dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
-        of `mosaic.store_rows_through`.
+        of `register_tiles.store_rows_through`.
         """
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
@@ -653,7 +654,7 @@ class _GatedProduct(Float8Kernel):
             def store(rows, index):
                 values, scales = _quantize(rows, interpreted=self.interpreted)
                 self.store(room, outs[2 * index], values, top, left_edge, begin - top, end - top)
-                mosaic.store_column(
+                register_tiles.store_column(
                     outs[2 * index + 1],
                     scales,
                     top,

@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
@@ -192,7 +192,7 @@ class Passed:
 
     Attributes:
       product: [64, rows] of the outputs' dtype: some rows of a tile of a product, transposed. On a
-        GPU, its elements have the order of `mosaic.write_registers`.
+        GPU, its elements have the order of `register_tiles.write_registers`.
       full: the barrier at which warpgroup 1 arrives when it has written rows of its product.
       answered: the barrier at which warpgroup 0 arrives when it has read these rows and, if it
         passes rows of its product, too, has written them in their place.
@@ -301,11 +301,11 @@ class _OneProduct(Computer):
         if self.kernel.interpreted:
             self.passed.product[...] = product
         else:
-            mosaic.write_registers(self.passed.product, product)
+            register_tiles.write_registers(self.passed.product, product)
 
     def _loaded(self) -> jax.Array:
         room = self.passed.product
-        return room[...] if self.kernel.interpreted else mosaic.read_registers(room)
+        return room[...] if self.kernel.interpreted else register_tiles.read_registers(room)
 
     def _staged_columns(self, stage: jax.Array) -> list[Any]:
         matrix = self.ring.right.at[stage, self.number]

@@ -40,10 +40,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
-from pallas_kernels.matmul import warp_products
+from pallas_kernels.matmul import register_tiles, warp_products
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.decoder import (
     COLUMN_BYTES,
@@ -606,7 +605,8 @@ class Computer:
             own = pl.ds(jnp.minimum(left_edge, width - part), part)
             return [each[group, own].astype(jnp.float32) for each in self.biases]
         return [
-            mosaic.load_column(each.at[group], left_edge, part, width - 1) for each in self.biases
+            register_tiles.load_column(each.at[group], left_edge, part, width - 1)
+            for each in self.biases
         ]
 
     def _compute_tile(

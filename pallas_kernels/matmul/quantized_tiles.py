@@ -26,7 +26,7 @@ from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK
 
-PTX_TYPE = "e4m3"
+PTX_TYPE = float8.PTX_TYPES[jnp.dtype(jnp.float8_e4m3fn)]
 # The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 ACROSS = 4
 _DOWN = WARP // ACROSS

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -180,7 +180,7 @@ class Store:
         if self.interpreted:
             buffer[...] = values.T
         else:
-            mosaic.store_transposed(buffer, values)
+            register_tiles.store_transposed(buffer, values)
 
     def _copy(
         self,
@@ -234,7 +234,9 @@ class Store:
         def eight_rows(i: jax.Array, _: None) -> None:
             row = i * ROW_ALIGNMENT
             values = plgpu.load(buffer.at[pl.ds(row, ROW_ALIGNMENT)], layout=EIGHT_ROWS)
-            mosaic.store_rows(out, values, top + row, left_edge, begin - row, end - row, EIGHT_ROWS)
+            register_tiles.store_rows(
+                out, values, top + row, left_edge, begin - row, end - row, EIGHT_ROWS
+            )
 
         stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
         lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)

@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.decoder import (
     APART,
     NUMBER_BYTES,
@@ -251,7 +252,7 @@ def _added(
     sums = [mosaic.f32(0.0)] * 4
     for i in range(0, _COLUMN_BYTES, 2):
         four = [pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]]
-        sums = mosaic.add_warp_product(four, rows[i : i + 2], sums, jnp.bfloat16)
+        sums = tensor_cores.add_warp_product(four, rows[i : i + 2], sums, jnp.bfloat16)
     return [
         llvm.intr_fma(each, scales[i // 2], total)
         for i, (each, total) in enumerate(zip(sums, totals, strict=True))

@@ -48,6 +48,7 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, bitcast
+from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.packed import BFLOAT16
@@ -668,7 +669,7 @@ class _Operand:
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
             four = [left[i], right[i], left[i + 1], right[i + 1]]
-            sums = mosaic.add_warp_product(four, rows[i : i + 2], sums, jnp.float16)
+            sums = tensor_cores.add_warp_product(four, rows[i : i + 2], sums, jnp.float16)
         for row, of_row in enumerate(scales_of_rows):
             if not self.job.is_float8:
                 of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
