@@ -253,8 +253,10 @@ class MoE(nn.Module, _Fields):
                 return given
             # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
             # parameter may hold only this rank's experts and columns, so its own sizes are used.
+            # The layer itself checks the number of experts.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
-            split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
+            is_of_rank = bool(jax.sharding.get_abstract_mesh().manual_axes)
+            split = {"exp", "mlp"} if is_of_rank and self.tensor_axis is not None else {"exp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
         boxed: Any = _partitioned(init, name)

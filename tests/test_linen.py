@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,16 @@ def test_logical_rules_shard_experts_over_the_expert_axis():
     want, _ = dense(MoEParams(weights.pop("gate")["kernel"], **weights), make_x())
     assert_close(out, again)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [dict(mlp_dim=7), dict(num_shared_experts=S + 1)], ids=str)
+def test_parameters_of_other_sizes_are_refused_with_a_tensor_axis(changes):
+    """Only in the caller's shard_map may a parameter hold a part of the columns."""
+    variables = variables_of(make_params())
+    options = dict(num_shared_experts=S, tensor_axis="tensor")
+    layer(**options).apply(variables, make_x())
+    with pytest.raises(flax.errors.ScopeParamShapeError, match="expected to generate shape"):
+        layer(**options | changes).apply(variables, make_x())
 
 
 @pytest.mark.slow

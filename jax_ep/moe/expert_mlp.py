@@ -287,7 +287,7 @@ def backward(
         dexperts = Experts(None, None, None, sums=(*dwi, dwo))
     if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
-    groups = group_of_row(group_sizes, len(dtokens))
+    groups = group_of_row(group_sizes, dtokens.shape[0])
     for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
             dexperts = dexperts._replace(**{name: sum_by_group(rows, groups, bias)})  # type: ignore
@@ -398,7 +398,11 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
-    jaxpr, result = trace(function, [rows] * count)
+    try:
+        jaxpr, result = trace(function, [rows] * count)
+    except TypeError as error:
+        arrays = "an array" if count == 1 else f"{count} arrays"
+        raise TypeError(f"{name} failed for {arrays}: {error}") from error
     for constant in jaxpr.consts:
         if is_traced(constant):
             raise ValueError(

@@ -320,6 +320,12 @@ def _on_mesh(
         if call.mask is None:
             call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
         num_tokens = math.prod(shape[:-1])
+        if checks.is_symbolic(num_tokens):
+            raise ValueError(
+                "x must have a dimension that the ranks are known to divide where its dimensions "
+                f"are symbolic, since padding would be needed for {shape} on {parts} ranks. "
+                f"Export with a dimension such as {parts} * n."
+            )
         padding = -num_tokens % parts
 
         def flattened(array: jax.Array) -> jax.Array:

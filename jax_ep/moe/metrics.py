@@ -64,7 +64,7 @@ class MoEMetrics(NamedTuple):
           ranks' mean load; from 1 to N. Expert e is on rank e // (E / N), as in a layer without
           `num_slots`; with slots, `Placement.rank_load` of the counts gives the ranks' loads.
         - `entropy`: the entropy of the experts' loads, divided by its largest value, log(E); 0 if
-          one expert has all choices, 1 if all experts have equally many.
+          one expert has all choices, 1 if several experts have equally many each.
         - `idle_experts`: the number of experts that no token chose.
         - `drop_share`: the number of dropped choices, divided by the number of choices; from 0 to
           1.
@@ -97,7 +97,7 @@ class MoEMetrics(NamedTuple):
             by_rank = shares.reshape(*shares.shape[:-1], num_ranks, -1).sum(-1)
             found["busiest_rank"] = by_rank.max(-1) * num_ranks
         return found | {
-            "entropy": -(shares * log_shares).sum(-1) / max(float(np.log(num_experts)), 1e-9),
+            "entropy": abs((shares * log_shares).sum(-1)) / max(float(np.log(num_experts)), 1e-9),
             "idle_experts": (counts == 0).sum(-1).astype(dtype),
             "drop_share": dropped.sum(-1) / xp.maximum(total, 1),
         }
@@ -192,6 +192,11 @@ def _balance(
     if convention != "deepseek_v3":
         loss = losses.pooled_load_balance_loss(sums, convention=convention, expert_factors=factors)
         return loss, sums
+    if checks.is_symbolic(sequences.number):
+        raise ValueError(
+            'balance_convention must not be "deepseek_v3" where the number of sequences, the '
+            f"product of all dimensions of x but the last two, is symbolic: {sequences.number}."
+        )
     loss = losses.load_balance_loss(
         probs,
         topk_idx,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import checks
-from jax_ep.runtime.jax_compat import register_for_export
+from jax_ep.runtime.jax_compat import is_traced, register_for_export
 
 Array = np.ndarray[Any, Any]
 
@@ -110,9 +110,19 @@ class Placement:
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:
-        """Returns the placement of one layer, whose arrays lack the axis of layers."""
+        """Returns the placement of one layer, whose arrays lack the axis of layers.
+
+        Raises:
+            IndexError: there is no such layer. A traced index is not checked.
+        """
         if np.ndim(self.expert_of_slot) != 2:
             raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
+        # An index of a JAX array would be clamped.
+        layers = np.shape(self.expert_of_slot)[0]
+        if not is_traced(layer) and not -layers <= layer < layers:
+            raise IndexError(
+                f"layer must be one of the {layers} of this Placement, but is {layer}."
+            )
         return jax.tree.map(lambda array: array[layer], self)
 
     def rank_load(self, load: Any) -> Array:

@@ -3,8 +3,9 @@
 Pallas expresses most of a kernel. The rest is emitted as MLIR, by Python functions that `inline`
 runs while the kernel is lowered. Such a function emits the code of one thread of a warpgroup. It
 uses Python interfaces that JAX does not keep stable: MLIR's dialects, the registers of Mosaic's
-arrays, thread numbers, and PTX. Functions of this module that take or return an MLIR value (`Value`)
-or an array in registers (`Array`) may only be called within a function that `inline` runs.
+arrays, thread numbers, and PTX. Functions of this module that take or return an MLIR value
+(`Value`) or an array in registers (`Array`) may only be called within a function that `inline`
+runs.
 
 If the installed JAX lacks one of the required names, this module and the kernels can still be
 imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or

@@ -482,6 +482,7 @@ def test_errors(name, shape, dtype, error, message):
         (dict(activation=lambda a: None), ValueError, "activation must be .* but returns None"),
         (dict(wi_1=None, activation=lambda a: a[:1]), ValueError, "activation must be elementwise"),
         (dict(gating=lambda a, b: a.T), ValueError, r"gating must be elementwise.*\(128, 8\)"),
+        (dict(gating=lambda a: a), TypeError, "gating failed for 2 arrays: .* takes 1 positional"),
     ],
 )
 def test_errors_of_units(options, error, message):

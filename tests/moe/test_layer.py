@@ -575,16 +575,44 @@ def test_the_number_of_tokens_may_be_symbolic(options, biased):
     np.testing.assert_allclose(exported.call(x), layer(x), atol=2e-6)
 
 
+def test_gradients_for_a_symbolic_number_of_tokens():
+    weights = {"gate": (H, E), **weight_shapes(E, H, F, use_mlp_bias=True)}
+    rng = np.random.default_rng(7)
+    params = MoEParams.of(**{
+        name: jnp.asarray(rng.normal(scale=0.3, size=shape), jnp.float32)
+        for name, shape in weights.items()
+    })  # fmt: skip
+    (batch,) = jax.export.symbolic_shape("b")
+    grad = jax.jit(jax.grad(lambda params, x: loss(params, x)[0]))
+    exported = jax.export.export(grad)(params, jax.ShapeDtypeStruct((batch, H), jnp.float32))
+    x = make_x(shape=(8,))
+    assert_close(exported.call(params, x), grad(params, x))
+
+
+def test_a_symbolic_number_of_tokens_that_ranks_may_not_divide_is_refused():
+    batch, quarter = jax.export.symbolic_shape("b, 4*q")
+    layer = jax.jit(lambda x: moe.moe_layer(make_params(), x, CONFIG)[0])
+    with jax.set_mesh(expert_mesh(4)):
+        with pytest.raises(ValueError, match=r"x must have a dimension .* divide .* as 4 \* n"):
+            jax.export.export(layer)(jax.ShapeDtypeStruct((batch, H), jnp.float32))
+        jax.export.export(layer)(jax.ShapeDtypeStruct((quarter, H), jnp.float32))
+
+
 @pytest.mark.parametrize(
     "name, value",
-    [("capacity_factor", 2.0), ("token_chunks", 2), ("matmul_implementation", "loop")],
+    [
+        ("capacity_factor", 2.0),
+        ("token_chunks", 2),
+        ("matmul_implementation", "loop"),
+        ("balance_convention", "deepseek_v3"),
+    ],
 )
 def test_what_needs_the_number_of_tokens_refuses_a_symbolic_one(name, value):
     config = config_with(**{name: value})
     (batch,) = jax.export.symbolic_shape("b")
     layer = jax.jit(lambda x: moe.moe_layer(make_params(), x, config)[0])
     with pytest.raises(ValueError, match=f"{name.removeprefix('matmul_')}.*symbolic"):
-        jax.export.export(layer)(jax.ShapeDtypeStruct((batch, H), jnp.float32))
+        jax.export.export(layer)(jax.ShapeDtypeStruct((batch, SEQUENCE, H), jnp.float32))
 
 
 def config_with(**changes) -> MoEConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
@@ -65,6 +66,18 @@ def test_placements_of_the_same_slots_are_equal():
     assert one == same and one == jax.device_put(same) and one[0] == same[0]
     other = Placement.of([[0, 1, 2, 2]], num_experts=3, num_ranks=2)
     assert one != other and one[0] != other[0] and one != "placement"
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_layer_that_a_placement_does_not_have_is_an_error(kind):
+    """JAX would clamp the index, and return the placement of another layer."""
+    placement = jax.tree.map(kind, Placement.of([[0, 1], [1, 0]], num_experts=2, num_ranks=2))
+    assert placement[-1].expert_of_slot.tolist() == [1, 0]
+    for layer in (2, -3):
+        with pytest.raises(IndexError, match=f"one of the 2 of this Placement, but is {layer}"):
+            placement[layer]
+    traced = jax.jit(lambda placement, layer: placement[layer].expert_of_slot)
+    assert traced(placement, 1).tolist() == [1, 0]
 
 
 def test_a_program_that_takes_a_placement_can_be_exported():
