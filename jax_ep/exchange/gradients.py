@@ -163,7 +163,6 @@ def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
     zeros, and returns the cotangent of the rows as the cotangent of the zeros. That cotangent is
     sent back to the ranks of the tokens as if the zeros were dispatched rows of x.
     """
-    assert config.capacity is not None
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
     return match_varying((zeros, x), ())[0]
 

@@ -1,11 +1,11 @@
 """Defines grouped matmuls, which multiply each row by the matrix of the row's group.
 
-The public function is `grouped_matmul`. There are four JAX primitives, so that one jaxpr can be
+The public function is `grouped_matmul`. There are five JAX primitives, so that one jaxpr can be
 lowered to the fastest backend of each platform: `grouped_matmul` (a product, or the sum of several
 products), `grouped_matmul_gated` (a gating function of two products), `grouped_matmul_drhs` (the
-gradients of matrices) and `grouped_matmul_add_drhs` (sums plus the gradients of matrices). The
-gradients of all four are computed by `grouped_matmul` and `grouped_matmul_drhs`, so gradients of
-any order work.
+gradients of matrices), `grouped_matmul_add_drhs` (sums plus the gradients of matrices) and
+`gate_gradient` (the gradient of a gating function). The gradients of matmuls are matmuls, and JAX
+differentiates the gating functions, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -411,8 +411,8 @@ def _select(
     return IMPLEMENTATIONS.select(implementation, problem)
 
 
-# This function and the next two are jitted, so that a program with many grouped matmuls of one
-# shape traces each kernel only once.
+# The functions `_compute_…` are jitted, so that a program with many grouped matmuls of one shape
+# traces each kernel only once.
 @functools.partial(
     jax.jit,
     static_argnames=("height", "implementation", "platform", "transpose_rhs", "zero_unused"),

@@ -156,8 +156,8 @@ def run_layer(
     argument `quantized_experts`.
 
     `axis_rules` are pairs of a logical axis and mesh axes, as in Flax. They say how parameters are
-    probably sharded where their types do not show it. They are used for warnings, and for FSDP
-    where `config.fsdp_axes` is None.
+    probably sharded where their types do not show it. They are used for warnings. Where
+    `config.fsdp_axes` is None, they also give the FSDP axes; else they must agree with it.
     """
     _check_types(params, config)
     check_config(config)
@@ -189,8 +189,8 @@ def run_layer(
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
     """Returns the configuration with the defaults of options that are None filled in.
 
-    `dtype` and `router_dtype` become dtypes. `implementation` becomes "xla" if there is no expert
-    axis.
+    `dtype` and `router_dtype` become dtypes. `implementation` becomes "xla" if it is None and there
+    is no expert axis.
     """
     dtype = config.dtype
     if dtype is None:
@@ -393,9 +393,9 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
 def quantize_by_rules(
     params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
 ) -> QuantizedExperts:
-    """Runs `quantize_experts`; finds the FSDP axes by `axis_rules` if `config.fsdp_axes` is None.
+    """Runs `quantize_experts` with Flax's axis rules, pairs of a logical axis and mesh axes.
 
-    `axis_rules` are pairs of a logical axis and mesh axes, as in Flax.
+    Where `config.fsdp_axes` is None, they give the FSDP axes; else they must agree with it.
     """
     _check_types(params, config)
     if config.matmul_dtype is None:

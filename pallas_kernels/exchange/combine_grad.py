@@ -129,6 +129,8 @@ def combine_grad(
         num_warpgroups=kernel.num_warpgroups,
         out_type=out_type if into is None else out_type[1:],
         scratch_types=dict(scratch=kernel.scratch()),
+        # Peers read operands 0 and 1, g and the weights, and write to dweights, which follows the 6
+        # operands and dy.
         shared=(0, 1, 7),
     )
     operands = (

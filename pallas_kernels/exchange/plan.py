@@ -513,8 +513,8 @@ def for_rank_dispatch(
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes per rank that `rank_dispatch.rank_dispatch` allocates, by buffer.
 
-    The one buffer, "routes", has for every source rank the local expert ids of its tokens' choices
-    and, if weights are sent, the routing weights.
+    The one buffer, "routes", has for every source rank the local expert ids of its tokens' choices.
+    Routing weights that are sent take as much again, which is not counted.
     """
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * entries}

@@ -117,8 +117,8 @@ class Fabric(Ranks, Protocol):
     def wait(self, kind: int, count: Any, what: str) -> None:
         """Waits until the signal of `kind` from every rank is `count` or more.
 
-        On each rank, the block with this block's index sends the signal. `what` names the wait in
-        the error message of a timeout.
+        On each rank, the block with this block's index sends the signal. If `count` is 0, nothing
+        is waited for. `what` names the wait in the error message of a timeout.
         """
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
@@ -138,8 +138,8 @@ class Fabric(Ranks, Protocol):
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends pairs of int32 to every rank: `count` pairs of `words`, from pair `first` on.
 
-        Pair i is (words[2 * i], words[2 * i + 1]), and has the number i at the receiver, too. Each
-        int32 must fit in 16 bits, since a pair is sent as one 32-bit number.
+        Pair i is (words[2 * i], words[2 * i + 1]), and has the number i at the receiver, too. A
+        pair is sent as one 32-bit number: an int32 that does not fit in 16 bits arrives as -1.
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:

@@ -150,9 +150,8 @@ LOWERED = [
 def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
     """Returns several sets of delays in nanoseconds, each of which puts the ranks out of step.
 
-    A set is [delay points][num_ranks]: how long each rank waits at each delay point of a kernel.
-    The delay points are, in this order, the kernel's entry, its last access to peers, and its exit.
-    A set may end early, with no delays at the remaining points.
+    A set is [delay points][num_ranks]: how long each rank waits at each delay point of a kernel;
+    see `Fabric.delay_point`. A set may end early, with no delays at the remaining points.
     """
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)
