@@ -47,8 +47,14 @@ class Traced:
     def run_as(self, *types: Any) -> None:
         """Traces the function for arguments of `types`, and stores the jaxpr for later calls.
 
-        The function must return one array.
+        The function must return one array. It is also traced for arguments that do not vary over
+        mesh axes (vma), which are those of a primitive while it is lowered.
         """
+        self._trace(types)
+        if any(map(jax_compat.varying_axes, types)):
+            self._trace([jax_compat.without_varying(kind) for kind in types])
+
+    def _trace(self, types: Sequence[Any]) -> None:
         jaxpr, _ = trace(self._function, types)
         if (run := jax_compat.function_of_jaxpr(jaxpr)) is not None:
             self._traces[_types_key(jaxpr.in_avals)] = lambda *arrays: run(*arrays)[0]

@@ -119,7 +119,7 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def _without_varying(kind: Any) -> Any:
+def without_varying(kind: Any) -> Any:
     """Returns the type of an array that varies over no mesh axis (vma), and is else like `kind`."""
     if not varying_axes(kind):
         return kind
@@ -244,7 +244,7 @@ class Program:
         """
         context, unchecked = self._context, contextlib.nullcontext()
         if _check_vma is not None:
-            kinds = [_without_varying(kind) for kind in self.operand_types]
+            kinds = [without_varying(kind) for kind in self.operand_types]
             context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
         token = _current.set(self)
         try:
