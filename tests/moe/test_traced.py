@@ -168,6 +168,24 @@ def test_what_a_bound_method_reads_is_read_again(place, wrap, scale):
         np.testing.assert_array_equal(got, 4 * want)
 
 
+@pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
+def test_a_function_is_not_called_while_a_program_is_lowered(place):
+    """A value that it reads may be another one by then."""
+    calls = []
+
+    def act(h):
+        calls.append(h)
+        return (
+            jnp.tanh(h) * 0.8125
+        )  # A factor of this test alone, so that no cache has the program.
+
+    traced = jax.jit(jax.grad(lambda x: place(act)(x).sum())).trace(make_x())
+    assert calls
+    calls.clear()
+    traced.lower()
+    assert not calls
+
+
 @pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
 @pytest.mark.parametrize("what", activations(Scale()))
 def test_whatever_a_function_reads_is_read_again(what, wrap, scale):
