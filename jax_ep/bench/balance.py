@@ -333,7 +333,7 @@ def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
         slots = chosen
         if placement is not None:
-            slots = moe.chosen(chosen, placement, (AXIS,))
+            slots = moe.slots_of_choices(chosen, placement, (AXIS,))
         return slots[None]
 
     spec = PartitionSpec(AXIS)

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 
 from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric.hardware import WORD_BYTES
 from pallas_kernels.formats import RowFormat
-
-# An int32 and a float32 have this many bytes.
-WORD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ class CallSizes:
         layout they also have the counts [N, E] int32.
         """
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
-        return WORD * (self.pairs * self.top_k + counts)
+        return WORD_BYTES * (self.pairs * self.top_k + counts)
 
     @property
     def padded_hidden(self) -> int:

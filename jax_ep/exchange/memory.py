@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.exchange import quantization, routes, selection, two_level, xla
-from jax_ep.exchange.call_sizes import WORD, CallSizes
+from jax_ep.exchange.call_sizes import CallSizes
 from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric.hardware import WORD_BYTES
 
 Operation = Literal[
     "dispatch",
@@ -125,7 +126,7 @@ def result_bytes(
         values = shape.capacity * shape.hidden
         return {"received tokens": values, "scales": shape.sent_rows(shape.capacity) - values}
     if operation == "combine_grad":
-        weights = 0 if shape.by_rank else WORD * shape.num_tokens * shape.top_k
+        weights = 0 if shape.by_rank else WORD_BYTES * shape.num_tokens * shape.top_k
         found = {"gradient of y": shape.rows(shape.capacity), "gradient of the weights": weights}
         return {name: size for name, size in found.items() if size}
     name, count = {

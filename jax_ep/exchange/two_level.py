@@ -39,13 +39,13 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.call_sizes import WORD, CallSizes
+from jax_ep.exchange.call_sizes import CallSizes
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.rows import Rows
 from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
-from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.fabric.hardware import LANES, WORD_BYTES, align_up
 from pallas_kernels.formats import PLAIN, RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -414,7 +414,7 @@ def workspace(
     # The rank-major kernels of a host take and return rows sorted by the source rank's number
     # within its host. XLA copies rows between this order and the order of all N source ranks.
     in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
-    weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
+    weights = 0 if sizes.by_rank else WORD_BYTES * num_hosts * rows_to_host * sizes.top_k
     held = {
         "weights of the rail": weights if operation in ("combine", "combine_grad") else 0,
         "rows inside a host": in_order,
@@ -442,7 +442,7 @@ def workspace(
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
     elif sizes.wire.quantized:
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
-        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
+        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
         held |= received
     name = operation if operation == "combine_grad" else "dispatch_like"
     parts = inside(name, kernels, of_host)
@@ -491,9 +491,9 @@ def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
     """Returns the buffers, name -> bytes, in which an expert-major dispatch computes its routes."""
     choices = sizes.num_tokens * sizes.top_k
     numbers = 2 * choices + sizes.num_experts
-    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD
+    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
     return {
         "choices of the rail": narrow * num_hosts * numbers,
-        "gathered choices": (narrow + WORD) * sizes.num_ranks * numbers,
-        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+        "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
+        "counting choices": WORD_BYTES * align_up(choices, LANES) * sizes.num_experts,
     }

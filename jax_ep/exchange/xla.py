@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import quantization
-from jax_ep.exchange.call_sizes import WORD, CallSizes
+from jax_ep.exchange.call_sizes import CallSizes
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import (
     RankRoutes,
@@ -28,7 +28,7 @@ from jax_ep.exchange.routes import (
     receive_rows,
     row_groups,
 )
-from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.fabric.hardware import LANES, WORD_BYTES, align_up
 
 
 def dispatch(
@@ -305,13 +305,13 @@ def _dispatch_workspace(sizes: CallSizes) -> dict[str, int]:
         return {
             "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
             "quantized rows": sizes.quantized_rows(sizes.num_tokens),
-            "gathered choices": sizes.gathered(WORD * sizes.pairs * sizes.top_k),
+            "gathered choices": sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k),
             "routes": sizes.routes(),
         }
     counts = sizes.num_ranks * (2 * choices + sizes.num_experts)
     return {
-        "gathered choices": WORD * counts,
-        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+        "gathered choices": WORD_BYTES * counts,
+        "counting choices": WORD_BYTES * align_up(choices, LANES) * sizes.num_experts,
         "routes": sizes.routes(),
         **_dispatch_like_workspace(sizes),
     }
@@ -324,12 +324,12 @@ def _dispatch_like_workspace(sizes: CallSizes) -> dict[str, int]:
         "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
         "quantized rows": sizes.quantized_rows(sizes.num_tokens),
         "received rows": sizes.quantized_rows(sizes.capacity),
-        "choice of each row": WORD * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
+        "choice of each row": WORD_BYTES * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
     }
 
 
 def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
-    sums = sizes.pairs * sizes.hidden * WORD
+    sums = sizes.pairs * sizes.hidden * WORD_BYTES
     rounded = sizes.sent_rows(sizes.pairs)
     received = {
         "received sums": sizes.gathered(rounded),
@@ -341,7 +341,9 @@ def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
         "partial sums": sums,
         "rounded sums": 0 if rounded == sums else sizes.gathered(rounded),
         **received,
-        "gathered weights": sizes.gathered(WORD * sizes.pairs * sizes.top_k) if weighted else 0,
+        "gathered weights": sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k)
+        if weighted
+        else 0,
     }
 
 
@@ -353,11 +355,11 @@ def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
 
 def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
     """Returns the buffers in which XLA computes the gradients of y and weights: name -> bytes."""
-    numbers = WORD * sizes.pairs * sizes.top_k
+    numbers = WORD_BYTES * sizes.pairs * sizes.top_k
     return {
         "g in the rows": sizes.rows(sizes.capacity),
-        "products with y": WORD * sizes.capacity * sizes.hidden,
+        "products with y": WORD_BYTES * sizes.capacity * sizes.hidden,
         "gathered weights": sizes.gathered(numbers),
-        "weights and their gradient by row": 2 * WORD * sizes.capacity,
+        "weights and their gradient by row": 2 * WORD_BYTES * sizes.capacity,
         "weights' gradient by rank": numbers + sizes.gathered(numbers),
     }

@@ -21,16 +21,9 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import (
-    Backend,
-    Gating,
-    Groups,
-    Problem,
-    gate_gradient_of_all,
-    gated,
-    joined_groups,
-    split_groups,
-)
+from jax_ep.matmul.backend import Backend, Problem
+from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
+from jax_ep.matmul.groups import Groups, joined_groups, split_groups
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,

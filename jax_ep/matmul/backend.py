@@ -41,20 +41,14 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.implementations import Implementation
+from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
+from jax_ep.matmul.groups import Groups
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul.chosen_groups import ChosenGroups
 
-# The GPU kernels need operands whose number of rows is a multiple of TILE_ROWS. An operand with
-# another number of rows is copied, with rows of zeros appended.
-TILE_ROWS = 8
 # Pairs (lhs, rhs) of rows and of groups' matrices, whose grouped products are summed. All lhs have
 # one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
-# How rows belong to groups: the number of rows of each group, [L] int32, in order; or the groups
-# that a few rows chose. Gradients of matrices support only the former.
-Groups = jax.Array | ChosenGroups
-# An elementwise function that computes the hidden values of an expert. It gets the two products
-# lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
-Gating = Callable[[jax.Array, jax.Array], jax.Array]
 # A function (lhs, cotangents, group_sizes, sums) -> gradients. The rows of lhs [R, K] were
 # multiplied by several matrices [L, K, N]. For the cotangent [R, N] of each product, the function
 # returns the gradient of the product's matrices, added to an array of `sums` unless that is None.
@@ -99,22 +93,6 @@ class FusedGate(Protocol):
         biases: tuple[jax.Array, jax.Array] | None,
         zero_unused: bool,
     ) -> tuple[jax.Array, ...] | None: ...
-
-
-def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
-    """Splits groups into an array, an operand of a primitive, and a static parameter.
-
-    The array is [L], or the table [S + 1, 4] of chosen groups. The parameter is the height of the
-    chosen groups, or None.
-    """
-    if isinstance(groups, ChosenGroups):
-        return groups.table, groups.height
-    return groups, None
-
-
-def joined_groups(array: Any, height: int | None) -> Any:
-    """Undoes `split_groups`: returns the groups. `array` may also be the type of the array."""
-    return array if height is None else ChosenGroups(array, height)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,16 +242,6 @@ class Backend(Implementation):
         return gate_gradient_of_all(gating, dhidden, products, weights)
 
 
-def gate_gradient_of_all(
-    gating: Gating, dhidden: jax.Array, products: Sequence[jax.Array], weights: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Computes `Backend.gate_gradient` for all rows."""
-    hidden = functools.partial(hidden_values, gating, ())
-    values, pull = jax.vjp(hidden, tuple(products), weights)
-    dproducts, dweights = pull(dhidden)
-    return (values, *dproducts, dweights)
-
-
 def added(sums: Sequence[jax.Array] | None, terms: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the sums plus the terms, in the dtypes of the sums; or, without sums, the terms."""
     if sums is None:
@@ -283,126 +251,6 @@ def added(sums: Sequence[jax.Array] | None, terms: Sequence[jax.Array]) -> tuple
         for total, term in zip(sums, terms, strict=True)
         for wide in [wide_dtype(total.dtype)]
     )
-
-
-def gated(
-    gating: Gating,
-    *products: jax.Array,
-    biases: Sequence[jax.Array | None] | None = None,
-    groups: Groups | None = None,
-) -> jax.Array:
-    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype.
-
-    With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
-    group, one of `groups`.
-    """
-    of_rows: list[jax.Array | None] = []
-    for product, bias in zip(products, biases or (), strict=False):
-        if bias is not None:
-            assert groups is not None
-            rows = group_of_row(groups, product.shape[0])
-            bias = bias_of_row(bias, rows, wide_dtype(product.dtype))
-        of_rows.append(bias)
-    return hidden_values(gating, of_rows, products)
-
-
-def hidden_values(
-    unit: Callable[..., jax.Array],
-    biases: Sequence[jax.Array | None],
-    pre: Sequence[jax.Array],
-    weights: jax.Array | None = None,
-) -> jax.Array:
-    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
-
-    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array [R, N] or None for each of
-    the pre-activations. If `weights` [R] are given, multiplies each row of the hidden values by its
-    weight. Computes in float32 or wider, and rounds the result to the dtype of `pre`.
-    """
-    kept = pre[0].dtype
-    dtype = wide_dtype(kept)
-    wide = [rows.astype(dtype) for rows in pre]
-    for i, bias in enumerate(biases[: len(wide)]):
-        if bias is not None:
-            wide[i] += bias.astype(dtype)
-    hidden = unit(*wide)
-    if weights is not None:
-        hidden *= weights.astype(dtype)[:, None]
-    return hidden.astype(kept)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
-
-    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
-    group get the bias zero.
-    """
-    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
-
-
-def _bias_of_row_fwd(bias, groups, dtype):
-    return bias_of_row(bias, groups, dtype), (bias, groups)
-
-
-def _bias_of_row_bwd(dtype, saved, grad):
-    bias, groups = saved
-    return sum_by_group(grad, groups, bias), None
-
-
-bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
-
-
-def sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
-
-    `groups` has the index of each row's group. The result has the shape and the dtype of `bias`.
-
-    The sum is a matmul with one-hot vectors of these indices. A scatter-add would add the rows in
-    another order each time. In the matmul, zero times a NaN or an infinity would make other groups'
-    sums NaN. So NaNs and infinities are replaced by zero in the matmul, and are added to their own
-    group's sum afterwards.
-    """
-    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
-    contract = (((0,), (0,)), ((), ()))
-    wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
-
-    def total(rows: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            members, rows, contract, precision=exact, preferred_element_type=wide
-        )
-
-    sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    # A NaN counts as both infinities: adding inf and -inf to its group's sum makes the sum NaN.
-    for value, found in (
-        (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
-        (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
-    ):
-        sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
-    return sums.astype(bias.dtype)
-
-
-def both_biases(
-    biases: Sequence[jax.Array | None],
-) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the biases [L, N] of two products, zeros in place of a missing one; None for none."""
-    first, second = biases
-    if first is not None:
-        return first, jnp.zeros_like(first) if second is None else second
-    return None if second is None else (jnp.zeros_like(second), second)
-
-
-def group_of_row(groups: Groups, num_rows: int) -> jax.Array:
-    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups.
-
-    `num_rows` is R, the number of rows of a matmul's left operand. For chosen groups the result is
-    [S * height], and the tiles past the last chosen group have the index of any group.
-    """
-    if isinstance(groups, ChosenGroups):
-        of_tiles = groups.table[:-1, :1]
-        return jnp.broadcast_to(of_tiles, (len(of_tiles), groups.height)).reshape(-1)
-    ends = jnp.cumsum(groups, dtype=jnp.int32)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 def product_of_chosen(
@@ -421,8 +269,8 @@ def product_of_chosen(
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to the matrix x until TILE_ROWS divides its number of rows."""
-    return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
+    """Appends rows of zeros to the matrix x until ROW_ALIGNMENT divides its number of rows."""
+    return jnp.pad(x, ((0, -x.shape[0] % ROW_ALIGNMENT), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:

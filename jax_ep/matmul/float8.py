@@ -31,16 +31,9 @@ from jax import lax
 from jax_ep.dtypes import rounded
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import (
-    Backend,
-    Gating,
-    Groups,
-    Problem,
-    added,
-    group_of_row,
-    joined_groups,
-    split_groups,
-)
+from jax_ep.matmul.backend import Backend, Problem, added
+from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.groups import Groups, group_of_row, joined_groups, split_groups
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format
 from pallas_kernels.matmul.chosen_groups import output_rows

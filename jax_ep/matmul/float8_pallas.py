@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import Groups, pad_rows
+from jax_ep.matmul.backend import pad_rows
+from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.pallas import emitted, emitted_gradient, launch_size
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import float8_drhs, float8_gate_gradient, quantize, transpose

@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import (
-    Backend,
-    Gating,
-    Groups,
-    Pairs,
-    Problem,
-    added,
-    pad_rows,
-    symbolic_rows_reason,
-)
+from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symbolic_rows_reason
+from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.groups import Groups
 from jax_ep.runtime import availability
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.mxfp4 import MXFP4

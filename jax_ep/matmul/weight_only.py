@@ -21,16 +21,9 @@ from jax import lax
 from jax_ep.formats import QuantizedArray, Transposed
 from jax_ep.matmul import api
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import (
-    Backend,
-    Gating,
-    Groups,
-    Problem,
-    both_biases,
-    gated,
-    joined_groups,
-    split_groups,
-)
+from jax_ep.matmul.backend import Backend, Problem
+from jax_ep.matmul.gating import Gating, both_biases, gated
+from jax_ep.matmul.groups import Groups, joined_groups, split_groups
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, of_gathered, output_rows

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
 from jax_ep.matmul import pallas
-from jax_ep.matmul.backend import Groups, both_biases
 from jax_ep.matmul.float8 import is_operand_format
+from jax_ep.matmul.gating import both_biases
+from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.pallas import emitted, readable
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels

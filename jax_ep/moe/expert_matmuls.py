@@ -1,7 +1,7 @@
 """Defines the matmuls of experts and of their gradients, with or without quantization to float8.
 
 Each class is one kind of matmul: `Matmuls` multiplies arrays, `Float8Matmuls` quantizes its
-operands, and `DequantizedMatmuls` and `StoredFloat8Matmuls` take matrices that are stored
+operands, and `WeightOnlyMatmuls` and `StoredFloat8Matmuls` take matrices that are stored
 quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of these classes. R is
 the number of rows, H the hidden size of a token, F that of an expert, and C is H or F:
 
@@ -34,8 +34,9 @@ from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
 from jax_ep.matmul import api, float8, weight_only
 from jax_ep.matmul.api import Implementation
-from jax_ep.matmul.backend import Groups, both_biases
 from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.matmul.gating import both_biases
+from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
 from jax_ep.moe.traced import Traced
 from jax_ep.runtime import jax_compat
@@ -377,7 +378,7 @@ class Float8Matmuls(Matmuls):
 
 
 @dataclasses.dataclass(frozen=True)
-class DequantizedMatmuls(Matmuls):
+class WeightOnlyMatmuls(Matmuls):
     """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
     In the forward pass, the matmuls read matrices as they are stored, if a kernel knows their
@@ -497,7 +498,7 @@ def matmuls_of(
     """
     kinds = (Matmuls, Float8Matmuls)
     if isinstance(experts.wi_0, QuantizedArray):
-        kinds = (DequantizedMatmuls, StoredFloat8Matmuls)
+        kinds = (WeightOnlyMatmuls, StoredFloat8Matmuls)
     matmuls = kinds[matmul_dtype is not None](implementation)
     return matmuls, with_operands(matmul_dtype, experts, implementation)
 
@@ -537,7 +538,7 @@ def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
         )
     if matmul_dtype is None:
         raise ValueError("quantized_experts must be None where matmul_dtype is None.")
-    check_not_stored("quantized_experts must be None", experts)
+    check_are_arrays("quantized_experts must be None", experts)
     for name, of_name in quantized._asdict().items():
         matrices = getattr(experts, name)
         shape = None if matrices is None else matrices.shape
@@ -548,7 +549,7 @@ def check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
             )
 
 
-def check_not_stored(must: str, experts: Any) -> None:
+def check_are_arrays(must: str, experts: Any) -> None:
     """Raises ValueError if wi_0, wi_1 or wo of `experts` is stored as a `QuantizedArray`.
 
     The message begins with `must`, which states the requirement.
@@ -561,7 +562,7 @@ def check_not_stored(must: str, experts: Any) -> None:
             )
 
 
-def check_all_stored(experts: Any, names: Sequence[str]) -> None:
+def check_same_kind(experts: Any, names: Sequence[str]) -> None:
     """Raises TypeError unless the matrices `names` are all arrays or all `QuantizedArray`s.
 
     `names` are attributes of `experts`, of which those that are None are ignored.

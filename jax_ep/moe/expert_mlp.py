@@ -16,20 +16,14 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul import api as gmm
-from jax_ep.matmul.backend import (
-    Gating,
-    Groups,
-    bias_of_row,
-    group_of_row,
-    hidden_values,
-    sum_by_group,
-)
+from jax_ep.matmul.gating import Gating, bias_of_row, hidden_values, sum_by_group
+from jax_ep.matmul.groups import Groups, group_of_row
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
     QuantizedExperts,
-    check_all_stored,
     check_matmul_dtype,
+    check_same_kind,
     matmuls_of,
 )
 from jax_ep.moe.options import (
@@ -355,7 +349,7 @@ def check_operands(
         "wi_1_bias": (num_experts, mlp),
         "wo_bias": (num_experts, hidden),
     }
-    check_all_stored(experts, QuantizedExperts._fields)
+    check_same_kind(experts, QuantizedExperts._fields)
     arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
     for name, wanted in expected.items():
         if name in arrays and arrays[name].shape != wanted:

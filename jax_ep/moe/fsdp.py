@@ -48,7 +48,7 @@ def with_further_axes(
         return where
     arrays = {name: array for name, array in params._asdict().items() if array is not None}
     stored = [name for name, array in arrays.items() if isinstance(array, QuantizedArray)]
-    _check_stored(stored, config)
+    _check_quantized_not_split(stored, config)
     for name in stored:
         del arrays[name]
     if config.fsdp_axes is None:
@@ -60,7 +60,7 @@ def with_further_axes(
     return where._replace(further_axes=tuple(further.items()))
 
 
-def _check_stored(names: list[str], config: MoEConfig) -> None:
+def _check_quantized_not_split(names: list[str], config: MoEConfig) -> None:
     given = config.further_axes()
     for name in names:
         if split := [axis for axis in LOGICAL_AXES[name] if given.get(axis or "")]:

@@ -21,15 +21,14 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import few_tokens, fsdp, losses, shared_experts, tensor_axis, token_chunks
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_matmuls import (
     Experts,
     QuantizedExperts,
-    check_all_stored,
-    check_not_stored,
+    check_are_arrays,
     check_quantized,
+    check_same_kind,
     quantize_experts_of_rank,
     specs_of_quantized,
 )
@@ -52,10 +51,11 @@ from jax_ep.moe.params import (
 )
 from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
-from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
+from jax_ep.moe.slots import check_placement, counts_by_expert, equal_copies, slots_of_choices
 from jax_ep.moe.traced import Traced
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 
 def moe_layer(
@@ -168,7 +168,7 @@ def run_layer(
     if mask is not None:
         mask = mask.astype(jnp.bool_)
     where = find_mesh(config, x)
-    check_all_stored(params, QuantizedExperts._fields)
+    check_same_kind(params, QuantizedExperts._fields)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
     shared_experts.check(params, config, where)
@@ -404,7 +404,7 @@ def quantize_by_rules(
             "but is None."
         )
     check_config(config)
-    check_not_stored("experts cannot be quantized by quantize_experts", params)
+    check_are_arrays("experts cannot be quantized by quantize_experts", params)
     where = find_mesh(config, None)
     _check_experts(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
@@ -420,9 +420,9 @@ def quantize_by_rules(
 
     if where.mesh is None:
         return quantize(matrices)
-    held = {name: array for name, array in matrices.items() if array is not None}
-    specs = {name: fsdp.spec_of_parameter(name, where) for name in held}
-    given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
+    present = {name: array for name, array in matrices.items() if array is not None}
+    specs = {name: fsdp.spec_of_parameter(name, where) for name in present}
+    given = {name: reshard(array, where.mesh, specs[name]) for name, array in present.items()}
     specs_of_given = specs | {name: None for name in matrices if name not in specs}
     return jax.shard_map(
         quantize,
@@ -480,8 +480,8 @@ def _on_rank(
     with jax.named_scope("router"):
         params = _gathered(params, ("gate",), where)
         routed, logits = route(params, router_x, inputs, mask, config)
-        sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
-    arrays = tokens, x, sent, routed.topk_weights
+        topk_idx = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
+    arrays = tokens, x, topk_idx, routed.topk_weights
     with jax.named_scope("dispatch"):
         tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
             arrays, where, config.implementation
@@ -525,9 +525,9 @@ def _run_routed_experts(
     differ.
     """
     with jax.named_scope("dispatch"):
-        held = topk_idx
+        slots = topk_idx
         if placement is not None:
-            held = chosen(topk_idx, placement, where.expert_axes)
+            slots = slots_of_choices(topk_idx, placement, where.expert_axes)
         tokens = tokens.astype(config.dtype)
     with jax.named_scope("experts"):
         experts = _experts_of_rank(params, quantized, placement, config, where)
@@ -535,7 +535,7 @@ def _run_routed_experts(
     out, counts = token_chunks.run(
         functools.partial(few_tokens.run, by_dispatch, config=config, where=where),
         experts,
-        (tokens, held, topk_weights),
+        (tokens, slots, topk_weights),
         config,
         where.expert_axes,
         {
@@ -548,7 +548,7 @@ def _run_routed_experts(
         dropped = (
             _of_all_experts(counts, where)
             if placement is None
-            else by_expert(counts, placement, where.expert_axes)
+            else counts_by_expert(counts, placement, where.expert_axes)
         )
     return out, dropped
 
@@ -683,9 +683,9 @@ def receive_capacity(
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
     rows = dropless_capacity(rows, num_local_experts, config.expert_alignment)
-    # R is a multiple of TILE_ROWS, because the matmul kernels would have to copy any other receive
-    # buffer to pad it.
-    multiple = math.lcm(config.expert_alignment, TILE_ROWS)
+    # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
+    # receive buffer to pad it.
+    multiple = math.lcm(config.expert_alignment, ROW_ALIGNMENT)
     return -(-rows // multiple) * multiple
 
 

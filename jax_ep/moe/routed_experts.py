@@ -127,13 +127,13 @@ def run_experts(
     options: ExpertOptions,
     implementation: Implementation,
     matmul_implementation: MatmulImplementation,
-    sent: jax.Array | None = None,
+    own_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `routed_experts`, with its options as one object and the weights as `Experts`.
 
     If `options.matmul_dtype` is set, the received tokens may be a `QuantizedArray`. Their gradient
-    then goes to `sent` [T, H], the tokens of this rank before dispatch. If `sent` is None, the
-    tokens get no gradient.
+    then goes to `own_tokens` [T, H], the tokens of this rank before dispatch. If `own_tokens` is
+    None, the tokens get no gradient.
     """
     if not isinstance(received, Dispatched):
         raise TypeError(
@@ -155,11 +155,11 @@ def run_experts(
         # gradient of wo_bias needs them unquantized.
         if experts.wo_bias is None:
             grad_wire_dtype = tokens.format.dtype
-        if sent is None:
+        if own_tokens is None:
             tokens = jnp.zeros(quantized.shape, quantized.dtype)
         else:
             tokens = stand_in_rows(
-                sent.astype(quantized.dtype),
+                own_tokens.astype(quantized.dtype),
                 handle,
                 wire_dtype=None,
                 grad_wire_dtype=None,

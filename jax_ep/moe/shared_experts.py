@@ -21,11 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.matmul.backend import hidden_values
+from jax_ep.matmul.gating import hidden_values
 from jax_ep.matmul.weight_only import dequantized
 from jax_ep.moe import few_tokens, fsdp, routing
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, check_all_stored, without_gradient
+from jax_ep.moe.expert_matmuls import Experts, check_same_kind, without_gradient
 from jax_ep.moe.expert_mlp import run_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams
@@ -73,7 +73,7 @@ def check(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     """
     if params.shared_wo is None:
         return
-    check_all_stored(params, SHARED_WEIGHTS)
+    check_same_kind(params, SHARED_WEIGHTS)
     if config.matmul_dtype is not None:
         hidden, width = params.shared_wi_0.shape  # type: ignore
         on_a_rank = " on a rank" if where.num_parts() > 1 else ""

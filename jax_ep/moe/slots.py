@@ -47,7 +47,7 @@ def check_placement(placement: Placement | None, num_experts: int, num_slots: in
         )
 
 
-def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def slots_of_choices(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Converts expert ids `topk_idx` [T, K] to ids of slots that hold these experts, [T, K] int32.
 
     `axes` are the mesh axes that the slots are spread over.
@@ -56,7 +56,7 @@ def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> 
     return choose_slots(topk_idx, *map(jnp.asarray, arrays), axis_name=axes)
 
 
-def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def counts_by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Sums `counts`, one for each slot of this rank, over the slots of each expert; [E] int32.
 
     Experts without a slot on this rank get 0. `axes` are the mesh axes that slots are spread over.

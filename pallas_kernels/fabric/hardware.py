@@ -12,6 +12,9 @@ import jax.numpy as jnp
 WARP = 32
 # The number of threads of a warpgroup. Arrays in its registers have a multiple of LANES elements.
 LANES = 128
+# The tensor cores read operands from shared memory in blocks of this many rows. So the first row of
+# a tile is a multiple of it, and an operand with another number of rows is copied and padded.
+ROW_ALIGNMENT = 8
 SHARED_MEMORY_BYTES = 227 * 1024
 # The number of bytes of a 32-bit word.
 WORD_BYTES = 4

@@ -24,9 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The first row of a tile is a multiple of this number, because the tensor cores read operands from
-# shared memory in blocks of 8 rows.
-ROW_ALIGNMENT = 8
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["height"])

@@ -46,16 +46,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, SHARED_MEMORY_BYTES
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
     OTHER_BYTES,
     STEP,
-    Choice,
     Kernel,
-    Ring,
+    OperandRing,
+    TileSource,
     aligned,
     check_buffers,
     launch_into,
@@ -67,7 +67,6 @@ from pallas_kernels.matmul.kernel import (
     zeros,
 )
 from pallas_kernels.matmul.row_blocks import row_ranges
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
 BLOCK_M = COMPUTERS * CHUNK
@@ -196,12 +195,12 @@ class _Drhs(Kernel):
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
         chunks = (COMPUTERS, CHUNK, CHUNK)
         return dict(
-            ring=Ring.types(dtype, self.tiles.num_stages, left, right),
+            ring=OperandRing.types(dtype, self.tiles.num_stages, left, right),
             cleared=plgpu.Barrier(num_arrivals=1, num_barriers=self.tiles.num_stages),
             chunks=plgpu.SMEM(chunks, dtype, transforms=swizzled(dtype)),
         )
 
-    def __call__(self, lhs: Any, *refs: Any, ring: Ring, cleared: Any, chunks: Any) -> None:
+    def __call__(self, lhs: Any, *refs: Any, ring: OperandRing, cleared: Any, chunks: Any) -> None:
         grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
         loader = _Loader(self, ring, cleared, table, lhs, grads)
 
@@ -285,7 +284,7 @@ class _Loader:
     """
 
     kernel: _Drhs
-    ring: Ring
+    ring: OperandRing
     cleared: Any
     table: Any
     lhs: Any
@@ -318,8 +317,8 @@ class _Loader:
         inner = pl.ds(aligned(tile.first + i * STEP), STEP)
         rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
-        right = Choice([grad.at[inner, columns] for grad in self.grads], tile.which)
-        used = self.ring.fill(used, Choice([self.lhs.at[inner, rows]]), [right])
+        right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.which)
+        used = self.ring.fill(used, TileSource([self.lhs.at[inner, rows]]), [right])
         return used, self._clear_oldest(used - 1 - self._lag, uncleared, tile.rows_of_group(i))
 
     def _clear_oldest(
@@ -395,7 +394,7 @@ class _Computer:
     """
 
     kernel: _Drhs
-    ring: Ring
+    ring: OperandRing
     cleared: Any
     table: Any
     outs: Sequence[Any]

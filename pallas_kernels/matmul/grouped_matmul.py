@@ -57,9 +57,9 @@ from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     OTHER_BYTES,
     STEP,
-    Choice,
     Kernel,
-    Ring,
+    OperandRing,
+    TileSource,
     aligned,
     check_buffers,
     launch,
@@ -349,7 +349,7 @@ class Product(Kernel):
         # buffer. So it needs at least as many buffers as there are outputs.
         num_buffers = max(tiles.num_buffers, self.outputs)
         types: dict[str, Any] = dict(
-            ring=Ring.types(
+            ring=OperandRing.types(
                 dtype, tiles.num_stages, (tiles.block_m, tiles.step), right, self.matrices
             ),
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
@@ -381,7 +381,7 @@ class Product(Kernel):
     def __call__(
         self,
         *refs: Any,
-        ring: Ring,
+        ring: OperandRing,
         buffers: Buffers,
         staged: Staged | None = None,
         **scratch: Any,
@@ -446,7 +446,7 @@ class _Loader:
     """
 
     kernel: Product
-    ring: Ring
+    ring: OperandRing
     rows: _RowTiles
     operands: Sequence[Any]
 
@@ -491,8 +491,8 @@ class _Loader:
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
         place = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
         of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
-        rights = [Choice([matrix.at[group, *place]]) for matrix in rhs]
-        return self.ring.fill(used, Choice(of_heights, kind), rights)
+        rights = [TileSource([matrix.at[group, *place]]) for matrix in rhs]
+        return self.ring.fill(used, TileSource(of_heights, kind), rights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -536,7 +536,7 @@ class Computer:
     """
 
     kernel: Product
-    ring: Ring
+    ring: OperandRing
     rows: _RowTiles
     store: Store
     number: jax.Array
@@ -665,7 +665,7 @@ class Computer:
     ) -> jax.Array:
         """Sums the products of a tile of heights[kind] rows over the next `steps` steps.
 
-        The other arguments are those of `Ring.accumulate`.
+        The other arguments are those of `OperandRing.accumulate`.
         """
         if self.decoder is None or not self.kernel.multiplies_by_warps:
             multiply = functools.partial(self._multiply, kind)
@@ -686,7 +686,7 @@ class Computer:
             return lax.switch(kind, branches)
 
         nothing = zeros(shape, jnp.float32, plgpu.Layout.WGMMA, self.kernel.interpreted)
-        return self.ring.sum_up(used, steps, nothing, add, meanwhile, least_steps)
+        return self.ring.accumulate_complete(used, steps, nothing, add, meanwhile, least_steps)
 
     @property
     def _running(self) -> int:

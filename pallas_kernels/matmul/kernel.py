@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain, update_in_place
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 # The length of a stage's operand tiles along the contraction dimension, or of a piece of them.
 STEP = 64
@@ -59,33 +59,33 @@ OTHER_BYTES = 2560
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class TileSource:
     """Several candidate tiles of an operand in global memory, and which of them to copy.
 
     The kernel chooses the tile while it runs. But the array and the shape of a copy must be known
     when the kernel is compiled. So each array and shape that may be needed has a candidate tile.
 
     Attributes:
-      tiles: references to the candidate tiles.
-      chosen: int32, the index of the tile to copy.
+      candidates: references to the candidate tiles.
+      index: int32, the index of the tile to copy.
     """
 
-    tiles: Sequence[Any]
-    chosen: Any = 0
+    candidates: Sequence[Any]
+    index: Any = 0
 
     def copy(self, destination: Callable[[Any], Any], full: Any) -> None:
-        """Starts an asynchronous copy of the chosen tile to shared memory.
+        """Starts an asynchronous copy of the tile `index` to shared memory.
 
         Args:
           destination: takes a candidate tile, and returns a reference to the part of shared memory
-            that gets this tile if it is the chosen one.
+            that gets this tile if it is copied.
           full: the barrier at which the copy arrives when it is complete.
         """
 
         def copy(tile: Any) -> None:
             plgpu.copy_gmem_to_smem(tile, destination(tile), full)
 
-        lax.switch(self.chosen, [functools.partial(copy, tile) for tile in self.tiles])
+        lax.switch(self.index, [functools.partial(copy, tile) for tile in self.candidates])
 
 
 @functools.partial(
@@ -94,7 +94,7 @@ class Choice:
     meta_fields=["num_stages", "matrices"],
 )
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class OperandRing:
     """A ring of pipeline stages in shared memory, each with the operand tiles of one step.
 
     Outside the kernel's body, the attributes `left`, `right`, `full` and `empty` are types of
@@ -126,7 +126,7 @@ class Ring:
         left: tuple[int, int],
         right: tuple[int, int],
         matrices: int = 1,
-    ) -> Ring:
+    ) -> OperandRing:
         """Returns a ring of scratch types, from which the kernel's launch allocates shared memory.
 
         Args:
@@ -162,7 +162,7 @@ class Ring:
         tiles = self.right.at[stage]
         return [tiles] if self.matrices == 1 else [tiles.at[i] for i in range(self.matrices)]
 
-    def fill(self, used: jax.Array, left: Choice, rights: Sequence[Choice]) -> jax.Array:
+    def fill(self, used: jax.Array, left: TileSource, rights: Sequence[TileSource]) -> jax.Array:
         """Starts the copies of one step's operand tiles, once the step's stage is empty.
 
         Args:
@@ -223,7 +223,7 @@ class Ring:
           The sums in registers, float32 of shape `shape`.
         """
 
-        def sum_up(accumulator: Any) -> jax.Array:
+        def all_steps_into(accumulator: Any) -> jax.Array:
             step = functools.partial(
                 self._take_step,
                 accumulator,
@@ -241,9 +241,9 @@ class Ring:
             pl.when(is_full)(lambda: self._free(used + (all_steps - 1)))
             return total
 
-        return pl.run_scoped(sum_up, plgpu.ACC(shape))
+        return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
 
-    def sum_up(
+    def accumulate_complete(
         self,
         used: jax.Array,
         steps: Any,

@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import WARP
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.matmul.chosen_groups import ROW_ALIGNMENT, ChosenGroups
+from pallas_kernels.matmul.chosen_groups import ChosenGroups
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)

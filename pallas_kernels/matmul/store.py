@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
@@ -36,7 +37,6 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 # A compute warpgroup stores this many rows of an output tile at a time.
 STORED_ROWS = 32

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WORD_BYTES
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.decoder import (
@@ -45,7 +45,6 @@ from pallas_kernels.matmul.decoder import (
 )
 from pallas_kernels.matmul.kernel import CHUNK, STEP
 from pallas_kernels.matmul.packed import BFLOAT16
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 from pallas_kernels.mxfp4 import MXFP4
 
 # The most rows of a tile that warps multiply.

@@ -29,7 +29,8 @@ from jax_ep.matmul.api import (
     grouped_matmul,
     sum_of_products,
 )
-from jax_ep.matmul.backend import Problem, gate_gradient_of_all
+from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.gating import gate_gradient_of_all
 from jax_ep.runtime import jax_compat
 
 H, F = 64, 128

@@ -21,7 +21,7 @@ from jax_ep.formats import (
     quantize,
 )
 from jax_ep.matmul import api, weight_only
-from jax_ep.matmul.backend import both_biases, gated
+from jax_ep.matmul.gating import both_biases, gated
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
 L, K, N = 6, 256, 128

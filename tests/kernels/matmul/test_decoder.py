@@ -29,7 +29,7 @@ from pallas_kernels.matmul.chosen_groups import chosen_groups
 from pallas_kernels.matmul.decoder import Decoder
 from pallas_kernels.matmul.gated_matmul import gated_product
 from pallas_kernels.matmul.grouped_matmul import Tiles, product
-from pallas_kernels.matmul.kernel import Ring
+from pallas_kernels.matmul.kernel import OperandRing
 from pallas_kernels.matmul.quantized_tiles import Scaled
 
 # The number of rows, and those of each group: groups lie within a tile, are empty, start off a
@@ -230,7 +230,7 @@ def test_products_of_chosen_groups():
 @pytest.mark.slow
 def test_scales_that_are_stored_too_late_are_found(monkeypatch):
     """A stage that is said to be full before its scales are stored must be found as a race."""
-    stage_scales, fill, arrive = Decoder.stage_scales, Ring.fill, plgpu.barrier_arrive
+    stage_scales, fill, arrive = Decoder.stage_scales, OperandRing.fill, plgpu.barrier_arrive
     rings = []
 
     def noted(ring, *args):
@@ -242,7 +242,7 @@ def test_scales_that_are_stored_too_late_are_found(monkeypatch):
         stage_scales(decoder, stage, codes)
 
     without = types.SimpleNamespace(**vars(plgpu) | {"barrier_arrive": lambda barrier: None})
-    monkeypatch.setattr(Ring, "fill", noted)
+    monkeypatch.setattr(OperandRing, "fill", noted)
     monkeypatch.setattr(Decoder, "stage_scales", late)
     # The loader warpgroup's own arrival, after it has stored the scales, is the only one there.
     monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu", without)

@@ -1,0 +1,134 @@
+"""Computes the function between an expert's two matmuls, its gradient, and biases of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.dtypes import wide_dtype
+from jax_ep.matmul.groups import Groups, group_of_row
+
+# An elementwise function that computes the hidden values of an expert. It gets the two products
+# lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def gated(
+    gating: Gating,
+    *products: jax.Array,
+    biases: Sequence[jax.Array | None] | None = None,
+    groups: Groups | None = None,
+) -> jax.Array:
+    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype.
+
+    With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
+    group, one of `groups`.
+    """
+    of_rows: list[jax.Array | None] = []
+    for product, bias in zip(products, biases or (), strict=False):
+        if bias is not None:
+            assert groups is not None
+            rows = group_of_row(groups, product.shape[0])
+            bias = bias_of_row(bias, rows, wide_dtype(product.dtype))
+        of_rows.append(bias)
+    return hidden_values(gating, of_rows, products)
+
+
+def hidden_values(
+    unit: Callable[..., jax.Array],
+    biases: Sequence[jax.Array | None],
+    pre: Sequence[jax.Array],
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
+
+    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array [R, N] or None for each of
+    the pre-activations. If `weights` [R] are given, multiplies each row of the hidden values by its
+    weight. Computes in float32 or wider, and rounds the result to the dtype of `pre`.
+    """
+    kept = pre[0].dtype
+    dtype = wide_dtype(kept)
+    wide = [rows.astype(dtype) for rows in pre]
+    for i, bias in enumerate(biases[: len(wide)]):
+        if bias is not None:
+            wide[i] += bias.astype(dtype)
+    hidden = unit(*wide)
+    if weights is not None:
+        hidden *= weights.astype(dtype)[:, None]
+    return hidden.astype(kept)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
+    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
+
+    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
+    group get the bias zero.
+    """
+    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
+
+
+def _bias_of_row_fwd(bias, groups, dtype):
+    return bias_of_row(bias, groups, dtype), (bias, groups)
+
+
+def _bias_of_row_bwd(dtype, saved, grad):
+    bias, groups = saved
+    return sum_by_group(grad, groups, bias), None
+
+
+bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
+
+
+def sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
+    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
+
+    `groups` has the index of each row's group. The result has the shape and the dtype of `bias`.
+
+    The sum is a matmul with one-hot vectors of these indices. A scatter-add would add the rows in
+    another order each time. In the matmul, zero times a NaN or an infinity would make other groups'
+    sums NaN. So NaNs and infinities are replaced by zero in the matmul, and are added to their own
+    group's sum afterwards.
+    """
+    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
+    contract = (((0,), (0,)), ((), ()))
+    wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
+
+    def total(rows: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            members, rows, contract, precision=exact, preferred_element_type=wide
+        )
+
+    sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
+    # A NaN counts as both infinities: adding inf and -inf to its group's sum makes the sum NaN.
+    for value, found in (
+        (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
+        (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
+    ):
+        sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
+    return sums.astype(bias.dtype)
+
+
+def both_biases(
+    biases: Sequence[jax.Array | None],
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the biases [L, N] of two products, zeros in place of a missing one; None for none."""
+    first, second = biases
+    if first is not None:
+        return first, jnp.zeros_like(first) if second is None else second
+    return None if second is None else (jnp.zeros_like(second), second)
+
+
+def gate_gradient_of_all(
+    gating: Gating, dhidden: jax.Array, products: Sequence[jax.Array], weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Computes `Backend.gate_gradient` for all rows."""
+    hidden = functools.partial(hidden_values, gating, ())
+    values, pull = jax.vjp(hidden, tuple(products), weights)
+    dproducts, dweights = pull(dhidden)
+    return (values, *dproducts, dweights)
