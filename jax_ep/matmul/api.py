@@ -167,7 +167,7 @@ def sum_of_products(
     varying manual axes (vma).
     """
     array, height = split_groups(groups)
-    return bind(
+    (out,) = bind(
         grouped_matmul_p,
         *(operand for pair in pairs for operand in pair),
         array,
@@ -176,6 +176,7 @@ def sum_of_products(
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
+    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -416,9 +417,8 @@ def _compute_product(*operands, height, implementation, platform, transpose_rhs,
     lhs, rhs = pairs[0]
     backend = _select(implementation, platform, lhs, rhs.shape[1:])
     groups = joined_groups(groups, height)
-    return backend.sum_of_products(
-        pairs, groups, transpose_rhs=transpose_rhs, zero_unused=zero_unused
-    )
+    options = dict(transpose_rhs=transpose_rhs, zero_unused=zero_unused)
+    return (backend.sum_of_products(pairs, groups, **options),)
 
 
 @functools.partial(
@@ -464,19 +464,21 @@ def _compute_gate_gradient(dhidden, *operands, gating, implementation, platform)
     return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)
 
 
-def _product_shape(lhs, rhs, *others, height, transpose_rhs, **__):
+def _types_of_product(lhs, rhs, *others, height, transpose_rhs, **__):
     num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
-    return num_rows, rhs.shape[1 if transpose_rhs else 2]
+    num_columns = rhs.shape[1 if transpose_rhs else 2]
+    return [jax.ShapeDtypeStruct((num_rows, num_columns), lhs.dtype)]
 
 
-def _gated_shapes(lhs, rhs, *others, height, keep, **__):
+def _types_of_gated(lhs, rhs, *others, height, keep, **__):
     num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
-    return [(num_rows, rhs.shape[2])] * (3 if keep else 1)
+    return [jax.ShapeDtypeStruct((num_rows, rhs.shape[2]), lhs.dtype)] * (3 if keep else 1)
 
 
-def _drhs_shapes(lhs, *operands, **_):
+def _types_of_drhs(lhs, *operands, **_):
     *grads, group_sizes = operands
-    return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
+    shapes = ((group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads)
+    return [jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in shapes]
 
 
 def _types_of_gate_gradient(dhidden, *operands, **_):
@@ -490,41 +492,30 @@ def _types_of_sums(lhs, *operands, **_):
     return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in sums]
 
 
-def make_primitive(
-    name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
-) -> Primitive:
+def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -> Primitive:
     """Makes a JAX primitive from a function that computes its results on a given platform.
 
-    Under `jax.vmap`, the primitive is run for one element of the batch after another.
+    The primitive has a list of results. Under `jax.vmap`, it is run for one element of the batch
+    after another.
 
     Args:
       name: the name of the primitive.
-      shape: a function of the operands' types and the parameters that returns the shape of the
-        result, or a list of shapes if there are `several` results. A result has the dtype of the
-        first operand, unless `shape` returns a `jax.ShapeDtypeStruct` for it.
+      result_types: a function of the operands' types and the parameters that returns a list of the
+        results' types, `jax.ShapeDtypeStruct`.
       compute: a function of the operands, the parameters and `platform` that returns the results.
-      several: whether the primitive has a list of results instead of one result.
       options: further arguments of `define_primitive`.
     """
 
-    def type_of(lhs, result):
-        if isinstance(result, jax.ShapeDtypeStruct):
-            return result_type(lhs, result.shape, result.dtype)
-        return result_type(lhs, result)
-
     def abstract_eval(lhs, *others, **params):
-        shapes = shape(lhs, *others, **params)
-        return [type_of(lhs, each) for each in shapes] if several else type_of(lhs, shapes)
+        types = result_types(lhs, *others, **params)
+        return [result_type(lhs, each.shape, each.dtype) for each in types]
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
         if others or platform not in _PLATFORMS:
             platform = "another platform"
 
-        def compute_here(*operands, **params):
-            results = compute(*operands, platform=platform, **params)
-            return results if several else (results,)
-
+        compute_here = functools.partial(compute, platform=platform)
         return program.lower(compute_here, *operands, **params)
 
     def one_by_one(operands, dims, **params):
@@ -540,7 +531,7 @@ def make_primitive(
             for operand, dim in zip(operands, dims, strict=True)
         ]
         results = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
-        return results, [0] * len(results) if several else 0
+        return results, [0] * len(results)
 
     primitive = define_primitive(
         name,
@@ -550,7 +541,6 @@ def make_primitive(
             *operands, platform=default_platform(), **params
         ),
         batch=one_by_one,
-        multiple_results=several,
         platforms=(None, *_PLATFORMS),
         **options,
     )
@@ -580,12 +570,12 @@ def _without_unused_gradients(used, params):
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 
 
-grouped_matmul_p = make_primitive("grouped_matmul", _product_shape, _compute_product, several=False)
+grouped_matmul_p = make_primitive("grouped_matmul", _types_of_product, _compute_product)
 grouped_matmul_gated_p = make_primitive(
-    "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
+    "grouped_matmul_gated", _types_of_gated, _compute_gated, unused=_without_unused_products
 )
 grouped_matmul_drhs_p = make_primitive(
-    "grouped_matmul_drhs", _drhs_shapes, _compute_drhs, unused=_without_unused_gradients
+    "grouped_matmul_drhs", _types_of_drhs, _compute_drhs, unused=_without_unused_gradients
 )
 grouped_matmul_add_drhs_p = make_primitive(
     "grouped_matmul_add_drhs", _types_of_sums, _compute_add_drhs

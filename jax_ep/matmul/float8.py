@@ -155,7 +155,7 @@ def product(
     """
     operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
     array, height = split_groups(groups)
-    return bind(
+    (out,) = bind(
         float8_product_p,
         *operands,
         array,
@@ -164,6 +164,7 @@ def product(
         implementation=implementation,
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
+    return out
 
 
 def gated_product(
@@ -381,9 +382,9 @@ def _compute_product(*operands, dtype, height, implementation, platform, zero_un
     backend = _select(implementation, platform, parts[2].shape[1:], values.shape[0])
     groups = joined_groups(groups, height)
     if kernels := _kernels(backend):
-        return kernels.product(pairs, groups, dtype, zero_unused)
+        return (kernels.product(pairs, groups, dtype, zero_unused),)
     wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
-    return _sum_of_products(backend, wide, groups, zero_unused).astype(dtype)
+    return (_sum_of_products(backend, wide, groups, zero_unused).astype(dtype),)
 
 
 def _sum_of_products(
@@ -514,9 +515,9 @@ def _types_of_gate_gradient(dhidden, *others, **_):
     return [*rows * 2, *[transposed, scales] * 3, sums]
 
 
-def _type_of_product(values, scales, matrices, *others, dtype, height, **__):
+def _types_of_product(values, scales, matrices, *others, dtype, height, **__):
     num_rows = output_rows(joined_groups(others[-1], height), values.shape[0])
-    return _type((num_rows, matrices.shape[1]), dtype)
+    return [_type((num_rows, matrices.shape[1]), dtype)]
 
 
 def _types_of_gated(values, scales, matrices, *others, height, keep, **__):
@@ -536,9 +537,7 @@ quantize_matrices_p = make_primitive(
 transpose_rows_p = make_primitive(
     "transpose_float8_rows", _types_of_transposed, _compute_transposed
 )
-float8_product_p = make_primitive(
-    "grouped_matmul_float8", _type_of_product, _compute_product, several=False
-)
+float8_product_p = make_primitive("grouped_matmul_float8", _types_of_product, _compute_product)
 float8_gated_p = make_primitive("grouped_matmul_float8_gated", _types_of_gated, _compute_gated)
 float8_gate_gradient_p = make_primitive(
     "gate_gradient_float8", _types_of_gate_gradient, _compute_gate_gradient

@@ -295,10 +295,11 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     return dequantized(matrices, dtype), is_transposed
 
 
-def _shapes(rows, values, *others, height, options):
+def _result_types(rows, values, *others, height, options):
     num_rows = output_rows(joined_groups(others[-1], height), rows.shape[0])
     width = options.formats[0].numbers_shape(tuple(values.shape))[2]
-    return [(num_rows, width)] * (1 + len(options.formats) * options.keep)
+    result = jax.ShapeDtypeStruct((num_rows, width), rows.dtype)
+    return [result] * (1 + len(options.formats) * options.keep)
 
 
 def _without_unused_products(used, params):
@@ -313,5 +314,5 @@ def _without_unused_products(used, params):
 
 
 weight_only_p = make_primitive(
-    "weight_only_matmul", _shapes, _compute, unused=_without_unused_products
+    "weight_only_matmul", _result_types, _compute, unused=_without_unused_products
 )
