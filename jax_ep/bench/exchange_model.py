@@ -114,13 +114,13 @@ class Bound(NamedTuple):
     set_by: str
 
 
-def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
+def reach(cluster: Cluster, work: Work) -> Reach:
     """Estimates the numbers of hosts and of ranks that hold at least one of a token's K experts.
 
     Returns means over a sample of tokens, each routed at random to experts of at most
     `work.hosts_per_token` hosts.
     """
-    scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
+    scores = np.random.default_rng(0).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
         best = scores.reshape(_SAMPLE, cluster.hosts, -1).max(axis=2)
         left_out = np.argsort(best, axis=1)[:, : cluster.hosts - work.hosts_per_token]

@@ -81,12 +81,13 @@ def memory_bandwidth(device: jax.Device) -> float:
     return 2 * _copies_per_second(lambda: copy(source)) * size
 
 
-def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:
+def _copies_per_second(copy: Callable[[], jax.Array]) -> float:
     """Measures how many calls of `copy` a device completes per second.
 
-    A measurement starts `at_once` calls and waits for all of them. Returns the highest rate of
-    `repeats` measurements, because other work on the machine only lowers the rate.
+    A measurement starts 8 calls and waits for all of them. Returns the highest rate of 8
+    measurements, because other work on the machine only lowers the rate.
     """
+    repeats, at_once = 8, 8
     jax.block_until_ready(copy())
     best = float("inf")
     for _ in range(repeats):

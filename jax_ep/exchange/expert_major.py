@@ -183,7 +183,7 @@ def combine(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    config = gradients.configure("y", y, **_static(handle), **options)
+    config = gradients.configure("y", y, **_options_of(handle), **options)
     if topk_weights is None:
         (y,) = gradients.match((y,), handle.axis_name)
         return gradients.combine(config, y, None, handle.routes)
@@ -215,7 +215,7 @@ def stand_in_rows(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
 def _config_like(x: jax.Array, handle: Handle, options: dict[str, Any]) -> tuple[Config, jax.Array]:
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.rows.shape[1])
-    config = gradients.configure("x", x, **_static(handle), **options)
+    config = gradients.configure("x", x, **_options_of(handle), **options)
     (x,) = gradients.match((x,), handle.axis_name)
     return config, x
 
@@ -240,7 +240,7 @@ def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
         )
 
 
-def _static(handle: Handle) -> dict[str, Any]:
+def _options_of(handle: Handle) -> dict[str, Any]:
     """Returns the options of a dispatch that its handle holds, as arguments of `configure`.
 
     A `combine` or `dispatch_like` with the handle uses the same options.

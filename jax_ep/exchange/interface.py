@@ -24,7 +24,7 @@ Received = tuple[jax.Array, ...]
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` for collectives that a program runs beside its exchange.
+    """Returns the `algorithm` for collectives that run while a program's exchange does.
 
     `implementation` is the argument of the exchange. For "pallas" or None, the result is None,
     which lets a function of `jax_ep.collectives` select Pallas kernels, too. For "xla" and

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
-from jax_ep.exchange import quantization, routes, selection, two_level, xla
+from jax_ep.exchange import quantization, routes, two_level, xla
 from jax_ep.exchange.call_sizes import CallSizes
+from jax_ep.exchange.rows import Rows
 from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.hardware import WORD_BYTES
@@ -263,7 +264,7 @@ def _of_one_level(operation: str, kernels: bool, shape: CallSizes) -> dict[str, 
 
 
 def _check_kernels_run(shape: CallSizes) -> None:
-    rows = selection.Rows(
+    rows = Rows(
         hidden=shape.hidden,
         dtype=shape.dtype,
         num_ranks=shape.num_ranks,

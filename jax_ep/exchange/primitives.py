@@ -21,6 +21,7 @@ from jax_ep.exchange import selection
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
+from jax_ep.exchange.rows import Rows
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
     Program,
@@ -37,10 +38,10 @@ _Shape: Any = jax.ShapeDtypeStruct
 # If there is a single rank with at most this many tokens, XLA moves the tokens instead of kernels,
 # unless they are quantized. On an H100, eight layers of Qwen3-MoE took 554 us with XLA instead
 # of 621 with kernels for one token, 2345 instead of 2361 for 16, and 3631 instead of 3617 for 128.
-_FEW_TOKENS = 16
+_MOST_TOKENS = 16
 # The same for a combine, of which XLA makes one kernel. For 128 tokens of 2048 bfloat16 and K=8, it
 # takes 3.1 us on an H200, and the kernel 6.4. More tokens were not measured.
-_FEW_TOKENS_OF_COMBINE = 128
+_MOST_TOKENS_OF_COMBINE = 128
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
@@ -61,9 +62,13 @@ def _problem(
     list_words: int,
     place: availability.Place,
     num_tokens: int | None = None,
-    few_tokens: int = _FEW_TOKENS,
+    most_tokens: int = 0,
 ) -> selection.Problem:
-    moved = selection.Rows(
+    """Describes a call, by which an implementation is selected.
+
+    On a single rank, XLA moves up to `most_tokens` tokens. If `num_tokens` is None, kernels do.
+    """
+    moved = Rows(
         hidden=rows.shape[-1],
         dtype=rows.dtype,
         num_ranks=lax.axis_size(config.axis_name),
@@ -77,7 +82,7 @@ def _problem(
         and config.wire == PLAIN
         and num_tokens is not None
         and not checks.is_symbolic(num_tokens)
-        and num_tokens <= few_tokens
+        and num_tokens <= most_tokens
         # A large receive buffer takes time, too. The limits were measured with K rows for each
         # token, and up to 2 K rows are accepted.
         and config.capacity <= 2 * num_tokens * list_words
@@ -95,9 +100,9 @@ def _select(name: str, config: Config, program: Program, operands: Sequence[Any]
         # Each choice and each weight of a token is a word of 4 bytes.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
         num_tokens = rows.shape[0]
-    few_tokens = _FEW_TOKENS_OF_COMBINE if name == "combine" else _FEW_TOKENS
+    most_tokens = _MOST_TOKENS_OF_COMBINE if name == "combine" else _MOST_TOKENS
     place = availability.Lowered(program)
-    problem = _problem(config, rows, list_words, place, num_tokens, few_tokens)
+    problem = _problem(config, rows, list_words, place, num_tokens, most_tokens)
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 

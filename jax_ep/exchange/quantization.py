@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Format, RowFormat
 
-Rows = jax.Array | jax.ShapeDtypeStruct
+ArrayOrType = jax.Array | jax.ShapeDtypeStruct
 
 WIRE_FORMATS: tuple[Format, ...] = (FLOAT8_ROWS,)
 WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
@@ -37,7 +37,7 @@ def wire_format(wire_dtype: jax.typing.DTypeLike | None, argument: str = "wire_d
 
 def checked(
     name: str,
-    rows: Rows,
+    rows: ArrayOrType,
     wire_dtype: jax.typing.DTypeLike | None,
     argument: str = "wire_dtype",
 ) -> RowFormat:

@@ -135,7 +135,7 @@ def combine(
             "topk_weights must be None in the rank-major layout, where y is already summed over a "
             "token's choices: give them to dispatch, and multiply by RankDispatched.topk_weights."
         )
-    config = gradients.configure("y", y, **_static(handle), **options)
+    config = gradients.configure("y", y, **_options_of(handle), **options)
     (y,) = gradients.match((y,), handle.axis_name)
     return gradients.combine(config, y, None, handle.routes)
 
@@ -148,7 +148,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> Any:
     """
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.shape[1])
-    config = gradients.configure("x", x, **_static(handle), **options)
+    config = gradients.configure("x", x, **_options_of(handle), **options)
     (x,) = gradients.match((x,), handle.axis_name)
     return gradients.dispatch_like(config, x, handle.routes)
 
@@ -163,8 +163,8 @@ def check_handle(handle: RankHandle) -> None:
         )
 
 
-def _static(handle: RankHandle) -> dict[str, Any]:
-    """Returns the arguments of `gradients.configure` that a call takes from a dispatch's handle."""
+def _options_of(handle: RankHandle) -> dict[str, Any]:
+    """Returns the options of a dispatch that its handle holds, as arguments of `configure`."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_ep.matmul.backend import pad_rows
 from jax_ep.matmul.groups import Groups
-from jax_ep.matmul.pallas import emitted, emitted_gradient, launch_size
+from jax_ep.matmul.pallas import as_elementwise, gradient_as_elementwise, launch_size
 from pallas_kernels.matmul import float8 as kernels
 from pallas_kernels.matmul import float8_drhs, float8_gate_gradient, quantize, transpose
 from pallas_kernels.matmul.chosen_groups import output_rows
@@ -60,7 +60,7 @@ def gated_product(
     first, second = (Scaled(*each) for each in rhs)
     num_rows, (num_cols, depth) = output_rows(groups, lhs[0].shape[0]), first.values.shape[1:]
     with jax.enable_x64(False):
-        if (function := emitted(gating)) is None:
+        if (function := as_elementwise(gating)) is None:
             return None
         results = kernels.gated_product(
             _padded(lhs),
@@ -84,7 +84,7 @@ def gate_gradient(
     if dhidden.dtype != jnp.bfloat16:
         return None
     with jax.enable_x64(False):
-        if (function := emitted_gradient(gating)) is None:
+        if (function := gradient_as_elementwise(gating)) is None:
             return None
         gate, up = (Scaled(*products[i : i + 2]) for i in (0, 2))
         results = float8_gate_gradient.gate_gradient(function, dhidden, gate, up, weights, blocks)

@@ -170,7 +170,7 @@ def gated_product(
     elif tiles is None:
         tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     with jax.enable_x64(False):
-        if (function := emitted(gating)) is None:
+        if (function := as_elementwise(gating)) is None:
             return None
         results = kernels.gated_product(
             pad_rows(lhs),
@@ -179,7 +179,7 @@ def gated_product(
             function,
             keep=keep,
             tiles=tiles,
-            biases=biases and (readable(biases[0]), readable(biases[1])),
+            biases=biases and (as_kernel_bias(biases[0]), as_kernel_bias(biases[1])),
             zero_unused=zero_unused,
             **launch_size(num_rows, 2 * lhs.shape[1], num_cols),
         )
@@ -244,13 +244,13 @@ def gate_gradient(
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
     with jax.enable_x64(False):
-        if (function := emitted_gradient(gating)) is None:
+        if (function := gradient_as_elementwise(gating)) is None:
             return None
         num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
         return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
 
 
-def readable(bias: jax.Array) -> jax.Array:
+def as_kernel_bias(bias: jax.Array) -> jax.Array:
     """Returns a bias in a dtype that kernels can add to float32 numbers."""
     return (
         bias if bias.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else bias.astype(jnp.float32)
@@ -360,7 +360,7 @@ def band(num_cols: int, block_n: int, most: int) -> int:
     return -(-columns // -(-columns // most))
 
 
-def emitted(gating: Gating, arity: int = 2) -> Any:
+def as_elementwise(gating: Gating, arity: int = 2) -> Any:
     """Converts a gating function of `arity` arrays to a form that can be called within a kernel.
 
     Returns None if the kernels do not support an operation of the function.
@@ -373,7 +373,7 @@ def emitted(gating: Gating, arity: int = 2) -> Any:
         return None
 
 
-def emitted_gradient(gating: Gating) -> Any:
+def gradient_as_elementwise(gating: Gating) -> Any:
     """Converts the gradient of a gating to a form that can be called within a kernel, or to None.
 
     The result is `pallas_kernels.matmul.gate_gradient.gradient_of`.

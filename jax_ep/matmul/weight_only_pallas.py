@@ -18,7 +18,7 @@ from jax_ep.matmul import pallas
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import both_biases
 from jax_ep.matmul.groups import Groups
-from jax_ep.matmul.pallas import emitted, readable
+from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels
 from pallas_kernels.matmul.chosen_groups import ChosenGroups
@@ -48,13 +48,13 @@ def few_rows(
     if kernels.unsupported_reason(format, num_rows, depth, width):
         return None
     with jax.enable_x64(False):
-        function = None if gating is None else emitted(gating, len(matrices))
+        function = None if gating is None else as_elementwise(gating, len(matrices))
         if gating is not None and function is None:
             return None
         return kernels.product(
             rows,
             [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
-            [None if bias is None else readable(bias) for bias in biases],
+            [None if bias is None else as_kernel_bias(bias) for bias in biases],
             groups,
             num_rows=num_rows,
             format=format,

@@ -264,9 +264,10 @@ def _layer(
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
+    """Runs one call in a `jax.shard_map`: one of its own over the mesh, or the caller's."""
     on_rank = functools.partial(_on_rank, config=config, where=where)
     if where.mesh is not None:
-        return _on_mesh(on_rank, params, call, placement, quantized, where)
+        return _in_shard_map(on_rank, params, call, placement, quantized, where)
     ambient = jax.sharding.get_abstract_mesh()
     operands = params, call, placement, quantized
     if not explicit_axes(ambient):
@@ -289,7 +290,7 @@ _STATIC = ("config", "where")
 _moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
 
-def _on_mesh(
+def _in_shard_map(
     on_rank,
     params: MoEParams,
     call: _Call,
@@ -305,7 +306,6 @@ def _on_mesh(
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
-    parts = where.size(where.batch_axes)
     tokens_over = where.axes_of_tokens(len(shape))
     divides = len(shape) > 1 and not any(
         n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False)
@@ -317,25 +317,7 @@ def _on_mesh(
         on_rank = functools.partial(on_rank, num_sequences=number)
     if not divides:
         tokens_over = (where.batch_axes,)
-        if call.mask is None:
-            call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
-        num_tokens = math.prod(shape[:-1])
-        if checks.is_symbolic(num_tokens):
-            raise ValueError(
-                "x must have a dimension that the ranks are known to divide where its dimensions "
-                f"are symbolic, since padding would be needed for {shape} on {parts} ranks. "
-                f"Export with a dimension such as {parts} * n."
-            )
-        padding = -num_tokens % parts
-
-        def flattened(array: jax.Array) -> jax.Array:
-            # The Explicit axes that shard the array may not divide the flattened number of tokens,
-            # so the array is replicated over them first.
-            array = reshard(array, mesh, PartitionSpec())
-            array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
-            return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
-
-        call = jax.tree.map(flattened, call)
+        call = _flattened(call, where)
 
     tokens_spec = PartitionSpec(*(axes or None for axes in tokens_over))
     params_spec = _specs_of(params, where)
@@ -358,7 +340,7 @@ def _on_mesh(
 
     def like_x(array: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not divides:
-            array = reshard(array, mesh, PartitionSpec())[:num_tokens]
+            array = reshard(array, mesh, PartitionSpec())[: math.prod(shape[:-1])]
             array = array.reshape(*shape[:-1], array.shape[-1])
         return reshard(array, mesh, spec)
 
@@ -366,6 +348,34 @@ def _on_mesh(
         metrics = metrics._replace(topk_idx=like_x(choices, PartitionSpec(*[*spec][:-1])))
     # On Explicit axes, the output must be sharded like x, so that callers can add it to x.
     return like_x(out, spec), metrics
+
+
+def _flattened(call: _Call, where: LayerMesh) -> _Call:
+    """Makes one dimension of those of the tokens, padded with masked tokens to a number per rank.
+
+    Raises ValueError if the number of tokens is symbolic.
+    """
+    mesh, shape, parts = where.mesh, call.x.shape, where.size(where.batch_axes)
+    assert mesh is not None
+    num_tokens = math.prod(shape[:-1])
+    if checks.is_symbolic(num_tokens):
+        raise ValueError(
+            "x must have a dimension that the ranks are known to divide where its dimensions are "
+            f"symbolic, since padding would be needed for {shape} on {parts} ranks. Export with a "
+            f"dimension such as {parts} * n."
+        )
+    if call.mask is None:
+        call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
+    padding = -num_tokens % parts
+
+    def flattened(array: jax.Array) -> jax.Array:
+        # The Explicit axes that shard the array may not divide the flattened number of tokens, so
+        # the array is replicated over them first.
+        array = reshard(array, mesh, PartitionSpec())
+        array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
+        return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
+
+    return jax.tree.map(flattened, call)
 
 
 def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
