@@ -126,7 +126,11 @@ class Flags:
         """
         for name in self.values:
             self.values[name].unparse()
-        if extra := self.values([command, *argv])[1:]:
+        try:
+            extra = self.values([command, *argv])[1:]
+        except ValueError as error:  # such as --noname=1
+            raise Error(str(error)) from error
+        if extra:
             raise Error(f"unexpected arguments: {' '.join(extra)}")
 
     def help(self) -> str:

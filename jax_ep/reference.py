@@ -195,6 +195,8 @@ def _within_host_capacity(
     no choice is masked.
     """
     kept = np.array(topk_idx)
+    if kept.dtype.kind == "u":  # it could not hold -1
+        kept = kept.astype(np.int64)
     for other in range(num_hosts):
         if host_capacity is None or other == host:
             continue

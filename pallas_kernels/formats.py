@@ -13,6 +13,7 @@ Imports neither Pallas nor Mosaic.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -236,9 +237,12 @@ class Float8(Format):
           power_of_two: whether scales are powers of two. Scales of float8_e8m0fnu always are.
 
         Raises:
-          ValueError: `dtype` is not a float8 dtype for values, or a block is empty.
+          ValueError: `dtype` is not a float8 dtype for values, `scale_dtype` is not floating, or a
+            block is empty.
         """
         dtype, scale_dtype = jnp.dtype(dtype), jnp.dtype(scale_dtype)
+        if not jnp.issubdtype(scale_dtype, jnp.floating):
+            raise ValueError(f"scale_dtype must be a floating dtype, but is {scale_dtype}.")
         if not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 and dtype != E8M0):
             raise ValueError(f"dtype must be a float8 dtype, but is {dtype}.")
         if min(block) < 1:
@@ -268,9 +272,17 @@ class Float8(Format):
     def least_scale(self) -> float:
         """The least scale, so that no product of a value and a scale is subnormal in float32.
 
-        It is 2^-117 for float8_e4m3fn.
+        It is 2^-117 for float8_e4m3fn, or the least normal number of the scales' dtype if that is
+        larger.
         """
-        return 2.0**-126 / float(jnp.finfo(self.dtype).smallest_subnormal)
+        normal = float(jnp.finfo(self.scale_dtype).smallest_normal)
+        return max(2.0**-126 / float(jnp.finfo(self.dtype).smallest_subnormal), normal)
+
+    @property
+    def _most_scale(self) -> float:
+        """The largest number that a scale may be."""
+        most = float(jnp.finfo(self.scale_dtype).max)
+        return 2.0 ** math.floor(math.log2(most)) if self.power_of_two else most
 
     def encode(self, x: Array, *, divide: bool = False) -> tuple[Array, Array]:
         """Encodes numbers x [..., R, C] as values [..., R, C] and a scale for each block.
@@ -296,7 +308,12 @@ class Float8(Format):
                 scales = largest * np.float32(self.scale_of_largest)
             if self.power_of_two:
                 scales = self._round_up_to_power(scales, largest)
-            scales = scales.astype(self.scale_dtype).astype(_FLOAT32)
+            if self.scale_dtype != _FLOAT32:
+                scales = xp.minimum(scales, np.float32(self._most_scale)).astype(self.scale_dtype)
+                # Without the barrier, XLA may leave out the rounding of the scales.
+                if isinstance(scales, jax.Array) and not self.power_of_two:
+                    scales = lax.optimization_barrier(scales)
+                scales = scales.astype(_FLOAT32)
             if divide:
                 scales = xp.where(scales > 0, scales, np.float32(1))
             else:

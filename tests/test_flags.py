@@ -16,6 +16,7 @@ def flags():
     found.ratios = found.numbers("ratios", [0.5], "Ratios.")
     found.copies = found.integers("copies", [0], "Copies.", least=0)
     found.factor = found.number("factor", 1.125, "A factor.")
+    found.safe = found.boolean("safe", "Safe.")
     found.json = found.output("json", "A file.")
     found.table = found.output("table", "Another.")
     return found
@@ -51,6 +52,7 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
         ("--ops=", "--ops=: name one value or more, or leave the flag out"),
         ("--sing", "sing"),
         ("sing", "unexpected arguments: sing"),
+        ("--nosafe=1", "--nosafe=1 does not take an argument"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_value(flags, arg, message):

@@ -165,6 +165,16 @@ def test_fair_overflow_counts_padding():
     )
 
 
+def test_unsigned_choices_with_a_host_capacity():
+    """An unsigned dtype cannot hold -1, which marks a choice that is not made."""
+    x, choices = np.ones((2, 2, 1), np.float32), np.asarray([[[0], [1]], [[0], [0]]], np.uint8)
+    options = dict(num_experts=2, capacity=8, num_hosts=2, host_capacity=1)
+    got, _ = reference.dispatch(x, choices, **options)
+    want, _ = reference.dispatch(x, choices.astype(np.int32), **options)
+    assert got.num_dropped == want.num_dropped == 1
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
 def test_past_a_host_capacity_a_token_has_no_choices_on_the_host():
     """A token past the host capacity must have no choice on that host: here rank 1's second token.
 

@@ -187,6 +187,8 @@ _DEEPSEEK_SIZES = {
     "S": "n_shared_experts*moe_intermediate_size",
 }
 _DEEPSEEK_TENSORS = (_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts"))
+_DEEPSEEK_V3_TENSORS = (*_DEEPSEEK_TENSORS, _bias("mlp.gate.e_score_correction_bias"))
+_DEEPSEEK_V3_ONLY = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
 _DEEPSEEK_DEFAULTS = {"n_shared_experts": 0}
 _GROUPS = {
     "num_groups": "n_group",
@@ -278,8 +280,7 @@ TABLE = (
         tensors=_QWEN,
     ),
     Architecture(
-        models="DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, MiMo-V2-Flash, "
-        "dots.llm1, Solar Open",
+        models="DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, dots.llm1, Solar Open",
         model_types=(
             "deepseek_v3",
             "deepseek_v32",
@@ -290,14 +291,24 @@ TABLE = (
             "glm_moe_dsa",
             "dots1",
             "solar_open",
-            "mimo_v2_flash",
         ),
         sizes=_DEEPSEEK_SIZES,
         fields=_K | _GROUPS,
         fixed=_DEEPSEEK,
         defaults=_DEEPSEEK_DEFAULTS,
-        only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
-        tensors=(*_DEEPSEEK_TENSORS, _bias("mlp.gate.e_score_correction_bias")),
+        only=_DEEPSEEK_V3_ONLY,
+        tensors=_DEEPSEEK_V3_TENSORS,
+    ),
+    Architecture(
+        models="MiMo-V2-Flash",
+        model_types=("mimo_v2_flash",),
+        sizes=_DEEPSEEK_SIZES,
+        fields=_K | _GROUPS,
+        fixed=_DEEPSEEK,
+        # Its config.json has null for both of these keys.
+        defaults=_DEEPSEEK_DEFAULTS | {"routed_scaling_factor": 1.0},
+        only=_DEEPSEEK_V3_ONLY,
+        tensors=_DEEPSEEK_V3_TENSORS,
     ),
     Architecture(
         models="EXAONE-MoE",

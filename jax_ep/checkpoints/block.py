@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import checks
@@ -120,8 +121,13 @@ class Block:
         return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the dtype in which a parameter is stored, or bfloat16 if it is quantized."""
-        return self.open(self._tensor(param), 0).dtype
+        """Returns the dtype in which a parameter is stored, or bfloat16 if it is quantized.
+
+        If experts are stored in several dtypes, it is the least one that has all their numbers.
+        """
+        tensor = self._tensor(param)
+        experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
+        return jnp.result_type(*{self.open(tensor, e).dtype for e in experts})
 
     def format(self, param: str) -> Format | None:
         """Returns the quantized format in which a parameter is stored, or None for plain numbers.
@@ -498,9 +504,18 @@ def _quantization(keys: _Keys) -> Quantization:
             f"quantization_config of {keys.file} must have a quant_method among "
             f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
         )
+    block = said.get("weight_block_size") or Quantization.block
+    if not (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise ValueError(
+            f"weight_block_size of {keys.file} must be two positive integers, but is {block!r}."
+        )
     return Quantization(
         method=method,
-        block=tuple(said.get("weight_block_size") or Quantization.block),
+        block=tuple(block),
         power_of_two=str(said.get("scale_fmt")).lower() == "ue8m0",
         kept=tuple(said.get("modules_to_not_convert") or said.get("ignored_layers") or ()),
     )
@@ -617,7 +632,14 @@ class _Keys:
         found += [self.row.defaults[name] for name in names if name in self.row.defaults]
         if not found:
             raise ValueError(f"{self.file} must have {' or '.join(names)}, but does not.")
-        return found[0][self.layer] if isinstance(found[0], list) else found[0]
+        if not isinstance(found[0], list):
+            return found[0]
+        if self.layer >= len(found[0]):
+            raise ValueError(
+                f"{' or '.join(names)} of {self.file} must have an entry for layer {self.layer}, "
+                f"but has {len(found[0])}."
+            )
+        return found[0][self.layer]
 
     def integer(self, key: str) -> int:
         """Returns the value of a key that must be an integer; for "a*b", the product of two values.

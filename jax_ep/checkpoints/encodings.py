@@ -234,6 +234,11 @@ class Float8(_InBlocks):
     @property
     def format(self) -> formats.Float8:
         scale_dtype = self.directory.entry(self.name + SCALE_SUFFIX).dtype
+        if not jnp.issubdtype(scale_dtype, jnp.floating):
+            raise ValueError(
+                f"{self.name}{SCALE_SUFFIX} must hold scales of a floating dtype, but has dtype "
+                f"{scale_dtype}."
+            )
         return formats.Float8.of(_FLOAT8, self.block, scale_dtype, self.power_of_two)
 
     @property

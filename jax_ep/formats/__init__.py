@@ -20,10 +20,12 @@ and subnormal numbers every 2^-9, so
 
     |number - value| <= max(2^-4 |value|, 2^-10 scale),
 
-before the number is rounded to the requested dtype. A block of zeros stays zeros, and the
-largest values of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or
-2.7e-33, the scale is 2^-117 and the error is at most 2^-127. float8_e4m3fn has no infinity: NaN and
-infinities become NaN, and the other values of their block are encoded as if these were absent.
+before the number is rounded to the requested dtype. A block of zeros stays zeros, and the largest
+values of a dtype of up to 32 bits do not overflow. In a block whose largest value is below
+448 · 2^-117, or 2.7e-33, the scale is 2^-117 and the error is at most 2^-127. float8_e4m3fn has no
+infinity: NaN and infinities become NaN, and the other values of their block are encoded as if these
+were absent. Scales of another dtype than float32 stay within its finite normal numbers, and values
+that do not fit are clipped.
 
 **Bits.** NumPy, XLA on CPUs, and the kernels give the same bits, with three exceptions. (1) XLA on
 CPUs treats subnormal float32 values, below 2^-126, as zero. Such a value has an error of up to

@@ -96,8 +96,9 @@ class QuantizedArray:
         A `dtype` of None means the dtype of this array.
 
         Raises:
-          ValueError: `dtype` is not floating, or the shapes of values and scales do not fit each
-            other, such as after an operation on one of the two arrays.
+          TypeError: `dtype` is not floating.
+          ValueError: the shapes of values and scales do not fit each other, such as after an
+            operation on one of the two arrays.
         """
         dtype = self.dtype if dtype is None else checks.as_floating("dtype", dtype)
         return self.format.decode((self.values, self.scales), dtype)
@@ -156,7 +157,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
       format: `jax_ep.formats.FLOAT8_ROWS`, `FLOAT8_MATRICES`, `MXFP4`, or another `jax_ep.Format`.
 
     Returns:
-      A `QuantizedArray` of x's shape and dtype. It has no gradient.
+      A `QuantizedArray` of x's shape and dtype. No gradient goes through it: that of x is zero.
 
     Raises:
       ValueError: the format's blocks do not divide the shape of x.
@@ -169,7 +170,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
         )
     if not hasattr(x, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
-    values, scales = format.encode(x)
+    values, scales = format.encode(lax.stop_gradient(x) if isinstance(x, jax.Array) else x)
     if isinstance(values, jax.Array):
         # XLA for GPUs may omit the rounding to a narrow dtype if the program widens the result
         # again. The barrier prevents this.

@@ -113,6 +113,23 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
     }  # fmt: skip
 
 
+def test_mimo_v2_flash_has_null_for_a_scale_of_1(tmp_path):
+    config, tensors = deepseek_v3()
+    config |= {"model_type": "mimo_v2_flash", "n_group": 1, "topk_group": 1}
+    config |= {"routed_scaling_factor": None, "n_shared_experts": None}
+    tensors = {name: tensor for name, tensor in tensors.items() if "shared" not in name}
+    mimo = open_block(publish(tmp_path, config, tensors), 1)
+    assert mimo.fields["scale"] == 1.0 and "shared_wo" not in mimo.params()
+
+
+def test_the_dtype_of_a_parameter_has_the_numbers_of_all_experts(tmp_path):
+    config, tensors = mixtral()
+    first = next(name for name in tensors if "experts.0.w1" in name)
+    tensors[first] = tensors[first].astype(jnp.bfloat16)
+    block = open_block(publish(tmp_path, config, tensors), 1)
+    assert block.dtype("wi_0") == np.float32
+
+
 def test_a_value_for_each_layer(tmp_path):
     """A value in config.json may be a list, of which each layer takes its own entry.
 
@@ -135,6 +152,9 @@ def test_a_value_for_each_layer(tmp_path):
     }
     block = open_block(publish(tmp_path, config, tensors), 1)
     assert block.fields["num_experts_per_token"] == 5
+    config["moe_topk"] = [1]
+    with pytest.raises(ValueError, match="moe_topk.* must have an entry for layer 1, but has 1"):
+        open_block(publish(tmp_path, config, tensors), 1)
     np.testing.assert_array_equal(read(block, "shared_wo", WHOLE, WHOLE), DOWN[0].T)
 
 
@@ -145,6 +165,14 @@ def refused(tmp_path, config, tensors, layer=1):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         open_block(publish(tmp_path / "model", config, tensors), layer)
     return str(error.value)
+
+
+@pytest.mark.parametrize("size", [128, [128], [1, 128, 128], ["128", 128], [0, 128]], ids=str)
+def test_a_malformed_size_of_blocks_is_named(tmp_path, size):
+    config, tensors = mixtral()
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": size}
+    said = refused(tmp_path, config, tensors)
+    assert "weight_block_size of" in said and "must be two positive integers" in said
 
 
 def test_unknown_models_are_refused(tmp_path):

@@ -248,6 +248,9 @@ def test_errors_name_the_tensor(tmp_path):
         ValueError, match=r"w.weight_scale_inv must have shape \(2, 2\), .*\(1, 2\)"
     ):
         _ = tensor(tmp_path, "w.weight", wrong).shape
+    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((2, 2), np.uint8)}
+    with pytest.raises(ValueError, match="w.weight_scale_inv must hold scales of a floating dtype"):
+        _ = tensor(tmp_path, "w.weight", wrong).shape
     wrong = {"w_blocks": np.zeros((2, 2, 16), np.uint8), "w_scales": np.zeros((2, 3), np.uint8)}
     with pytest.raises(ValueError, match=r"w_scales must have shape \(2, 2\), .* \(2, 3\)"):
         _ = tensor(tmp_path, "w_blocks", wrong).shape

@@ -55,6 +55,13 @@ def assert_is(array, format, numbers):
     assert_bitwise_equal(array.dequantize(), numbers)
 
 
+def test_no_gradient_goes_through_quantization(format):
+    numbers = jnp.asarray(x())
+    grad = jax.jit(jax.grad(lambda x: (jax_ep.quantize(x, format).dequantize() * x).sum()))
+    want = jax_ep.quantize(numbers, format).dequantize()
+    np.testing.assert_array_equal(grad(numbers), want)
+
+
 def test_it_has_the_shape_and_dtype_of_the_numbers(format):
     array = quantized(format)
     assert_is(array, format, dequantized(format))

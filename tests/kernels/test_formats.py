@@ -286,12 +286,37 @@ def test_parts_that_do_not_fit_each_other_are_refused():
     [
         ((np.float32, (1, 128)), "dtype must be a float8 dtype, but is float32"),
         ((E8M0, (1, 128)), "dtype must be a float8 dtype, but is float8_e8m0fnu"),
+        ((E4M3, (1, 128), np.int32), "scale_dtype must be a floating dtype, but is int32"),
         ((E4M3, (0, 128)), r"block must be of at least 1 row and 1 column, but is \(0, 128\)"),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Float8.of(*arguments)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("largest", [1e-6, 1e-5, 2.9e7, 3.1e7, 1e30])
+def test_scales_in_float16_are_finite_normal_numbers(largest, power_of_two):
+    """Float16 has no scale for the largest and smallest numbers: they are clipped or imprecise."""
+    format = Float8.of(E4M3, (1, 4), jnp.float16, power_of_two)
+    x = np.asarray([[largest, -largest, largest / 2, 0]], np.float32)
+    values, scales = format.encode(x)
+    half = np.finfo(np.float16)
+    assert half.smallest_normal <= scales <= half.max
+    got = format.decode((values, scales), np.float32)
+    most = 448 * (2.0**15 if power_of_two else float(half.max))
+    error = np.maximum(2**-4 * abs(x), 2**-10 * scales.astype(np.float32))
+    assert np.all(abs(got - np.clip(x, -most, most)) <= error)
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16])
+def test_a_compiled_program_rounds_scales(scale_dtype):
+    format = Float8.of(E4M3, (2, 4), scale_dtype)
+    x = numbers("random", (64, 256))
+    compiled = jax.jit(format.encode)(jnp.asarray(x))
+    for got, want in zip(compiled, format.encode(x), strict=True):
+        assert np.asarray(got).tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
