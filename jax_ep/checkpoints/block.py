@@ -126,8 +126,7 @@ class Block:
         If experts are stored in several dtypes, it is the least one that has all their numbers.
         """
         tensor = self._tensor(param)
-        experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
-        return jnp.result_type(*{self.open(tensor, e).dtype for e in experts})
+        return jnp.result_type(*{self.open(tensor, e).dtype for e in self._experts_of(tensor)})
 
     def format(self, param: str) -> Format | None:
         """Returns the quantized format in which a parameter is stored, or None for plain numbers.
@@ -136,8 +135,8 @@ class Block:
             ValueError: the matrices of the experts are stored in different formats.
         """
         tensor = self._tensor(param)
-        experts = range(self.sizes["E"] if "{e}" in tensor.name else 1)
-        found = {self._format(self.open(tensor, e), tensor, param) for e in experts}
+        opened = (self.open(tensor, e) for e in self._experts_of(tensor))
+        found = {self._format(each, tensor, param) for each in opened}
         if len(found) > 1:
             names = sorted("none" if format is None else format.name for format in found)
             raise ValueError(
@@ -170,7 +169,7 @@ class Block:
         directory, prefix, models = self.directory, self.prefix, self.architecture.models
         for tensor in self.tensors:
             wanted = self._stored_shape(tensor)
-            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1):
+            for expert in self._experts_of(tensor):
                 name = prefix + tensor.name.format(e=expert)
                 if name not in directory.files:
                     raise ValueError(
@@ -197,6 +196,10 @@ class Block:
 
     def _tensor(self, param: str) -> Tensor:
         return next(tensor for tensor in self.tensors if param in tensor.params)
+
+    def _experts_of(self, tensor: Tensor) -> range:
+        """Returns the experts with a stored tensor of their own; only 0 if one has all of them."""
+        return range(self.sizes["E"] if "{e}" in tensor.name else 1)
 
     def read(
         self,
@@ -326,7 +329,7 @@ class Block:
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             shape = self._stored_shape(tensor)
-            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1):
+            for expert in self._experts_of(tensor):
                 name = self.prefix + tensor.name.format(e=expert)
                 scales = self._new_float8_scales(tensor, expert)
                 if name.endswith(BLOCKS):
@@ -355,7 +358,7 @@ class Block:
         return [
             name
             for tensor in self.tensors
-            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1)
+            for expert in self._experts_of(tensor)
             for name in self.open(tensor, expert).stored
         ]
 

@@ -331,6 +331,7 @@ def _dispatch_like_workspace(sizes: CallSizes) -> dict[str, int]:
 def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
     sums = sizes.pairs * sizes.hidden * WORD_BYTES
     rounded = sizes.sent_rows(sizes.pairs)
+    weights = sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k)
     received = {
         "received sums": sizes.gathered(rounded),
         "widened sums": sums if sizes.wire.quantized else 0,
@@ -341,9 +342,7 @@ def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
         "partial sums": sums,
         "rounded sums": 0 if rounded == sums else sizes.gathered(rounded),
         **received,
-        "gathered weights": sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k)
-        if weighted
-        else 0,
+        "gathered weights": weights if weighted else 0,
     }
 
 

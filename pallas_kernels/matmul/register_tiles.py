@@ -142,9 +142,8 @@ def store_rows_through(
         for pair, (row, column) in mosaic.placed_registers(values):
             if size == 1:
                 numbers = [vector.extract(pair, [], [i]) for i in range(2)]
-                text = (
-                    f"cvt.rn.satfinite.{float8.PTX_TYPES[jnp.dtype(out_dtype)]}x2.f32 $0, $2, $1;"
-                )
+                kind = float8.PTX_TYPES[jnp.dtype(out_dtype)]
+                text = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
                 pair = mosaic.asm(text, "=h,f,f", *numbers, returns=mosaic.integer_type(16))
             at = in_room(row, arith.muli(column, mosaic.i32(size)))
             llvm.store(pair, at, alignment=2 * size)
@@ -175,12 +174,7 @@ def store_rows_through(
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
     numbers = [top, left, begin, end]
-    layouts = [
-        mosaic.REFERENCE,
-        mosaic.REFERENCE,
-        plgpu.Layout.WGMMA,
-        *[mosaic.SCALAR] * len(numbers),
-    ]
+    layouts = [*[mosaic.REFERENCE] * 2, plgpu.Layout.WGMMA, *[mosaic.SCALAR] * len(numbers)]
     mosaic.inline(emit, [room, out, values, *numbers], layouts)
 
 
@@ -232,10 +226,7 @@ def store_column(
                 first, second = second, first
             offset = arith.addi(arith.muli(first, mosaic.i32(mosaic.width_of(out))), second)
             with mosaic.when(inside):
-                llvm.store(
-                    vector.extract(register, [], [0]),
-                    mosaic.pointer_at(out, offset),
-                )
+                llvm.store(vector.extract(register, [], [0]), mosaic.pointer_at(out, offset))
 
     numbers = [top, column, begin, end]
     layouts = [mosaic.REFERENCE, plgpu.Layout.WGMMA.reduce(1), *[mosaic.SCALAR] * len(numbers)]

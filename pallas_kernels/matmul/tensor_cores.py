@@ -33,11 +33,8 @@ def add_warp_product(
       sums: a thread's four sums, float32.
       dtype: the dtype of the numbers, bfloat16 or float16.
     """
-    f32, kind = (
-        mosaic.float_type(),
-        {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"},
-    )
-    of_dtype = kind[jnp.dtype(dtype)]
+    f32 = mosaic.float_type()
+    of_dtype = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}[jnp.dtype(dtype)]
     found = llvm.inline_asm(
         mosaic.struct_type([f32] * 4),
         [*left, *right, *sums],
@@ -88,8 +85,8 @@ def add_float8_products(
       scales of rows and block, if i < count.
     """
     if interpreted:
-        places = left, right, stage, row, first, count
-        return _float8_products_interpreted(totals, *places, row_scales, block_scales)
+        rows, blocks = left[stage, pl.ds(row, 64)], right.at[stage]
+        return _products_interpreted(totals, rows, blocks, first, count, row_scales, block_scales)
     kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
     num = len(totals)
     num_totals = num * _PER_PRODUCT
@@ -204,24 +201,24 @@ def _text_of_float8_products(num: int, kinds: Sequence[str]) -> str:
     return " ".join([*text, "done: }"])
 
 
-def _float8_products_interpreted(
+def _products_interpreted(
     totals: Sequence[jax.Array],
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
+    rows: jax.Array,
+    blocks: Any,
     first: Any,
     count: Any,
     row_scales: jax.Array | None,
     block_scales: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
-    """Computes `add_float8_products` where Pallas' GPU interpreter runs the kernel."""
-    rows = left[stage, pl.ds(row, 64)].astype(jnp.float32)
+    """Computes `add_float8_products` where Pallas' GPU interpreter runs the kernel.
+
+    `rows` are the 64 rows to multiply, and `blocks` [128 * blocks, 128] is right[stage].
+    """
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
     sums = []
     for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
-        block = jnp.minimum(first + i, right.shape[1] // _COLUMNS - 1)
-        matrix = right[stage, pl.ds(block * _COLUMNS, _COLUMNS)].astype(jnp.float32)
-        product = jnp.dot(rows, matrix.T)
+        block = jnp.minimum(first + i, blocks.shape[0] // _COLUMNS - 1)
+        matrix = blocks[pl.ds(block * _COLUMNS, _COLUMNS)].astype(jnp.float32)
+        product = jnp.dot(rows.astype(jnp.float32), matrix.T)
         sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
     return tuple(sums)
