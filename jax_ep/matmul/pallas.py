@@ -6,7 +6,6 @@ so a machine without GPUs does not load them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,9 +40,6 @@ _FEW_ROWS = 64
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)
 _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
-# If groups have at least `_HIGH_GROUP` rows on average, and a thread block has at most
-# `_FEW_ROUNDS` tiles of 256 x 128, tiles of the last round are cut into pieces: TUNING.md.
-_HIGH_GROUP, _FEW_ROUNDS = 1024, 8
 # The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
 # which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
 _MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
@@ -293,13 +289,8 @@ def product_tiles(
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
-    most_pieces = 1
-    if not is_quantized and num_rows >= _HIGH_GROUP * num_groups and is_large:
-        if values <= _FEW_ROUNDS * HOPPER_CORES * 256 * 128:
-            heights, most_pieces = (64, 96, 128, 136, 144, 176, 208, 256), 4
     columns = band(num_cols, block_n, 16)
-    tiles = Tiles.fitting(heights, block_n, columns, mxfp4_depth=mxfp4_depth)
-    return dataclasses.replace(tiles, most_pieces=most_pieces)
+    return Tiles.fitting(heights, block_n, columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(

@@ -31,7 +31,6 @@ from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
-    OutputTile,
     Product,
     Tiles,
     parts,
@@ -222,8 +221,8 @@ class _OneProduct(Computer):
     passed: Passed
 
     def run(self) -> None:
-        tiles = self.tiles
-        used = self.kernel.walk(tiles.count, tiles.look_up, self._compute_tile, jnp.int32(0))
+        total = self.rows.count * self.kernel.tile_columns
+        used = self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
         if not self._both_store:
             # Warpgroup 1 waits until its last rows are read, so that no arrival is left at the end.
             last = (self.number == 1) & (used > 0)
@@ -249,11 +248,13 @@ class _OneProduct(Computer):
     def _running(self) -> int:
         return 1 if self.decoder is None else super()._running
 
-    def _compute_tile(self, tile: OutputTile, _: Any, used: jax.Array) -> jax.Array:
-        place = self._place(tile)
-        biases = self._load_biases(tile.group, place.left_edge)
+    def _compute_tile(
+        self, tile: tuple[Place, jax.Array, jax.Array], _: Any, used: jax.Array
+    ) -> jax.Array:
+        place, kind, group = tile
+        biases = self._load_biases(group, place.left_edge)
         steps = self.kernel.steps
-        total = self._sum_up(used, steps, self._shape, tile.kind)
+        total = self._sum_up(used, steps, self._shape, kind)
         product = total.astype(self._dtype)
         count = self.passed.product.shape[1]
         # Mosaic has no arrays without elements, so there is no rest if all rows are passed at once.

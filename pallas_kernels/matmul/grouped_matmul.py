@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul import register_tiles, warp_products
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
@@ -63,7 +63,6 @@ from pallas_kernels.matmul.kernel import (
     aligned,
     check_buffers,
     launch,
-    quotient_and_rest,
     transposed,
     zeros,
 )
@@ -96,8 +95,6 @@ class Tiles:
         within a band row of tiles by row of tiles.
       step: how long a stage's operand tiles are along K, the contraction dimension: 64, or a
         multiple of it for matrices in MXFP4. It divides K.
-      most_pieces: the largest number of pieces into which tiles of the last round may be cut; see
-        `OutputTiles`.
     """
 
     heights: tuple[int, ...]
@@ -106,7 +103,6 @@ class Tiles:
     num_buffers: int
     band: int = 1
     step: int = STEP
-    most_pieces: int = 1
 
     @classmethod
     def fitting(
@@ -173,8 +169,6 @@ class Tiles:
             raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
         if self.step < STEP or self.step % STEP:
             raise ValueError(f"step must be a multiple of {STEP}, but the tile sizes are {self}.")
-        if self.most_pieces < 1:
-            raise ValueError(f"most_pieces must be positive, but the tile sizes are {self}.")
         check_buffers(self)
 
 
@@ -336,11 +330,6 @@ class Product(Kernel):
                 f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
                 f"is {self.tiles.block_n}."
             )
-        if self.shared_rows and self.tiles.most_pieces > 1:
-            raise ValueError(
-                "most_pieces must be 1 where all groups share their rows, but the tile sizes are "
-                f"{self.tiles}."
-            )
         step = self.tiles.step
         if any(depth % step for depth in self.depths) or (step > STEP and not self.is_quantized):
             raise ValueError(
@@ -401,7 +390,8 @@ class Product(Kernel):
         outs = refs[-self.outputs :]
         count = len(others) - self.num_biases
         operands, biases = others[:count], others[count:]
-        tiles = OutputTiles.of(self, table)
+        last = table.shape[0] - 1
+        tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
         decoder, loader = None, _Loader(self, ring, tiles, operands)
         if staged is not None:
             lhs, *others = operands
@@ -424,108 +414,62 @@ class Product(Kernel):
         return Computer(self, *work)
 
 
-class OutputTile(NamedTuple):
-    """An output tile, or a piece of its rows. All attributes are int32.
-
-    Attributes:
-      group: the group of its rows.
-      top: its first row, a multiple of 8.
-      begin, end: the range [begin, end) of its rows that belong to the group.
-      left_edge: its first column.
-      kind: the index in `Tiles.heights` of the least height that holds its rows.
-    """
-
-    group: jax.Array
-    top: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    left_edge: jax.Array
-    kind: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
-class OutputTiles:
-    """The output tiles that the thread blocks of a kernel compute, by their numbers.
-
-    The blocks compute tiles in rounds, each block one tile. If the last round has tiles for at most
-    half of the blocks, each of these tiles is cut into pieces of its rows, so that more blocks
-    share the work. A piece has a number like a tile:
-
-      4 blocks, 10 tiles      round 1   0    1    2    3
-                              round 2   4    5    6    7
-      two tiles in halves     round 3   8    8'   9    9'
+class _RowTiles:
+    """The row tiles of all groups, read from the table that the kernel takes as an operand.
 
     Attributes:
-      kernel: the kernel.
       table: a reference to the result of `row_tiles`, [most_tiles + 1, 4] int32.
-      rows_of_tiles: int32, the number of row tiles.
-      uncut: int32, the number of tiles that are not cut.
-      pieces: int32, the number of pieces of each tile after these.
-      count: int32, the number of all tiles and pieces.
+      heights: the numbers of rows that a tile may have, in rising order.
+      count: int32, the number of row tiles.
+      num_rows: int32, the number of rows that belong to groups.
     """
 
-    kernel: Product
     table: Any
-    rows_of_tiles: jax.Array
-    uncut: jax.Array
-    pieces: jax.Array
+    heights: tuple[int, ...]
     count: jax.Array
+    num_rows: jax.Array
 
-    @classmethod
-    def of(cls, kernel: Product, table: Any) -> OutputTiles:
-        rows_of_tiles = table[table.shape[0] - 1, 0]
-        total, blocks = rows_of_tiles * kernel.tile_columns, jnp.int32(kernel.num_blocks)
-        last = lax.rem(total, blocks)
-        pieces = jnp.minimum(lax.div(blocks, jnp.maximum(last, 1)), kernel.tiles.most_pieces)
-        return cls(kernel, table, rows_of_tiles, total - last, pieces, total + last * (pieces - 1))
-
-    @property
-    def num_rows(self) -> jax.Array:
-        """The number of rows that belong to groups."""
-        return self.table[self.table.shape[0] - 1, 1]
-
-    def look_up(self, number: jax.Array) -> OutputTile:
-        """Returns the tile or piece with a number less than `count`."""
-        cuts = self.kernel.tiles.most_pieces > 1
-        if cuts:
-            tile, piece = quotient_and_rest(jnp.maximum(number - self.uncut, 0), self.pieces)
-            is_cut, number = number >= self.uncut, jnp.minimum(number, self.uncut) + tile
-        row, left_edge = self.kernel.place(number, self.rows_of_tiles)
-        group, top, begin, end = (self.table[row, column] for column in (GROUP, FIRST, BEGIN, END))
-        if cuts:
-            unit = jnp.where(is_cut, self.pieces, 1) * ROW_ALIGNMENT
-            height = lax.div(end - top + (unit - 1), unit) * ROW_ALIGNMENT
-            top += piece * height
-            end = jnp.clip(end, top, top + height)
-            begin = jnp.clip(begin, top, end)
-        lower = (end - top > each for each in self.kernel.tiles.heights[:-1])
-        kind = sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
-        return OutputTile(group, top, begin, end, left_edge, kind)
+    def kind_of(self, tile: jax.Array) -> jax.Array:
+        """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
+        rows = self.table[tile, END] - self.table[tile, FIRST]
+        lower = (rows > height for height in self.heights[:-1])
+        return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
     """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
 
-    `operands` are references to the operands: for each pair its lhs, and then its arrays of
-    matrices.
+    `rows` describes the row tiles. `operands` are references to the operands: for each pair its
+    lhs, and then its arrays of matrices.
     """
 
     kernel: Product
     ring: OperandRing
-    tiles: OutputTiles
+    rows: _RowTiles
     operands: Sequence[Any]
 
     def run(self) -> None:
-        tiles = self.tiles
-        used = self.kernel.walk(tiles.count, tiles.look_up, self._load_tile, jnp.int32(0))
+        total = self.rows.count * self.kernel.tile_columns
+        used = self.kernel.walk(total, self._look_up, self._load_tile, jnp.int32(0))
         self.ring.drain(used)
 
-    def _load_tile(self, tile: OutputTile, _: Any, used: jax.Array) -> jax.Array:
+    def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what the loader must know of output tile number `index`.
+
+        The result is (group, first row, first column, index in `heights` of the tile's height).
+        """
+        tile, left_edge = self.kernel.place(index, self.rows.count)
+        table = self.rows.table
+        first = jnp.int32(0) if self.kernel.shared_rows else table[tile, FIRST]
+        return table[tile, GROUP], first, left_edge, self.rows.kind_of(tile)
+
+    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
 
-        `used` is the number of steps that this block has copied into the ring before this tile.
-        Returns the number after this tile.
+        `tile` is a result of `_look_up`. `used` is the number of steps that this block has copied
+        into the ring before this tile. Returns the number after this tile.
         """
         # The number of operands of a pair: its lhs and its arrays of matrices.
         together = 1 + self.kernel.matrices
@@ -536,19 +480,19 @@ class _Loader:
         return used
 
     def _fill_stage(
-        self, tile: OutputTile, lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
+        self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
     ) -> jax.Array:
-        step, heights = self.kernel.tiles.step, self.kernel.tiles.heights
-        top = jnp.int32(0) if self.kernel.shared_rows else tile.top
+        group, first, left_edge, kind = tile
+        step = self.kernel.tiles.step
         inner = of_rhs = pl.ds(i * step, step)
         if self.kernel.is_quantized:
             num_bytes = step // STEP * NUMBER_BYTES
             of_rhs = pl.ds(i * num_bytes, num_bytes)
-        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
+        columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
         place = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
-        of_heights = [lhs.at[pl.ds(aligned(top), height), inner] for height in heights]
-        rights = [TileSource([matrix.at[tile.group, *place]]) for matrix in rhs]
-        return self.ring.fill(used, TileSource(of_heights, tile.kind), rights)
+        of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
+        rights = [TileSource([matrix.at[group, *place]]) for matrix in rhs]
+        return self.ring.fill(used, TileSource(of_heights, kind), rights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -561,12 +505,13 @@ class _QuantizedLoader(_Loader):
 
     decoder: Decoder
 
-    def _load_tile(self, tile: OutputTile, _: Any, used: jax.Array) -> jax.Array:
+    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         (lhs, *rhs), decoder = self.operands, self.decoder
+        group, _, left_edge, _ = tile
         steps = self.kernel.steps
 
         def load(i: Any) -> jax.Array:
-            return decoder.load_scales(tile.group, tile.left_edge, jnp.minimum(i, steps - 1))
+            return decoder.load_scales(group, left_edge, jnp.minimum(i, steps - 1))
 
         def one_step(i: jax.Array, carry: Any) -> Any:
             used, codes, following = carry
@@ -585,14 +530,14 @@ class _QuantizedLoader(_Loader):
 class Computer:
     """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
 
-    `number` is the index of the warpgroup, 0 or 1. `store` writes results to the outputs. `decoder`
-    decodes quantized matrices, and is None for others. `biases` are references to arrays [L, N],
-    one for each matrix of a group, or there are none.
+    `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
+    writes results to the outputs. `decoder` decodes quantized matrices, and is None for others.
+    `biases` are references to arrays [L, N], one for each matrix of a group, or there are none.
     """
 
     kernel: Product
     ring: OperandRing
-    tiles: OutputTiles
+    rows: _RowTiles
     store: Store
     number: jax.Array
     decoder: Decoder | None
@@ -600,22 +545,22 @@ class Computer:
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
+        total = self.rows.count * kernel.tile_columns
         nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
         held = (nothing,) * kernel.outputs if kernel.holds else ()
         # Before the first tile, there is no tile to store. The carry then has the position of tile
         # 0 with an empty range of rows, [begin, begin). A constant would not do: the position must
         # vary over the same mesh axes (vma) as those of later tiles.
-        some = self._place(self.tiles.look_up(zero))
+        some, *_ = self._look_up(zero)
         carry = zero, (some._replace(end=some.begin), held)
-        walk = functools.partial(kernel.walk, self.tiles.count, self.tiles.look_up)
-        walk(self._compute_tile, carry, once_more=kernel.holds)
+        kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
         self._zero_unused()
 
     def _zero_unused(self) -> None:
         """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
         if self.kernel.zero_unused:
             worker = lax.axis_index("block") * COMPUTERS + self.number
-            self.store.zeros_from(self.tiles.num_rows, worker, self.kernel.all_blocks * COMPUTERS)
+            self.store.zeros_from(self.rows.num_rows, worker, self.kernel.all_blocks * COMPUTERS)
 
     @property
     def _dtype(self) -> Any:
@@ -635,10 +580,19 @@ class Computer:
         """Returns the first column of an output tile that this warpgroup computes."""
         return self.number * self.kernel.tiles.part
 
-    def _place(self, tile: OutputTile) -> Place:
-        """Returns the position in the outputs of this warpgroup's half of a tile."""
-        left_edge = tile.left_edge + self._first_column
-        return Place(tile.top, tile.begin, tile.end, left_edge)
+    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
+        """Looks up what this warpgroup must know of output tile number `index`.
+
+        Returns:
+          place: the position in the outputs of the half tile that this warpgroup computes.
+          kind: the index of the tile's height in `self.rows.heights`.
+          group: the tile's group.
+        """
+        tile, left_edge = self.kernel.place(index, self.rows.count)
+        left_edge += self._first_column
+        first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
+        place = Place(first, begin, end, left_edge)
+        return place, self.rows.kind_of(tile), self.rows.table[tile, GROUP]
 
     def _load_biases(self, group: jax.Array, left_edge: jax.Array) -> list[jax.Array]:
         """Loads the biases of a group for the columns of this warpgroup, from `left_edge` on.
@@ -655,14 +609,16 @@ class Computer:
             for each in self.biases
         ]
 
-    def _compute_tile(self, tile: OutputTile, exists: Any, carry: Any) -> Any:
+    def _compute_tile(
+        self, tile: tuple[Place, jax.Array, jax.Array], exists: Any, carry: Any
+    ) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
         If `self.kernel.holds`, the previous tile is stored from registers while this tile is
         multiplied. Else this tile is stored after it is multiplied.
 
         Args:
-          tile: the tile.
+          tile: the result of `_look_up`.
           exists: whether there is a tile to compute. It is False only in a call after the last
             tile, which stores the last tile.
           carry: (the number of steps that this warpgroup has multiplied so far, (the position of
@@ -672,8 +628,8 @@ class Computer:
           The carry for the next tile.
         """
         used, (place_before, held) = carry
-        place = self._place(tile)
-        biases = self._load_biases(tile.group, place.left_edge)
+        place, kind, group = tile
+        biases = self._load_biases(group, place.left_edge)
         steps = self.kernel.steps
         own_steps = jnp.where(exists, steps, 0)
         num_chunks = self.store.num_chunks
@@ -687,7 +643,7 @@ class Computer:
             used,
             own_steps,
             (self.kernel.tiles.part, self.kernel.matrices * self.kernel.tiles.block_m),
-            tile.kind,
+            kind,
             store_held if self.kernel.holds else None,
             steps if self.kernel.holds else 0,
         )
@@ -726,9 +682,7 @@ class Computer:
             def of_height(height: int) -> jax.Array:
                 return warp_products.add_products(totals, left, stage, decoder, parts, height)
 
-            branches = [
-                functools.partial(of_height, height) for height in self.kernel.tiles.heights
-            ]
+            branches = [functools.partial(of_height, height) for height in self.rows.heights]
             return lax.switch(kind, branches)
 
         nothing = zeros(shape, jnp.float32, plgpu.Layout.WGMMA, self.kernel.interpreted)
@@ -745,9 +699,7 @@ class Computer:
             of_height = functools.partial(self._multiply_staged, accumulator, stage)
         else:
             of_height = functools.partial(self._multiply_decoded, accumulator, stage, self.decoder)
-        lax.switch(
-            kind, [functools.partial(of_height, height) for height in self.kernel.tiles.heights]
-        )
+        lax.switch(kind, [functools.partial(of_height, height) for height in self.rows.heights])
 
     def _multiply_staged(self, accumulator: Any, stage: jax.Array, height: int) -> None:
         rows = transposed(self.ring.left.at[stage, :height])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -14,7 +13,7 @@ from support.kernels import needs_kernels
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
-from pallas_kernels.matmul import grouped_matmul, kernel, row_tiles
+from pallas_kernels.matmul import kernel
 from pallas_kernels.matmul.grouped_matmul import Tiles, product
 
 
@@ -83,57 +82,6 @@ def test_waves_leave_the_bits_as_they_are(monkeypatch):
     one, three = (np.asarray(run(pairs, group_sizes, tiles, num_waves=n)) for n in (1, 3))
     np.testing.assert_array_equal(one, three)
     assert np.any(one[:64]) and not np.any(one[64:])
-
-
-@pytest.mark.parametrize(
-    "sizes", [[3, 0, 70, 21], [48], [0, 0], [1] * 9, [64, 63, 1], [200, 56]], ids=str
-)
-@pytest.mark.parametrize("width", [128, 384])
-def test_blocks_share_the_tiles_of_the_last_round(sizes, width):
-    """All elements of groups are computed once, those of the last round by more blocks."""
-    num_rows, tiles, num_blocks = 256, Tiles((8, 16, 32, 48), 128, 2, 1), 4
-    table = row_tiles.row_tiles(jnp.asarray(sizes), tiles.heights, num_rows, interpreted=True)
-
-    def output_tiles(most_pieces):
-        own = dataclasses.replace(tiles, most_pieces=most_pieces)
-        same = dict(transpose_rhs=False, zero_unused=True, shared_rows=False)
-        kernel = grouped_matmul.Product(own, num_blocks, True, width, (64,), **same)
-        return grouped_matmul.OutputTiles.of(kernel, table)
-
-    whole, cut = output_tiles(1), output_tiles(3)
-    found, ends = np.zeros((num_rows, width), int), np.cumsum(sizes)
-    for number in range(int(cut.count)):
-        group, top, begin, end, left, kind = (int(x) for x in cut.look_up(jnp.int32(number)))
-        assert top % 8 == 0 and top <= begin <= end <= top + tiles.heights[kind]
-        assert begin == end or ends[group] - sizes[group] <= begin and end <= ends[group]
-        found[begin:end, left : left + tiles.block_n] += 1
-    np.testing.assert_array_equal(found[: ends[-1]], 1)
-    np.testing.assert_array_equal(found[ends[-1] :], 0)
-    last = int(whole.count) % num_blocks
-    more = last * (min(num_blocks // last, 3) - 1) if last else 0
-    assert int(cut.count) == int(whole.count) + more
-
-
-@simulated
-@pytest.mark.slow
-@pytest.mark.parametrize("num_waves", [1, 2])
-def test_pieces_leave_the_bits_as_they_are(monkeypatch, num_waves):
-    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
-    lhs, rhs, _, group_sizes = operands(96, [3, 0, 21, 40], 64, 128)
-    tiles = Tiles((8, 16, 24, 48), 128, 2, 1)
-    whole, cut = (
-        np.asarray(run([(lhs, rhs)], group_sizes, each, num_waves=num_waves))
-        for each in (tiles, dataclasses.replace(tiles, most_pieces=3))
-    )
-    np.testing.assert_array_equal(whole, cut)
-    assert np.any(whole[:64]) and not np.any(whole[64:])
-
-
-def test_few_high_groups_have_pieces():
-    assert backend.product_tiles(8192, 4, 4096).most_pieces == 4
-    assert backend.product_tiles(8192, 64, 4096).most_pieces == 1
-    assert backend.product_tiles(32768, 4, 4096).most_pieces == 1
-    assert backend.product_tiles(8192, 4, 4096, mxfp4_depth=2048).most_pieces == 1
 
 
 @simulated
@@ -244,7 +192,6 @@ def test_tiles_that_cannot_be_are_refused():
         ((1, 1), "num_stages must be at least 2"),
         ((2, 0), "num_buffers must be positive"),
         ((2, 1, 0), "band at least 1"),
-        ((2, 1, 1, 64, 0), "most_pieces must be positive"),
     ):
         with pytest.raises(ValueError, match=says):
             Tiles((64,), 128, *buffers)
@@ -252,11 +199,6 @@ def test_tiles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="block_n must be at least 128 .* but is 64"):
         tiles = Tiles((32,), 64, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
-    with pytest.raises(ValueError, match="most_pieces must be 1 where all groups share"):
-        pieces = Tiles((32,), 128, 2, 1, most_pieces=2)
-        grouped_matmul.Product(
-            pieces, 2, True, 128, (64,), transpose_rhs=False, zero_unused=True, shared_rows=True
-        )
     with pytest.raises(ValueError, match="a multiple of 128 columns, half of block_n, but has 192"):
         tiles = Tiles((32,), 256, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
