@@ -69,17 +69,26 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
 
 
 def check_array(
-    name: str, array: Any, ndim: int | None, kind: Any, shape: str, *, may_be_empty: bool = True
+    name: str,
+    array: Any,
+    ndim: int | None,
+    kind: Any,
+    shape: str,
+    *,
+    may_be_empty: bool = True,
+    may_be_quantized: bool = False,
 ) -> None:
     """Raises TypeError or ValueError unless `array` has `ndim` dimensions and a dtype of `kind`.
 
     `ndim` None allows any number of dimensions. `kind` is one of `jnp.floating`, `jnp.integer`,
     `jnp.bool_` and `jnp.number`. Messages call the argument `name` and quote `shape`, such as
-    "[T, H]".
+    "[T, H]". A `QuantizedArray` is refused unless `may_be_quantized`.
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{wanted}, but is {described(array)}.")
+    if hasattr(array, "dequantize") and not may_be_quantized:
+        raise TypeError(f"{wanted}, but is a QuantizedArray; pass its .dequantize().")
     if ndim is not None and len(array.shape) != ndim:
         raise ValueError(f"{wanted}, but has shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, kind):

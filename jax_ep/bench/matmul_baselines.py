@@ -22,7 +22,7 @@ from jax import lax
 from jax_ep.bench import matmul_torch
 from jax_ep.bench.matmul_operations import Case
 from jax_ep.bench.matmul_torch import TORCH
-from jax_ep.matmul import api, float8, loop, pallas, xla
+from jax_ep.matmul import float8, loop, pallas, primitives, xla
 from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
@@ -183,7 +183,7 @@ TOKAMAX = Backend(
 
 
 BASELINES = (MOSAIC.name, TOKAMAX.name, TORCH)
-IMPLEMENTATIONS = api.IMPLEMENTATIONS.names
+IMPLEMENTATIONS = primitives.IMPLEMENTATIONS.names
 
 
 def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
@@ -192,7 +192,7 @@ def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | 
     `matrix` is (H, F), the shape of each group's matrix, and `dtype` the operands' dtype.
     """
     has_scales = jnp.dtype(dtype) == float8.DTYPE
-    problem = Problem(matrix, dtype, api.default_platform(), has_scales=has_scales)
+    problem = Problem(matrix, dtype, primitives.default_platform(), has_scales=has_scales)
     if name == TORCH:
         return matmul_torch.unavailable_reason(problem)
     return _backends()[name].unavailable_reason(problem)
@@ -225,7 +225,7 @@ def _backends() -> dict[str, Backend]:
     It lacks PyTorch, which runs in another process. This is a function and not a constant, because
     tests replace some of the backends.
     """
-    return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
+    return {backend.name: backend for backend in (*primitives.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
 # Tile sizes with which --sweep measures the grouped-matmul kernel. An entry has the allowed numbers

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
@@ -176,3 +178,30 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
         # again. The barrier prevents this.
         values = lax.optimization_barrier(values)
     return QuantizedArray(values, scales, format, x.dtype)
+
+
+def without_gradient(name: str, array: Any) -> Any:
+    """Returns `array` unchanged, but differentiation fails if it is a `QuantizedArray`.
+
+    Differentiating with respect to it then raises TypeError, with a message that calls it `name`.
+    Another array is differentiated as usual.
+    """
+    if not isinstance(array, QuantizedArray):
+        return array
+    return jax.tree.map(lax.stop_gradient, _constant(name, array))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, array: QuantizedArray) -> QuantizedArray:
+    return array
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _constant_jvp(name, primals, tangents):
+    parts = jax.tree.leaves(tangents, is_leaf=lambda part: isinstance(part, SymbolicZero))
+    if not all(isinstance(part, SymbolicZero) for part in parts):
+        raise TypeError(
+            f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate "
+            "with respect to other arguments only, or dequantize it first."
+        )
+    return primals[0], tangents[0]

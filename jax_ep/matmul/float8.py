@@ -29,11 +29,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.dtypes import rounded
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
-from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.formats import (
+    FLOAT8_MATRICES,
+    FLOAT8_ROWS,
+    QuantizedArray,
+    Transposed,
+    quantize,
+)
 from jax_ep.matmul.backend import Backend, Problem, added
 from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.groups import Groups, group_of_row, joined_groups, split_groups
+from jax_ep.matmul.primitives import IMPLEMENTATIONS, Implementation, bind, make_primitive
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format
 from pallas_kernels.matmul.chosen_groups import output_rows
@@ -59,15 +65,39 @@ class QuantizedMatrices(NamedTuple):
     transposed: QuantizedArray
 
 
-def is_operand_format(format: Format) -> bool:
-    """Returns whether matrices in `format` can be multiplied without quantizing them again.
+def is_operand_format(format: Format, wanted: Float8 = FLOAT8_MATRICES) -> bool:
+    """Returns whether an array in `format` can be multiplied without quantizing it again.
 
-    Their dtype and the shape of their blocks must be those of `FLOAT8_MATRICES`. Their scales are
-    cast to float32, which must be exact, as it is for bfloat16 and float16.
+    Its dtype and the shape of its blocks must be those of `wanted`, the format of an operand. Its
+    scales are cast to float32, which must be exact, as it is for bfloat16 and float16.
     """
-    wanted = FLOAT8_MATRICES.dtype, FLOAT8_MATRICES.block
     exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-    return (format.dtype, format.block) == wanted and exact
+    return (format.dtype, format.block) == (wanted.dtype, wanted.block) and exact
+
+
+def rows_as_operand(rows: QuantizedArray) -> QuantizedArray | None:
+    """Returns quantized rows in the format `jax_ep.formats.FLOAT8_ROWS`, with the same numbers.
+
+    Returns None if this would round the numbers.
+    """
+    if not is_operand_format(rows.format, FLOAT8_ROWS):
+        return None
+    return _array(FLOAT8_ROWS, (rows.values, rows.scales.astype(jnp.float32)), rows.dtype)
+
+
+def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
+    """Returns quantized matrices as operands of matmuls, with the same numbers.
+
+    Returns None if this would round the numbers.
+    """
+    format, is_transposed = stored.format, False
+    if isinstance(format, Transposed):
+        format, is_transposed = format.transposes, True
+    if not is_operand_format(format):
+        return None
+    kept = _array(FLOAT8_MATRICES, (stored.values, stored.scales.astype(jnp.float32)), stored.dtype)
+    turned = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), kept)
+    return QuantizedMatrices(*((turned, kept) if is_transposed else (kept, turned)))
 
 
 def quantize_matrices(

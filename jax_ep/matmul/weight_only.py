@@ -19,11 +19,11 @@ import jax
 from jax import lax
 
 from jax_ep.formats import QuantizedArray, Transposed
-from jax_ep.matmul import api
-from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.matmul import unquantized
 from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.matmul.gating import Gating, both_biases, gated
 from jax_ep.matmul.groups import Groups, joined_groups, split_groups
+from jax_ep.matmul.primitives import IMPLEMENTATIONS, Implementation, bind, make_primitive
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, of_gathered, output_rows
@@ -94,9 +94,10 @@ def gated_product(
     keep: bool,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `api.gated_product` for two quantized arrays [L, K, N], without `zero_unused`.
+    """Computes `unquantized.gated_product` for two quantized arrays [L, K, N].
 
-    `biases` [L, N] are added to the products for `gating`; one of them, or both, may be None.
+    Rows past the last group are undefined. `biases` [L, N] are added to the products for `gating`;
+    one of them, or both, may be None.
     """
     return _results(rows, matrices, biases, groups, None, gating, keep, False, implementation)
 
@@ -146,7 +147,7 @@ def _multiply_bwd(options, saved, cotangents):
         for each in matrices:
             numbers, is_transposed = dequantized_as_stored(each, rows.dtype)
             products.append(
-                api.product(rows, numbers, groups, options.implementation, is_transposed)
+                unquantized.product(rows, numbers, groups, options.implementation, is_transposed)
             )
         return _finished(products, biases, groups, options)
 
@@ -305,7 +306,7 @@ def _result_types(rows, values, *others, height, options):
 def _without_unused_products(used, params):
     """Adapts the primitive to a program that uses none of the products, only their function.
 
-    The arguments and results are those of `api._without_unused_products`.
+    The arguments and results are those of `unquantized._without_unused_products`.
     """
     options = params["options"]
     if options.keep and not any(used[1:]):

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ep import checks
 from jax_ep.exchange.api import Implementation
 from jax_ep.exchange.routes import Overflow
-from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_mlp import Activation, Gating
 from jax_ep.moe.options import (

@@ -20,23 +20,22 @@ the number of rows, H the hidden size of a token, F that of an expert, and C is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed
-from jax_ep.matmul import api, float8, weight_only
-from jax_ep.matmul.api import Implementation
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.formats.quantized_array import without_gradient
+from jax_ep.matmul import float8, unquantized, weight_only
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.matmul.gating import both_biases
 from jax_ep.matmul.groups import Groups
+from jax_ep.matmul.primitives import Implementation
 from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
 from jax_ep.moe.traced import Traced
 from jax_ep.runtime import jax_compat
@@ -144,7 +143,7 @@ class Matmuls:
         products, without biases, converted by the method `kept`.
         """
         gate, up = experts.wi
-        return api.gated_product(
+        return unquantized.gated_product(
             rows,
             (gate, up),
             groups,
@@ -161,7 +160,7 @@ class Matmuls:
         `rows` are the tokens, converted by the method `rows`.
         """
         return [
-            api.product(rows, wi, groups, self.implementation, zero_unused=False)
+            unquantized.product(rows, wi, groups, self.implementation, zero_unused=False)
             for wi in experts.wi
         ]
 
@@ -174,12 +173,14 @@ class Matmuls:
         last group are zero with `zero_unused`, and undefined without. Only float8 matmuls read
         `dtype`, the dtype of their output.
         """
-        return api.product(hidden, experts.wo, groups, self.implementation, zero_unused=zero_unused)
+        return unquantized.product(
+            hidden, experts.wo, groups, self.implementation, zero_unused=zero_unused
+        )
 
     def dhidden(
         self, grad_rows: Any, experts: Experts, group_sizes: jax.Array, dtype: Any
     ) -> jax.Array:
-        return api.product(
+        return unquantized.product(
             grad_rows,
             experts.wo,
             group_sizes,
@@ -223,7 +224,7 @@ class Matmuls:
             return None
         if jax_compat.looks_for_nans():
             return None
-        hidden, *dpre, dweights = api.gate_gradient(
+        hidden, *dpre, dweights = unquantized.gate_gradient(
             unit, dhidden, tuple(pre), weights, group_sizes, self.implementation
         )
         return hidden, dpre, dweights
@@ -262,8 +263,8 @@ class Matmuls:
         def drhs(sums, *operands):
             options = group_sizes, self.implementation
             if sums is None:
-                return api.drhs_of_each(*operands, *options)
-            return api.add_drhs_of_each(sums, *operands, *options)
+                return unquantized.drhs_of_each(*operands, *options)
+            return unquantized.add_drhs_of_each(sums, *operands, *options)
 
         of_wi, of_wo = experts.sums_of_wi_and_wo
         (dwo,) = drhs(of_wo, hidden, (grad_rows,))
@@ -271,7 +272,7 @@ class Matmuls:
         # The gradient of the tokens waits for that of wo.
         dpre, dwo = lax.optimization_barrier((tuple(dpre), dwo))
         pairs = tuple(zip(dpre, experts.wi, strict=True))
-        dtokens = api.sum_of_products(
+        dtokens = unquantized.sum_of_products(
             pairs, group_sizes, self.implementation, transpose_rhs=True, zero_unused=zero_unused
         )
         return dtokens, dwi, dwo
@@ -291,8 +292,9 @@ class Float8Matmuls(Matmuls):
     def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
         if not isinstance(x, QuantizedArray):
             return float8.quantize_rows(x)
-        # Rows that arrive in another quantized format are dequantized, and quantized again.
-        return x if x.format == FLOAT8_ROWS else float8.quantize_rows(x.dequantize())
+        # Rows in another format are dequantized, and quantized again.
+        operand = float8.rows_as_operand(x)
+        return float8.quantize_rows(x.dequantize()) if operand is None else operand
 
     def saved(self, experts: Experts) -> Experts:
         # Of the quantized matrices, the backward pass does not read the transposed copies, which
@@ -412,7 +414,7 @@ class WeightOnlyMatmuls(Matmuls):
 
     def dhidden(self, grad_rows, experts, group_sizes, dtype):
         dense, is_transposed = dequantized_as_stored(experts.wo, experts.wo.dtype)
-        return api.product(
+        return unquantized.product(
             grad_rows,
             dense,
             group_sizes,
@@ -445,33 +447,6 @@ def _dequantized(experts: Experts) -> Experts:
         for matrices in (experts.wi_0, experts.wi_1, experts.wo)
     )
     return experts._replace(wi_0=wi_0, wi_1=wi_1, wo=wo)
-
-
-def without_gradient(name: str, matrices: Any) -> Any:
-    """Returns `matrices` unchanged, but differentiation fails if they are a `QuantizedArray`.
-
-    Differentiating with respect to them then raises TypeError, with a message that calls them
-    `name`. An array is differentiated as usual.
-    """
-    if not isinstance(matrices, QuantizedArray):
-        return matrices
-    return jax.tree.map(lax.stop_gradient, _constant(name, matrices))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(name: str, matrices: QuantizedArray) -> QuantizedArray:
-    return matrices
-
-
-@functools.partial(_constant.defjvp, symbolic_zeros=True)
-def _constant_jvp(name, primals, tangents):
-    parts = jax.tree.leaves(tangents, is_leaf=lambda part: isinstance(part, SymbolicZero))
-    if not all(isinstance(part, SymbolicZero) for part in parts):
-        raise TypeError(
-            f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate "
-            "with respect to other arguments only, or train matrices that are dequantized."
-        )
-    return primals[0], tangents[0]
 
 
 def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
@@ -592,26 +567,10 @@ def quantize_experts_of_rank(
             return None
         FLOAT8_MATRICES.check_shape(name, matrices.shape)
         if isinstance(matrices, QuantizedArray):
-            if (operands := _as_operands(matrices)) is not None:
+            if (operands := float8.matrices_as_operands(matrices)) is not None:
                 return operands
             matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
     matrices = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
     return QuantizedExperts(**{n: quantize(n, each) for n, each in matrices.items()})  # type: ignore
-
-
-def _as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
-    """Returns stored matrices as operands of float8 matmuls, without quantizing them again.
-
-    Returns None if `float8.is_operand_format` does not hold for their format.
-    """
-    format, is_transposed = stored.format, False
-    if isinstance(format, Transposed):
-        format, is_transposed = format.transposes, True
-    if not float8.is_operand_format(format):
-        return None
-    scales = stored.scales.astype(jnp.float32)
-    kept = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)
-    turned = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), kept)
-    return QuantizedMatrices(*((turned, kept) if is_transposed else (kept, turned)))

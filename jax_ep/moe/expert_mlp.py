@@ -15,9 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.matmul import api as gmm
+from jax_ep.formats.quantized_array import without_gradient
 from jax_ep.matmul.gating import Gating, bias_of_row, hidden_values, sum_by_group
 from jax_ep.matmul.groups import Groups, group_of_row
+from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -96,7 +97,7 @@ class ExpertUnit(HiddenUnit):
 @documented(ExpertUnit)
 @takes(ExpertUnit, before="implementation")
 def expert_mlp(
-    tokens: jax.Array,
+    tokens: jax.Array | QuantizedArray,
     wi_0: jax.Array | QuantizedArray,
     wi_1: jax.Array | QuantizedArray | None,
     wo: jax.Array | QuantizedArray,
@@ -105,7 +106,7 @@ def expert_mlp(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
-    implementation: gmm.Implementation = None,
+    implementation: Implementation = None,
     **options: Any,
 ) -> jax.Array:
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
@@ -140,7 +141,9 @@ def expert_mlp(
     `activation` and the other options are the fields of `ExpertUnit`, as keyword arguments.
 
     Args:
-      tokens: [R, H] floating: R rows in group order, as in `Dispatched.tokens`.
+      tokens: [R, H] floating: R rows in group order, as in `Dispatched.tokens`. With `matmul_dtype`
+        it may be a `QuantizedArray`, which has no gradient, such as the tokens of
+        `dispatch(..., output="quantized")`.
       wi_0: [L, H, F] for L experts, the dtype of tokens; the activation is applied to x @ wi_0.
       wi_1: [L, H, F], or None; the result of the activation is multiplied by x @ wi_1.
       wo: [L, F, H]: the projection from the hidden size F back to H.
@@ -165,28 +168,34 @@ def expert_mlp(
 
 
 def run_mlp(
-    tokens: jax.Array,
+    tokens: jax.Array | QuantizedArray,
     experts: Experts,
     group_sizes: jax.Array,
     unit: ExpertUnit,
-    implementation: gmm.Implementation,
+    implementation: Implementation,
 ) -> jax.Array:
     """Computes `expert_mlp` of operands that have been checked."""
+    is_array = not isinstance(tokens, QuantizedArray)
+    tokens = without_gradient("tokens", tokens)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
     traced = traced_unit(unit, tokens, experts)
     matmuls, experts = matmuls_of(unit.matmul_dtype, experts, implementation)
-    return _expert_mlp(tokens, experts, group_sizes, traced, matmuls)
+    return _expert_mlp(tokens, experts, group_sizes, traced, matmuls, is_array)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _expert_mlp(tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _expert_mlp(tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls, is_array: bool):
     return forward(tokens, experts, group_sizes, unit, matmuls, keep=False)[0]
 
 
-def _backward(unit, matmuls, saved, grad):
+def _forward(tokens, experts, group_sizes, unit, matmuls, is_array):
+    return forward(tokens, experts, group_sizes, unit, matmuls)
+
+
+def _backward(unit, matmuls, is_array, saved, grad):
     dtokens, dexperts, _ = backward(saved, grad, None, unit, matmuls)
-    return dtokens, dexperts, None
+    return dtokens if is_array else None, dexperts, None
 
 
 def forward(
@@ -297,7 +306,7 @@ def backward(
     return dtokens, dexperts, dweights
 
 
-_expert_mlp.defvjp(forward, _backward)
+_expert_mlp.defvjp(_forward, _backward)
 
 
 def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
@@ -313,11 +322,11 @@ def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array |
 
 
 def check_operands(
-    tokens: jax.Array,
+    tokens: jax.Array | QuantizedArray,
     experts: Experts,
     group_sizes: jax.Array,
     unit: ExpertUnit,
-    implementation: gmm.Implementation,
+    implementation: Implementation,
     name_of_implementation: str = "implementation",
 ) -> None:
     """Raises TypeError or ValueError unless `expert_mlp` supports the operands and options.
@@ -336,8 +345,24 @@ def check_operands(
     given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
     for name, array in given.items():
         ndim = shapes[name].count(",") + 1
-        checks.check_array(name, array, ndim, jnp.floating, shapes[name], may_be_empty=False)
-    checks.check_array("tokens", tokens, 2, jnp.floating, "[R, H]", may_be_empty=False)
+        checks.check_array(
+            name,
+            array,
+            ndim,
+            jnp.floating,
+            shapes[name],
+            may_be_empty=False,
+            may_be_quantized=name in QuantizedExperts._fields,
+        )
+    checks.check_array(
+        "tokens",
+        tokens,
+        2,
+        jnp.floating,
+        "[R, H]",
+        may_be_empty=False,
+        may_be_quantized=unit.matmul_dtype is not None,
+    )
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
     num_experts, hidden, mlp = experts.wi_0.shape
     expected = {
@@ -379,9 +404,7 @@ def check_operands(
                     f"{name} must be None where wi_1 is None: an expert without a gate has one "
                     "pre-activation."
                 )
-    gmm.check_implementation(
-        implementation, experts.wi_0, name_of_implementation, unit.matmul_dtype
-    )
+    check_implementation(implementation, experts.wi_0, name_of_implementation, unit.matmul_dtype)
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
@@ -411,7 +434,7 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
         )
 
 
-def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
+def traced_unit(unit: HiddenUnit, tokens: jax.Array | QuantizedArray, experts: Experts) -> Traced:
     """Traces a unit, the function between an expert's matmuls, and returns it as a `Traced`.
 
     The unit is traced for whole pre-activations [rows, F] in float32 or wider, and for float32
@@ -420,24 +443,25 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
     count = 1 if experts.wi_1 is None else 2
+    values = tokens.values if isinstance(tokens, QuantizedArray) else tokens
 
-    def rows(tokens: jax.Array) -> list[Any]:
+    def rows(values: jax.Array) -> list[Any]:
         make = jax.make_jaxpr(lambda x: jnp.broadcast_to(x[:, :1].astype(wide), shape))
-        return make(tokens).out_avals * count
+        return make(values).out_avals * count
 
-    traced = Traced(unit, [rows(tokens)])
+    traced = Traced(unit, [rows(values)])
 
-    def run_as_here(tokens: jax.Array) -> jax.Array:
-        traced.run_as(*rows(tokens))
+    def run_as_here(values: jax.Array) -> jax.Array:
+        traced.run_as(*rows(values))
         # If the unit cannot be traced for scalars, XLA runs it instead of a kernel. So the error is
         # ignored.
         with contextlib.suppress(Exception):
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
-        return tokens
+        return values
 
-    run_as_here(tokens)
+    run_as_here(values)
     # The matmul primitives get operands that are replicated over the mesh's Explicit axes, and call
     # the unit on such arrays. Their types differ from those here. So the unit is also traced for
     # arrays that are replicated over these axes.
-    replicated_over_explicit_axes(run_as_here, tokens)
+    replicated_over_explicit_axes(run_as_here, values)
     return traced

@@ -30,11 +30,12 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.exchange.xla import sum_of_choices
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray, Transposed
+from jax_ep.formats.quantized_array import without_gradient
 from jax_ep.matmul import pallas, weight_only
-from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.backend import Problem, pad_rows
+from jax_ep.matmul.primitives import Implementation
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, matmuls_of, without_gradient
+from jax_ep.moe.expert_matmuls import Experts, matmuls_of
 from jax_ep.moe.expert_mlp import forward, traced_unit
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
-from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.options import check_options, integer_or_zero, option, optional
 from jax_ep.placement.weights import ROUTED_WEIGHTS
@@ -347,12 +346,6 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
     (zero, identity and constant experts). `num_constant` is the number of constant experts. The
     number of experts in wi_0, wi_1 and wo is not checked here, since it depends on the mesh.
     """
-    for name, value in params._asdict().items():
-        if isinstance(value, QuantizedArray) and name not in MATRICES:
-            raise TypeError(
-                f"{name} must be an array, but is a QuantizedArray, as only {', '.join(MATRICES)} "
-                "may be; dequantize it."
-            )
     if params.gate is not None:
         checks.check_array("gate", params.gate, 2, jnp.floating, "[H, R]")
         if params.gate.shape[1] != num_experts:
@@ -370,8 +363,7 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 )
     for name in ROUTED_WEIGHTS:
         if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
-            dims = PARAMETERS[name].dims
-            checks.check_array(name, array, len(dims), jnp.floating, f"[{', '.join(dims)}]")
+            _check_array(name, array)
     hidden = params.wi_0.shape[1]
     wanted = {"constant_value": (num_constant, hidden), "constant_gate": (num_constant, hidden, 2)}
     for name, shape in wanted.items():
@@ -436,8 +428,7 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
         if (array := getattr(params, name)) is not None
     }
     for name, array in arrays.items():
-        dims = PARAMETERS[name].dims
-        checks.check_array(name, array, len(dims), jnp.floating, f"[{', '.join(dims)}]")
+        _check_array(name, array)
     _, hidden, mlp_dim = params.wi_0.shape
     sizes = {"R": num_experts, "H": hidden, "F": mlp_dim, "C": num_constant}
     if params.shared_wi_0 is not None:
@@ -451,3 +442,16 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
                 f"{name} must have shape {wanted} for H={hidden}{shared}, but has shape "
                 f"{array.shape}."
             )
+
+
+def _check_array(name: str, array: Any) -> None:
+    """Raises TypeError or ValueError unless a parameter has its number of dimensions."""
+    dims = PARAMETERS[name].dims
+    checks.check_array(
+        name,
+        array,
+        len(dims),
+        jnp.floating,
+        f"[{', '.join(dims)}]",
+        may_be_quantized=name in MATRICES,
+    )

@@ -26,7 +26,7 @@ from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dis
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights, stand_in_rows
 from jax_ep.formats import QuantizedArray
-from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
 from jax_ep.moe.expert_mlp import (
     ExpertUnit,

@@ -21,11 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.formats.quantized_array import without_gradient
 from jax_ep.matmul.gating import hidden_values
 from jax_ep.matmul.weight_only import dequantized
 from jax_ep.moe import few_tokens, fsdp, routing
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, check_same_kind, without_gradient
+from jax_ep.moe.expert_matmuls import Experts, check_same_kind
 from jax_ep.moe.expert_mlp import run_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams

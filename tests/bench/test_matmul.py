@@ -15,7 +15,7 @@ from jax_ep.bench import matmul_baselines as baselines
 from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, Case
 from jax_ep.bench.matmul_torch import TORCH
 from jax_ep.implementations import Implementations
-from jax_ep.matmul import api, xla
+from jax_ep.matmul import primitives, xla
 
 # The smallest case that the kernels of every platform support.
 TINY = Case("tiny", 32, 64, 64, 3, 20, slow=True)
@@ -73,9 +73,9 @@ def replace_xla(monkeypatch, **functions):
     """Replaces functions of the implementation "xla" in the table of implementations."""
     table = (
         dataclasses.replace(each, **functions) if each.name == "xla" else each
-        for each in api.IMPLEMENTATIONS
+        for each in primitives.IMPLEMENTATIONS
     )
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", Implementations(tuple(table)))
+    monkeypatch.setattr(primitives, "IMPLEMENTATIONS", Implementations(tuple(table)))
 
 
 @pytest.mark.parametrize("op", ["product", "drhs"])

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.formats import MXFP4, QuantizedArray, Transposed
-from jax_ep.matmul import api, float8
+from jax_ep.matmul import float8, unquantized
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -166,14 +166,14 @@ def added_gradients(x: Any, grad: Any, sizes: Any, total: Any) -> Any:
         float8.transpose_rows(each, blocks, implementation="pallas")[1] for each in (x, grad)
     )
     return (
-        *api.add_drhs_of_each((total,), x, (grad,), sizes, "pallas"),
+        *unquantized.add_drhs_of_each((total,), x, (grad,), sizes, "pallas"),
         *float8.drhs_of_each(x_rows, [grad_rows], groups, total.dtype, "pallas", [total]),
     )
 
 
 def gate_gradients(dhidden: Any, gate: Any, up: Any, weights: Any, sizes: Any) -> Any:
     """Computes the gradients of the gates of one rank's experts, for the rows that they have."""
-    return api.gate_gradient(swiglu, dhidden, (gate, up), weights, sizes, "pallas")
+    return unquantized.gate_gradient(swiglu, dhidden, (gate, up), weights, sizes, "pallas")
 
 
 def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:

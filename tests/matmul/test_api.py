@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -12,87 +13,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import float8 as float8_operands
 from support import meshes
 from support.kernels import KERNELS_RUN, needs_kernels
-from support.matmuls import available_implementations
+from support.matmuls import (
+    AVAILABLE,
+    DTYPES,
+    GROUP_SIZES,
+    NUM_ROWS,
+    TOLERANCE,
+    F,
+    H,
+    assert_close,
+    available_implementations,
+    expected,
+    gradient_shapes,
+    lower_for_cuda,
+    operands,
+)
 from support.meshes import cuda_mesh
 from support.selection import quick
 
+import jax_ep
+from jax_ep import reference
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
 from jax_ep.matmul import pallas
-from jax_ep.matmul.api import (
-    IMPLEMENTATIONS,
-    add_drhs_of_each,
-    drhs_of_each,
-    gate_gradient,
-    gated_product,
-    grouped_matmul,
-    sum_of_products,
-)
+from jax_ep.matmul.api import grouped_matmul
 from jax_ep.matmul.backend import Problem
-from jax_ep.matmul.gating import gate_gradient_of_all
-from jax_ep.runtime import jax_compat
-
-H, F = 64, 128
-DTYPES = ("float32", "bfloat16", "float16")
-# Tolerances relative to the largest value; GPUs multiply float32 in TF32 by default.
-TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 2e-3}
-TOLERANCE |= {"bfloat16": 1e-2, "float16": 2e-3}
-
-AVAILABLE = [
-    pytest.param(name, dtype, id=f"{name}-{dtype}")
-    for dtype in DTYPES
-    for name in available_implementations((H, F), dtype)
-]
-NUM_ROWS = 700
-# Group sizes by what is special about them. All have six groups, so that one compiled program runs
-# them all.
-GROUP_SIZES = {
-    "even": [116, 116, 116, 116, 116, 116],
-    "full": [100, 100, 100, 100, 100, 200],
-    "one group": [0, 0, 700, 0, 0, 0],
-    "empty groups": [0, 130, 0, 0, 170, 0],
-    "one huge group": [1, 640, 0, 3, 7, 2],
-    "blocks' edges": [128, 64, 64, 256, 0, 128],
-    "far short of R": [5, 0, 20, 0, 0, 1],
-    "all empty": [0, 0, 0, 0, 0, 0],
-    "past R": [300, 0, 900, 5, 0, 7],
-    "far past R": [300, 0, 2**31 - 1000, 5, 0, 7],
-}
-
-
-def operands(num_rows, sizes, dtype, seed=0):
-    """Returns lhs [R, H], rhs [L, H, F], group_sizes [L] and a cotangent [R, F].
-
-    Rows past the last group are NaN.
-    """
-    rng = np.random.default_rng(seed)
-    lhs = rng.standard_normal((num_rows, H)).astype(dtype)
-    rhs = (rng.standard_normal((len(sizes), H, F)) / np.sqrt(H)).astype(dtype)
-    grad = rng.standard_normal((num_rows, F)).astype(dtype)
-    lhs[sum(sizes) :] = np.nan
-    grad[sum(sizes) :] = np.nan
-    return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), jnp.asarray(grad)
-
-
-def expected(lhs, rhs, sizes, grad):
-    """Returns the product and the gradients of lhs and rhs, in float64."""
-    lhs, rhs, grad = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, grad))
-    out, dlhs, drhs = np.zeros(grad.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
-    start = 0
-    for group, size in enumerate(np.asarray(sizes)):
-        rows = slice(start, start + size)
-        out[rows] = lhs[rows] @ rhs[group]
-        dlhs[rows] = grad[rows] @ rhs[group].T
-        drhs[group] = lhs[rows].T @ grad[rows]
-        start += size
-    return out, dlhs, drhs
-
-
-def assert_close(got, want, dtype):
-    assert got.dtype == jnp.dtype(dtype)
-    got = np.asarray(got).astype(np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(want).max()))
+from jax_ep.matmul.primitives import IMPLEMENTATIONS
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -127,222 +74,6 @@ def test_random_group_sizes(implementation, dtype):
         got = product_and_gradients(*args, implementation)
         for mine, want in zip(got, expected(*args), strict=True):
             assert_close(mine, want, dtype)
-
-
-@pytest.mark.parametrize("transpose_rhs", quick([False, True], True))
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_sum_of_products(implementation, dtype, transpose_rhs):
-    sizes = GROUP_SIZES["empty groups"]
-    both = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
-    grad = both[0][3]
-    want = [expected(lhs, rhs, sizes, grad) for lhs, rhs, _, _ in both]
-    pairs = tuple(
-        (lhs, rhs.transpose(0, 2, 1) if transpose_rhs else rhs) for lhs, rhs, _, _ in both
-    )
-
-    @jax.jit
-    def sum_and_gradients(pairs, sizes, grad):
-        out, vjp = jax.vjp(
-            lambda pairs: sum_of_products(pairs, sizes, implementation, transpose_rhs), pairs
-        )
-        return out, *vjp(grad)
-
-    out, dpairs = sum_and_gradients(pairs, jnp.asarray(sizes, jnp.int32), grad)
-    assert_close(out, want[0][0] + want[1][0], dtype)
-    assert not np.any(np.asarray(out)[sum(sizes) :])
-    for (dlhs, drhs), (_, want_dlhs, want_drhs) in zip(dpairs, want, strict=True):
-        assert_close(dlhs, want_dlhs, dtype)
-        assert_close(drhs.transpose(0, 2, 1) if transpose_rhs else drhs, want_drhs, dtype)
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
-@pytest.mark.parametrize(
-    ("keep", "has_biases"), quick([(False, False), (True, True)], (True, True))
-)
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_gated_product(implementation, dtype, keep, has_biases):
-    """The gated product must equal, bit for bit, two products and a gate, also under vmap.
-
-    Its gradients are equal within rounding.
-    """
-    sizes = GROUP_SIZES["empty groups"]
-    args = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
-    lhs, rhs, group_sizes = args[0][0], (args[0][1], args[1][1]), args[0][2]
-    shape = 2, rhs[0].shape[0], rhs[0].shape[2]
-    of_both = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
-    biases = tuple(map(jnp.asarray, of_both)) if has_biases else None
-
-    def fused(lhs, rhs, biases):
-        return gated_product(lhs, rhs, group_sizes, swiglu, keep, implementation, biases=biases)
-
-    def apart(lhs, rhs, biases):
-        products = [grouped_matmul(lhs, r, group_sizes, implementation=implementation) for r in rhs]
-        wide = [product.astype(jnp.float32) for product in products]
-        for i, bias in enumerate(biases or ()):
-            rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=sum(sizes))
-            wide[i] += jnp.pad(rows, ((0, NUM_ROWS - sum(sizes)), (0, 0)))
-        hidden = swiglu(*wide).astype(dtype)
-        return (hidden, *products) if keep else (hidden,)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *operands):
-        out, vjp = jax.vjp(function, *operands)
-        return out, vjp(tuple(args[1][3] for _ in out))
-
-    (out, grads), (want, want_grads) = (
-        values_and_gradients(f, lhs, rhs, biases) for f in (fused, apart)
-    )
-    for mine, theirs in zip(out, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-    *of_operands, dbiases = grads
-    for mine, theirs in zip(
-        jax.tree.leaves(of_operands), jax.tree.leaves(want_grads[:2]), strict=True
-    ):
-        assert_close(mine, np.asarray(theirs).astype(np.float64), dtype)
-    for mine, theirs in zip(dbiases or (), want_grads[2] or (), strict=True):
-        assert_close(mine, np.asarray(theirs).astype(np.float64), "float32")
-    both = jax.tree.map(lambda bias: jnp.stack([bias, -bias]), biases)
-    mapped = jax.jit(jax.vmap(fused, (0, None, 0)))(jnp.stack([lhs, -lhs]), rhs, both)
-    np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
-
-
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_several_gradients_of_matrices(implementation, dtype):
-    """`drhs_of_each` of several cotangents must equal `drhs_of_each` of each of them alone.
-
-    It computes the gradients of matrices. The gradients of these gradients must be equal, too.
-    """
-    sizes = GROUP_SIZES["empty groups"]
-    lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
-    live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
-    lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
-    grads = grad, 2 * grad
-
-    def alone(lhs, grads):
-        return tuple(drhs_of_each(lhs, (g,), group_sizes, implementation)[0] for g in grads)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *args):
-        out, vjp = jax.vjp(function, *args)
-        return out, vjp(out)
-
-    (out, (dlhs, dgrads)), (want, (want_dlhs, want_dgrads)) = (
-        values_and_gradients(function, lhs, grads)
-        for function in (lambda *args: drhs_of_each(*args, group_sizes, implementation), alone)
-    )
-    for mine, theirs in zip((*out, *dgrads), (*want, *want_dgrads), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-    assert np.any(np.asarray(out[1]))
-    assert_close(dlhs, np.asarray(want_dlhs).astype(np.float64), dtype)
-
-
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide):
-    """The results, and their gradients, must be those of separate sums."""
-    sizes = GROUP_SIZES["empty groups"]
-    lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
-    live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
-    lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
-    kind = "float32" if is_wide else dtype
-    shape = 2, len(sizes), lhs.shape[1], grad.shape[1]
-    sums = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), kind))
-
-    def added(sums, lhs, grads):
-        return add_drhs_of_each(sums, lhs, grads, group_sizes, implementation)
-
-    def separately(sums, lhs, grads):
-        results = drhs_of_each(lhs, grads, group_sizes, implementation)
-        wide = (
-            a.astype("float32") + b.astype("float32") for a, b in zip(sums, results, strict=True)
-        )
-        return tuple(each.astype(kind) for each in wide)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *args):
-        out, vjp = jax.vjp(function, *args)
-        return out, vjp(out)
-
-    got, want = (
-        jax.device_get(values_and_gradients(function, sums, lhs, (grad, 2 * grad)))
-        for function in (added, separately)
-    )
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert all(np.any(each) for each in jax.tree.leaves(got))
-    assert got[0][0].dtype == kind
-
-
-@pytest.mark.parametrize("case", ["empty groups", "past R", "all empty"])
-@pytest.mark.parametrize("implementation, dtype", AVAILABLE)
-def test_gate_gradient(implementation, dtype, case):
-    """The gradient of a gating must be that of NumPy in the rows of groups, whatever is in others.
-
-    The operands must stay as they are, although the kernel writes to their memory.
-    """
-    rng, sizes = np.random.default_rng(0), GROUP_SIZES[case]
-    used = min(sum(sizes), NUM_ROWS)
-    arrays = [rng.standard_normal((NUM_ROWS, F)).astype(np.float32) for _ in range(3)]
-    weights = rng.random(NUM_ROWS, np.float32)
-    for each in (*arrays, weights):
-        each[used:] = np.nan
-    dhidden, gate, up = (jnp.asarray(each, dtype) for each in arrays)
-    got = jax.jit(lambda *a: gate_gradient(float8_operands.swiglu, *a, implementation))(
-        dhidden, (gate, up), jnp.asarray(weights), jnp.asarray(sizes, jnp.int32)
-    )
-    dgate, dup, hidden, products = float8_operands.gate_gradient(
-        *(np.asarray(each[:used]).astype(np.float32) for each in (dhidden, gate, up)),
-        weights[:used],
-    )
-    for result, want in zip(got, (hidden, dgate, dup, products.sum(axis=1)), strict=True):
-        assert result.dtype == (dtype if result.ndim == 2 else jnp.float32)
-        np.testing.assert_allclose(
-            np.asarray(result[:used]).astype(np.float64), want, rtol=TOLERANCE[dtype], atol=1e-4
-        )
-    for each, before in zip((dhidden, gate, up), arrays, strict=True):
-        want = before.astype(each.dtype).astype(np.float32)
-        np.testing.assert_array_equal(np.asarray(each).astype(np.float32), want)
-
-
-def test_second_order_gradient_of_a_gate():
-    rng = np.random.default_rng(0)
-    dhidden, gate, up = (jnp.asarray(rng.standard_normal((6, 8)), jnp.float32) for _ in range(3))
-    weights, sizes = jnp.asarray(rng.random(6), jnp.float32), jnp.asarray([4, 2], jnp.int32)
-
-    def total(function):
-        def of(dhidden, products, weights):
-            results = function(dhidden, products, weights)
-            return sum(jnp.sum(jnp.sin(each)) for each in results)
-
-        return jax.jit(jax.grad(of, (0, 1, 2)))(dhidden, (gate, up), weights)
-
-    swiglu = float8_operands.swiglu
-    got = total(lambda *a: gate_gradient(swiglu, *a, sizes, None))
-    want = total(lambda *a: gate_gradient_of_all(swiglu, *a))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
-
-
-@pytest.mark.skipif(jax_compat._dce_rules is None, reason="this JAX computes all results")
-def test_a_gradient_that_nothing_uses_is_not_computed():
-    lhs, _, group_sizes, grad = operands(NUM_ROWS, GROUP_SIZES["empty groups"], "float32", 0)
-
-    def gradients(lhs, grad):
-        return drhs_of_each(lhs, (grad, 2 * grad, 3 * grad), group_sizes, "loop")
-
-    def alone(lhs, grad):
-        return drhs_of_each(lhs, (2 * grad,), group_sizes, "loop")[0]
-
-    def second(lhs, grad):
-        return gradients(lhs, grad)[1]
-
-    def products(function):
-        return jax.jit(function).trace(lhs, grad).lower().as_text().count("dot_general")
-
-    assert 0 < products(second) == products(alone) < products(gradients)
-    got, want = (np.asarray(jax.jit(function)(lhs, grad)) for function in (second, alone))
-    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -514,18 +245,6 @@ CUDA_SHAPES = [
 ]
 
 
-def lower_for_cuda(function, *shapes):
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def gradient_shapes(num_rows, hidden, mlp, groups, dtype):
-    return (
-        jax.ShapeDtypeStruct((num_rows, hidden), dtype),
-        jax.ShapeDtypeStruct((groups, hidden, mlp), dtype),
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
-    )
-
-
 def loss(lhs, rhs, sizes, implementation=None):
     out = grouped_matmul(lhs, rhs, sizes, implementation=implementation)
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
@@ -539,16 +258,6 @@ def test_lowers_for_cuda(shape):
     text = lower_for_cuda(gradients, *gradient_shapes(*shape, dtype))
     assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
     assert "ragged_dot_general" not in text
-
-
-@needs_kernels
-def test_a_sum_of_products_is_one_kernel_for_cuda():
-    def sum_of_two(lhs, rhs, sizes):
-        return sum_of_products(((lhs, rhs), (2 * lhs, rhs)), sizes, None)
-
-    shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
-    # There is one kernel for the sum, and one that divides the groups' rows into tiles.
-    assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 2
 
 
 @pytest.mark.parametrize(
@@ -599,6 +308,152 @@ def test_one_trace_lowers_for_two_platforms():
     assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
     for name in ("grouped_matmul", "grouped_matmul_drhs"):
         assert f" {name}[" in str(traced.jaxpr), "a primitive that a reader of the jaxpr can see"
+
+
+# ---- quantized operands ----------------------------------------------------------------------
+
+QUANTIZED_SIZES = [3, 0, 150, 21]
+ROWS_OF_FORMATS = {
+    "array": None,
+    "float8": FLOAT8_ROWS,
+    "float8, power of two": Float8.of(jnp.float8_e4m3fn, (1, 128), power_of_two=True),
+    "float8 of 64": Float8.of(jnp.float8_e4m3fn, (1, 64)),
+}
+MATRICES_OF_FORMATS = {
+    "array": None,
+    "float8": FLOAT8_MATRICES,
+    "float8 transposed": Transposed.of(FLOAT8_MATRICES),
+    "MXFP4 transposed": Transposed.of(MXFP4),
+}
+
+
+def quantized_operands(of_rows, of_matrices, dtype="bfloat16"):
+    """Returns lhs, rhs and the group sizes; rows past the last group are NaN."""
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((256, 256))
+    lhs[sum(QUANTIZED_SIZES) :] = np.nan
+    rhs = rng.standard_normal((len(QUANTIZED_SIZES), 256, 384)) / 16
+    both = [
+        x if format is None else jax_ep.quantize(x, format)
+        for x, format in (
+            (jnp.asarray(lhs, dtype), ROWS_OF_FORMATS[of_rows]),
+            (jnp.asarray(rhs, dtype), MATRICES_OF_FORMATS[of_matrices]),
+        )
+    ]
+    return *both, jnp.asarray(QUANTIZED_SIZES, jnp.int32)
+
+
+def numbers(x):
+    """Returns the numbers of an operand in float64."""
+    wide = x.dequantize(jnp.float32) if isinstance(x, jax_ep.QuantizedArray) else x
+    return np.asarray(wide).astype(np.float64)
+
+
+@pytest.mark.parametrize("of_matrices", MATRICES_OF_FORMATS)
+@pytest.mark.parametrize("of_rows", ROWS_OF_FORMATS)
+@pytest.mark.parametrize(
+    "implementation", [None, *available_implementations((256, 384), "bfloat16")]
+)
+def test_quantized_operands(implementation, of_rows, of_matrices):
+    """Values times scales are multiplied, and the result is rounded once.
+
+    Unless both are float8 operands of a float8 matmul, quantized operands are rounded to their
+    dtype before.
+    """
+    lhs, rhs, sizes = quantized_operands(of_rows, of_matrices)
+    multiply = functools.partial(grouped_matmul, implementation=implementation)
+    got = jax.jit(multiply)(lhs, rhs, sizes)
+    x, w, used = numbers(lhs), numbers(rhs), sum(QUANTIZED_SIZES)
+    nothing = np.zeros((len(x), w.shape[2]))
+    want, _, _ = expected(x, w, QUANTIZED_SIZES, nothing)
+    magnitudes, _, _ = expected(abs(x), abs(w), QUANTIZED_SIZES, nothing)
+    error = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    exact = of_rows in ("float8", "float8, power of two") and of_matrices.startswith("float8")
+    bound = (reference.FLOAT8_SUM_ERROR if exact else 2 * error) * magnitudes + error * abs(want)
+    assert got.dtype == jnp.bfloat16
+    assert (abs(np.asarray(got).astype(np.float64) - want) <= bound)[:used].all()
+    assert not np.any(np.asarray(got)[used:])
+
+
+def test_the_gradient_beside_a_quantized_operand():
+    """It must be that of the dequantized operand, which itself has none."""
+    for of_rows, of_matrices in (("array", "MXFP4 transposed"), ("float8", "array")):
+        lhs, rhs, sizes = quantized_operands(of_rows, of_matrices)
+
+        which = 0 if of_rows == "array" else 1
+        dense = [x.dequantize() if isinstance(x, jax_ep.QuantizedArray) else x for x in (lhs, rhs)]
+        gradient = jax.jit(jax.grad(loss, which))
+        got, want = gradient(lhs, rhs, sizes), gradient(*dense, sizes)
+        assert_close(got, np.asarray(want).astype(np.float64), "bfloat16")
+        assert np.any(np.asarray(got))
+        with pytest.raises(TypeError, match=r"[lr]hs is stored quantized, .* has no gradient"):
+            jax.vjp(grouped_matmul, lhs, rhs, sizes)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_float8_matmul_of_the_rows_of_a_quantized_dispatch(check_vma):
+    mesh = meshes.mesh((2,), ("expert",))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2 * 48, 256)), jnp.bfloat16)
+    topk_idx = jnp.asarray(rng.integers(-1, 4, (2 * 48, 2)), jnp.int32)
+    w = jax_ep.quantize(
+        jnp.asarray(rng.standard_normal((4, 256, 128)), jnp.bfloat16), FLOAT8_MATRICES
+    )
+
+    def run(output):
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P("expert"), P("expert"), w.specs(P("expert"))),
+            out_specs=P("expert"),
+            check_vma=check_vma,
+        )
+        def experts(x, topk_idx, w):
+            options = dict(num_experts=4, axis_name="expert", wire_dtype=jnp.float8_e4m3fn)
+            received = jax_ep.dispatch(x, topk_idx, output=output, **options)
+            rows = received.tokens
+            if output == "dequantized":
+                rows = jax_ep.quantize(rows.astype(jnp.float32), FLOAT8_ROWS).astype(rows.dtype)
+            y = grouped_matmul(rows, w, received.group_sizes)
+            return jax_ep.combine(y, received.handle)
+
+        return np.asarray(jax.jit(experts)(x, topk_idx, w)).astype(np.float64)
+
+    got, want = run("quantized"), run("dequantized")
+    assert np.any(got)
+    # The other rows are quantized a second time, after a rounding to bfloat16.
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * abs(want).max())
+
+
+def test_vmap_over_quantized_operands():
+    lhs, rhs, sizes = quantized_operands("float8", "float8")
+    both = jax.tree.map(lambda part: jnp.stack([part, part[::-1]]), lhs)
+    got = jax.jit(jax.vmap(grouped_matmul, (0, None, None)))(both, rhs, sizes)
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(grouped_matmul(lhs, rhs, sizes)))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("of_rows", "of_matrices", "dtypes"),
+    [
+        ("float8", "float8 transposed", {"f8E4M3FN"}),
+        ("float8", "float8", {"f8E4M3FN"}),
+        ("array", "MXFP4 transposed", {"bf16", "ui8"}),
+        ("float8", "array", {"bf16"}),
+    ],
+)
+def test_what_kernels_multiply(of_rows, of_matrices, dtypes):
+    text = lower_for_cuda(
+        functools.partial(grouped_matmul, implementation="pallas"),
+        *jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+            quantized_operands(of_rows, of_matrices),
+        ),
+    )
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "x384x" in line]
+    assert calls, "the product"
+    (operands,) = re.findall(r": \((.*?)\) ->", calls[0])
+    assert set(re.findall(r"x(f8E4M3FN|bf16|ui8)>", operands)) == dtypes
 
 
 # ---- errors ----------------------------------------------------------------------------------

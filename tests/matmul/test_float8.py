@@ -19,8 +19,8 @@ from support.float8 import (
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, quantize
 from jax_ep.matmul import float8
-from jax_ep.matmul.api import IMPLEMENTATIONS, default_platform
 from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 SIZES = [3, 0, 150, 21]

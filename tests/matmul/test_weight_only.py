@@ -20,7 +20,7 @@ from jax_ep.formats import (
     Transposed,
     quantize,
 )
-from jax_ep.matmul import api, weight_only
+from jax_ep.matmul import unquantized, weight_only
 from jax_ep.matmul.gating import both_biases, gated
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
@@ -219,9 +219,9 @@ def test_mxfp4_of_many_sizes(depth, width, num_rows):
 
 
 def of_dequantized(x, stored, biases, gating, keep=False):
-    """Computes the results for the rows of groups by `api.product` of dequantized matrices."""
+    """Computes the results for the rows of groups by products of dequantized matrices."""
     sizes = jnp.asarray(SIZES, jnp.int32)
-    products = [api.product(x, each.dequantize(x.dtype), sizes, None) for each in stored]
+    products = [unquantized.product(x, each.dequantize(x.dtype), sizes, None) for each in stored]
     numbers = [product.astype(jnp.float32) for product in products]
     for i, bias in enumerate(biases):
         if bias is not None:

@@ -21,8 +21,8 @@ from support.selection import quick
 import jax_ep
 from jax_ep import MoEConfig, MoEParams, reference
 from jax_ep.matmul import float8
-from jax_ep.matmul.api import IMPLEMENTATIONS, default_platform
 from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
 from jax_ep.moe.expert_matmuls import Float8Matmuls, QuantizedExperts
 from jax_ep.placement import Placement, to_experts, to_slots
 
@@ -375,7 +375,32 @@ def test_rows_of_another_format_are_quantized_again():
     got, want = matmuls.rows(rows), matmuls.rows(rows.dequantize())
     assert got.format == jax_ep.formats.FLOAT8_ROWS
     np.testing.assert_array_equal(got.dequantize(), want.dequantize())
-    assert matmuls.rows(got) is got
+    assert matmuls.rows(got).values is got.values
+
+
+@pytest.mark.parametrize("implementation", HERE)
+def test_tokens_that_are_quantized_give_the_same(implementation):
+    """Rows of a quantized dispatch are multiplied as they are; matrices get their gradients."""
+    tokens, *matrices = numbers()
+    quantized = jax_ep.quantize(tokens, jax_ep.formats.FLOAT8_ROWS)
+
+    def run(tokens, matrices, matmul_dtype=FLOAT8):
+        return jax_ep.expert_mlp(
+            tokens, *matrices, GROUP_SIZES, matmul_dtype=matmul_dtype, implementation=implementation
+        )
+
+    @jax.jit
+    def values_and_gradients(tokens):
+        out, vjp = jax.vjp(functools.partial(run, tokens), matrices)
+        return out, vjp(out)
+
+    got, want = values_and_gradients(quantized), values_and_gradients(tokens)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert np.any(got[0])
+    with pytest.raises(TypeError, match=r"tokens is stored quantized, .* has no gradient"):
+        jax.vjp(run, quantized, matrices)
+    with pytest.raises(TypeError, match=r"tokens must be .*, but is a QuantizedArray"):
+        run(quantized, matrices, matmul_dtype=None)
 
 
 def test_experts_quantized_once_give_the_same():

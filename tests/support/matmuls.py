@@ -1,13 +1,92 @@
-"""Finds the implementations of a grouped matmul that run on this machine."""
+"""Operands and results of grouped matmuls, and the implementations that run on this machine."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jax_ep.matmul.api import IMPLEMENTATIONS, default_platform
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
 from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
+
+H, F = 64, 128
+DTYPES = ("float32", "bfloat16", "float16")
+# Tolerances relative to the largest value; GPUs multiply float32 in TF32 by default.
+TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 2e-3}
+TOLERANCE |= {"bfloat16": 1e-2, "float16": 2e-3}
 
 
 def available_implementations(matrix_shape: tuple[int, int], dtype: Any) -> tuple[str, ...]:
     """Names the implementations that support matrices [H, F] of `dtype` on this machine."""
     return tuple(IMPLEMENTATIONS.available(Problem(matrix_shape, dtype, default_platform())))
+
+
+AVAILABLE = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}")
+    for dtype in DTYPES
+    for name in available_implementations((H, F), dtype)
+]
+NUM_ROWS = 700
+# Group sizes by what is special about them. All have six groups, so that one compiled program runs
+# them all.
+GROUP_SIZES = {
+    "even": [116, 116, 116, 116, 116, 116],
+    "full": [100, 100, 100, 100, 100, 200],
+    "one group": [0, 0, 700, 0, 0, 0],
+    "empty groups": [0, 130, 0, 0, 170, 0],
+    "one huge group": [1, 640, 0, 3, 7, 2],
+    "blocks' edges": [128, 64, 64, 256, 0, 128],
+    "far short of R": [5, 0, 20, 0, 0, 1],
+    "all empty": [0, 0, 0, 0, 0, 0],
+    "past R": [300, 0, 900, 5, 0, 7],
+    "far past R": [300, 0, 2**31 - 1000, 5, 0, 7],
+}
+
+
+def operands(num_rows, sizes, dtype, seed=0):
+    """Returns lhs [R, H], rhs [L, H, F], group_sizes [L] and a cotangent [R, F].
+
+    Rows past the last group are NaN.
+    """
+    rng = np.random.default_rng(seed)
+    lhs = rng.standard_normal((num_rows, H)).astype(dtype)
+    rhs = (rng.standard_normal((len(sizes), H, F)) / np.sqrt(H)).astype(dtype)
+    grad = rng.standard_normal((num_rows, F)).astype(dtype)
+    lhs[sum(sizes) :] = np.nan
+    grad[sum(sizes) :] = np.nan
+    return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), jnp.asarray(grad)
+
+
+def expected(lhs, rhs, sizes, grad):
+    """Returns the product and the gradients of lhs and rhs, in float64."""
+    lhs, rhs, grad = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, grad))
+    out, dlhs, drhs = np.zeros(grad.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
+    start = 0
+    for group, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start + size)
+        out[rows] = lhs[rows] @ rhs[group]
+        dlhs[rows] = grad[rows] @ rhs[group].T
+        drhs[group] = lhs[rows].T @ grad[rows]
+        start += size
+    return out, dlhs, drhs
+
+
+def assert_close(got, want, dtype):
+    assert got.dtype == jnp.dtype(dtype)
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(want).max()))
+
+
+def lower_for_cuda(function, *shapes):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradient_shapes(num_rows, hidden, mlp, groups, dtype):
+    return (
+        jax.ShapeDtypeStruct((num_rows, hidden), dtype),
+        jax.ShapeDtypeStruct((groups, hidden, mlp), dtype),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    )
