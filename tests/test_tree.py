@@ -43,11 +43,12 @@ ELSEWHERE = {
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
-    "jax_ep/matmul/gating.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/gating.py": "tests/matmul/test_unquantized.py",
     "jax_ep/matmul/groups.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/weight_only_pallas.py": "tests/matmul/test_weight_only.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/primitives.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
     # The tests of `info` check the versions that it prints.
     "jax_ep/version.py": "tests/cli/test_info.py",

@@ -20,6 +20,9 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.flags import Error, Flags, check_experts
 from pallas_kernels.formats import RowFormat
 
+# The model draws a score for each expert and each token of a sample.
+_MOST_EXPERTS = 16384
+
 FLAGS = Flags()
 _HOSTS = FLAGS.integers(
     "hosts", [2, 4, 8, 16, 32, 64], "M, the numbers of hosts to estimate an exchange for."
@@ -99,6 +102,11 @@ def estimate(hosts: int) -> list[Row]:
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
     check_experts(num_experts, cluster.ranks, _TOP_K.value)
+    if num_experts > _MOST_EXPERTS:
+        raise Error(
+            f"--num_experts: at most {_MOST_EXPERTS} experts can be estimated, but {cluster.ranks} "
+            f"ranks have {num_experts}"
+        )
     limit = _HOSTS_PER_TOKEN.value
     if limit is not None and _TOP_K.value > min(limit, hosts) * (num_experts // hosts):
         allowed = min(limit, hosts)

@@ -19,6 +19,9 @@ from jax_ep.placement import Placement, balance, place_by_affinity
 from jax_ep.placement.table import read_arrays
 from jax_ep.placement.traffic import traffic
 
+# The load and the placement of each layer have an entry for each expert.
+_MOST_EXPERTS = 65536
+
 FLAGS = Flags()
 _TRACE = FLAGS.string(
     "trace",
@@ -173,6 +176,11 @@ def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
             f"--num_experts must be above {largest}, the largest expert id in the trace, but is "
             f"{num_experts}"
         )
+    if num_experts > _MOST_EXPERTS:
+        raise Error(
+            f"--trace: at most {_MOST_EXPERTS} experts can be placed, but by --num_experts, the "
+            f"file's num_experts or the largest expert id there are {num_experts}"
+        )
     return num_experts
 
 
@@ -186,11 +194,17 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
     if num_ranks % hosts:
         raise Error(f"--hosts: {hosts} does not divide --ranks={num_ranks}")
     least = -(-num_experts // num_ranks) * num_ranks
-    num_slots = _SLOTS.value or least + num_ranks
+    most = num_experts * num_ranks
+    num_slots = _SLOTS.value or min(least + num_ranks, most)
     if num_slots % num_ranks or num_slots < num_experts:
         raise Error(
             f"--slots: must be a multiple of {num_ranks} ranks and at least {num_experts} experts, "
             f"but is {num_slots}"
+        )
+    if num_slots > most:
+        raise Error(
+            f"--slots: a copy of each of {num_experts} experts on each of {num_ranks} ranks needs "
+            f"{most} slots, but there are {num_slots}"
         )
     flat = trace.transpose(1, 0, 2, 3).reshape(layers, -1, top_k)
     load = np.stack([np.bincount(one[one >= 0], minlength=num_experts) for one in flat])

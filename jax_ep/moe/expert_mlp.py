@@ -37,7 +37,7 @@ from jax_ep.moe.options import (
     optional,
     takes,
 )
-from jax_ep.moe.traced import Traced, trace
+from jax_ep.moe.traced import Traced, mixing_operation, trace
 from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -431,6 +431,10 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
         raise ValueError(
             f"{name} must be elementwise: for {rows.dtype} of shape {rows.shape} it must return "
             f"floats of the same shape, but returns {result}."
+        )
+    if (operation := mixing_operation(jaxpr)) is not None:
+        raise ValueError(
+            f"{name} must be elementwise, but combines elements of an argument by {operation}."
         )
 
 

@@ -19,6 +19,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.placement.choice import choose_slots
 from jax_ep.placement.table import Placement
+from jax_ep.runtime.jax_compat import match_varying
 
 
 def check_placement(placement: Placement | None, num_experts: int, num_slots: int | None) -> None:
@@ -93,12 +94,27 @@ def _equal_copies_bwd(axes, placement, g):
     experts = _held_here(g.shape[0], placement, axes)
     place = jnp.where(experts >= 0, index[jnp.maximum(experts, 0)], most)
     dtype = wide_dtype(g.dtype)
-    sums = jax.ops.segment_sum(g.astype(dtype), place, most + 1)[:most]
+    sums = _sum_by_place(g.astype(dtype), place, most + 1)[:most]
     if axes:
         sums = lax.psum(sums, axes)
     of_slots = sums[jnp.minimum(place, most - 1)].astype(g.dtype)
     has_copies = (place < most).reshape(-1, *(1,) * (g.ndim - 1))
     return jnp.where(has_copies, of_slots, g), None
+
+
+def _sum_by_place(values: jax.Array, place: jax.Array, num_places: int) -> jax.Array:
+    """Sums values[i] to row place[i] of the result, in the order of i.
+
+    A scatter on a GPU would add in any order, and so give other bits in each call.
+    """
+    nothing = jnp.zeros((num_places, *values.shape[1:]), values.dtype)
+    values, place, nothing = match_varying((values, place, nothing), ())
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(sums, place[i], keepdims=False) + values[i]
+        return lax.dynamic_update_index_in_dim(sums, row, place[i], 0)
+
+    return lax.fori_loop(0, values.shape[0], add, nothing)
 
 
 equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)

@@ -143,6 +143,7 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
         ("--nvlink_gb_per_s=inf", "--nvlink_gb_per_s=inf: 'inf' is not a finite number"),
         ("--top_k=300", "--top_k must be at most the 256 experts, but is 300"),
         ("--num_experts=16", "--num_experts must be a multiple of the 32 ranks, but is 16"),
+        ("--ranks_per_host=2147483647", "--num_experts: at most 16384 experts can be estimated"),
         ("--wire_dtype=int8", "wire_dtype=int8"),
     ],
 )

@@ -71,7 +71,9 @@ def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
             "--fit_steps must be at least 1 and below 6, ",
         ),
         (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: must be a multiple of 4 ranks"),
+        (["--trace=TRACE", "--ranks=4", "--slots=1000000"], "--slots: a copy of each of"),
         (["--trace=TRACE", "--ranks=4", "--num_experts=9"], "--num_experts must be above "),
+        (["--trace=TRACE", "--num_experts=2147483647"], "at most 65536 experts"),
         (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 3 does not divide --ranks=4"),
         (["--trace=TRACE", "--matmul_tflops=0"], "--matmul_tflops must be above 0, but is 0"),
     ],
@@ -101,6 +103,7 @@ EMPTY[3, 1] = -1
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES * 1.5), "dtype float64"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:, :0]), "shape (4, 0, 4, 2)"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:1]), "shape (1, 2, 4, 2)"),
+        ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES + 2**40), "at most 65536 experts"),
         (
             "t.npz",
             lambda path: np.savez(path, topk_idx=EMPTY),

@@ -482,6 +482,12 @@ def test_errors(name, shape, dtype, error, message):
         (dict(activation=lambda a: None), ValueError, "activation must be .* but returns None"),
         (dict(wi_1=None, activation=lambda a: a[:1]), ValueError, "activation must be elementwise"),
         (dict(gating=lambda a, b: a.T), ValueError, r"gating must be elementwise.*\(128, 8\)"),
+        (dict(activation=jax.nn.softmax), ValueError, "combines elements of an .* by reduce_max"),
+        (
+            dict(gating=jax.jit(lambda a, b: a * jnp.roll(b, 1, axis=1))),
+            ValueError,
+            "gating must be elementwise, but combines elements of an argument by concatenate",
+        ),
         (dict(gating=lambda a: a), TypeError, "gating failed for 2 arrays: .* takes 1 positional"),
     ],
 )
