@@ -337,7 +337,7 @@ def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
         return slots[None]
 
     spec = PartitionSpec(AXIS)
-    chosen = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    chosen = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     slots = np.asarray(jax.jit(chosen)(state))
     return rows_needed(slots, mesh.size, config.num_held, 1)
 

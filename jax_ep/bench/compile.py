@@ -248,9 +248,7 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
     operands = jax.tree.map(on_all_ranks, program.operands)
-    mapped = jax.shard_map(
-        program.function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
+    mapped = jax.shard_map(program.function, mesh=mesh, in_specs=spec, out_specs=spec)
     jax.clear_caches()
     with _compiled_anew(mesh):
         times = [time.perf_counter()]

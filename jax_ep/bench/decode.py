@@ -327,9 +327,7 @@ def make_stack(
         return jax.tree.map(lambda leaf: leaf[None], make((own, gates)))
 
     spec = PartitionSpec(AXIS)
-    make = jax.jit(
-        jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
+    make = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
     own = rank_seeds(mesh.size, seed)[:, None] + 10_000 * np.arange(layers, dtype=np.int32)
     gates = np.broadcast_to(own[:1] + 9_999, own.shape)
     if scanned:
@@ -346,7 +344,7 @@ def make_tokens(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> jax.Arr
         return random_rows(seed + 400, (1, num_tokens, shape.hidden), jnp.bfloat16)
 
     spec = PartitionSpec(AXIS)
-    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.jit(make)(rank_seeds(mesh.size, seed))
 
 
@@ -398,6 +396,6 @@ def experts_hit(
         return step_of_layers(state, config, batch)[1][None]
 
     spec = PartitionSpec(AXIS)
-    count = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    count = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     counts = np.asarray(jax.jit(count)(state))[0]
     return (counts.reshape(len(counts), mesh.size, -1) > 0).sum(axis=2)

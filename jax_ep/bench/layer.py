@@ -500,7 +500,7 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     spec = PartitionSpec(AXIS)
-    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     seeds = rank_seeds(mesh.size, seed)
     return jax.jit(make)(seeds, np.full_like(seeds, 1000 * seed + 999))
 
@@ -559,7 +559,7 @@ def make_config(
         params, x, _ = jax.tree.map(lambda leaf: leaf[0], state)
         return route(params, x, config).topk_idx
 
-    routed = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    routed = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
@@ -616,7 +616,7 @@ def quantized_experts(params: MoEParams, config: MoEConfig, mesh: Mesh) -> Any:
         params = jax.tree.map(lambda leaf: leaf[0], params)
         return jax.tree.map(lambda leaf: leaf[None], quantize_experts(params, config))
 
-    quantize = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    quantize = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.jit(quantize)(params)
 
 

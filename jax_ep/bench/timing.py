@@ -29,6 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ep.runtime import jax_compat
+
 # One launch of a kernel: the kernel's name, and the launch's duration in microseconds.
 Kernel = tuple[str, float]
 # "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but may crash on
@@ -156,7 +158,7 @@ class Loop:
         def body(_, carry):
             link, out = carry
             state_now, link, _ = lax.optimization_barrier((state, link, out))
-            out = lax.optimization_barrier(step(state_now))
+            out = self._varying(lax.optimization_barrier(step(state_now)))
             link = after(link, [leaf for leaf in jax.tree.leaves(out) if leaf.size])
             return link, out if carry_outputs else None
 
@@ -164,7 +166,13 @@ class Loop:
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
             jax.eval_shape(step, state) if carry_outputs else None,
         )
-        return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing), unroll=unroll)
+        carry = self._varying((jnp.float32(0), nothing))
+        return lax.fori_loop(0, self.iterations, body, carry, unroll=unroll)
+
+    def _varying(self, tree: Any) -> Any:
+        """Casts arrays to vary (vma) over the mesh's axis."""
+        axes = self.mesh.axis_names
+        return jax.tree.map(lambda leaf: jax_compat.match_varying([leaf], axes)[0], tree)
 
     def outputs(self) -> Any:
         """Calls `step` once; returns its result, a pytree of arrays [N, ...] over the N ranks.
@@ -241,9 +249,7 @@ class Loop:
                 tree = jax.tree.map(lambda leaf: leaf[0], tree)
             return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], function(tree))
 
-        return jax.shard_map(
-            on_stacked, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+        return jax.shard_map(on_stacked, mesh=self.mesh, in_specs=spec, out_specs=spec)
 
     def _trace(self, compiled: Any, repeats: int) -> list[list[Kernel]]:
         def run() -> None:
@@ -303,7 +309,8 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
         refs[-1][0] = link_ref[0]
 
     options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    out_type = jax.ShapeDtypeStruct((1,), link.dtype)
+    kind = jax.typeof(link)
+    out_type = jax.ShapeDtypeStruct((1,), link.dtype, manual_axis_type=kind.mat)
     kernel = plgpu.kernel(wait, out_type=out_type, compiler_params=options, kernel_name=SPACER)
     return kernel(link.reshape(1), *(leaf.reshape(-1) for leaf in results)).reshape(())
 
