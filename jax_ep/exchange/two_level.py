@@ -45,7 +45,7 @@ from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.rows import Rows
 from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
-from pallas_kernels.fabric.hardware import LANES, WORD_BYTES, align_up
+from pallas_kernels.fabric.hardware import WARPGROUP, WORD_BYTES, align_up
 from pallas_kernels.formats import PLAIN, RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -495,5 +495,5 @@ def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
     return {
         "choices of the rail": narrow * num_hosts * numbers,
         "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
-        "counting choices": WORD_BYTES * align_up(choices, LANES) * sizes.num_experts,
+        "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
     }

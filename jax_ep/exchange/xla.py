@@ -28,7 +28,7 @@ from jax_ep.exchange.routes import (
     receive_rows,
     row_groups,
 )
-from pallas_kernels.fabric.hardware import LANES, WORD_BYTES, align_up
+from pallas_kernels.fabric.hardware import WARPGROUP, WORD_BYTES, align_up
 
 
 def dispatch(
@@ -311,7 +311,7 @@ def _dispatch_workspace(sizes: CallSizes) -> dict[str, int]:
     counts = sizes.num_ranks * (2 * choices + sizes.num_experts)
     return {
         "gathered choices": WORD_BYTES * counts,
-        "counting choices": WORD_BYTES * align_up(choices, LANES) * sizes.num_experts,
+        "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
         "routes": sizes.routes(),
         **_dispatch_like_workspace(sizes),
     }

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import LANES, vector_length
+from pallas_kernels.fabric.hardware import WARPGROUP, vector_length
 
 # The kind of signal by which a block says that it has made its last access to its peers' memory.
 _DONE = 0
@@ -61,7 +61,7 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 
     `num_vectors` is the number of 16-byte vectors of a tile that each thread holds.
     """
-    return LANES * num_vectors * vector_length(dtype)
+    return WARPGROUP * num_vectors * vector_length(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ from pallas_kernels.exchange.plan import (
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
+from pallas_kernels.fabric.hardware import WARPGROUP, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
 # The kinds of signal between ranks. A step is a few tokens. _PUT says that the sender's sums of a
@@ -527,7 +527,7 @@ class _Combine:
 
         The padding gives all threads of the warpgroup the same number of whole vectors.
         """
-        return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
+        return self.tile if self.fabric.interpret else align_up(self.tile, WARPGROUP * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
         """Waits for all ranks' sums for this rank's tokens of a step, and adds them up into `out`.

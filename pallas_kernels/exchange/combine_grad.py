@@ -46,7 +46,7 @@ from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
+from pallas_kernels.fabric.hardware import WARPGROUP, align_up, padded_columns, vector_length
 
 # The kind of signal by which a block says that it has made its last access to its peers' memory.
 _DONE = 0
@@ -439,7 +439,7 @@ class _CombineGrad:
         rows = [jnp.maximum(row, 0) for row in rows]
         weights = [scratch.list_weights[stage, first + i] for i in at_once]
         # A block of columns is what the warpgroup multiplies at a time: one vector in each thread.
-        block = LANES * vector
+        block = WARPGROUP * vector
 
         def multiply(start: Any, sizes: Sequence[int], totals: Any) -> tuple[jax.Array, ...]:
             """Multiplies the cotangent with the rows in some neighbouring blocks of columns.

@@ -49,7 +49,7 @@ from pallas_kernels.exchange.plan import Plan, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
 
 # The sender and the receiver count choices by expert, before they send and receive.
@@ -241,8 +241,8 @@ class _Scratch(NamedTuple):
     copy_full: Any
     # A barrier that completes when the sender warpgroup has found where each expert's rows are.
     groups_known: Any
-    # [count_width + LANES] int32: for each expert of all ranks, the next free row in the receive
-    # buffer of the expert's rank. None in `dispatch_like`.
+    # [count_width + WARPGROUP] int32: for each expert of all ranks, the next free row in the
+    # receive buffer of the expert's rank. None in `dispatch_like`.
     next_rows: Any = None
     # A barrier that completes when choices have been counted. None in `dispatch_like`.
     counted: Any = None
@@ -498,7 +498,7 @@ class _Dispatch(_Kernel):
     def scratch(self) -> _Scratch:
         # `take_rows` looks up a row for every choice. For a choice whose id names no expert it uses
         # the extra entry at `count_width`, and the result is ignored.
-        next_rows = plgpu.SMEM((self.experts.count_width + LANES,), jnp.int32)
+        next_rows = plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32)
         counted = plgpu.Barrier(num_arrivals=_COUNTERS)
         own = dict(next_rows=next_rows, counted=counted, connected=plgpu.Barrier())
         return super().scratch()._replace(**own)
@@ -562,7 +562,7 @@ class _Dispatch(_Kernel):
         """
         fabric, num_choices = self.fabric, self.sender.window.total
         (first_token, _), num_tokens = self.sender.range(), self.sender.num_tokens
-        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
+        width = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
         earlier = jnp.minimum(first_token, num_tokens)
         end = jnp.where(lax.axis_index("block") == 0, num_tokens, earlier) * self.top_k
         bins = self._counts_of(warpgroup, scratch)
@@ -595,8 +595,8 @@ class _Dispatch(_Kernel):
     def _add_counts(self, scratch: _Scratch) -> None:
         """Writes the sums of the warpgroups' counts to `scratch.next_rows`."""
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
-        for start in range(0, self.experts.count_width, LANES):
-            part = pl.ds(start, LANES)
+        for start in range(0, self.experts.count_width, WARPGROUP):
+            part = pl.ds(start, WARPGROUP)
             found = [fb.load(self.fabric, each.at[part], 1) for each in counts]
             scratch.next_rows[part] = functools.reduce(operator.add, found)
         self.fabric.barrier()

@@ -95,7 +95,7 @@ class ExpertRows:
 
     @property
     def count_width(self) -> int:
-        """The length of an array with a count for each expert: E, padded to a multiple of LANES."""
+        """The length of an array with a count for each expert; see `plan.count_width`."""
         return count_width(self.num_experts)
 
     def scratch(self) -> ExpertScratch:

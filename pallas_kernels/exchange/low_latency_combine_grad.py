@@ -39,7 +39,7 @@ from pallas_kernels.exchange.low_latency import Gather, GatherScratch, Rows, mee
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.fabric.hardware import WARPGROUP, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
@@ -151,7 +151,7 @@ class _CombineGrad:
     def scratch(self) -> _Scratch:
         """Returns the types of the kernel's shared memory."""
         pairs, top_k, ranks = self.gather.num_pairs, self.gather.top_k, self.fabric.num_ranks
-        sums = align_up(pairs * top_k * self.parts_of_sum, LANES)
+        sums = align_up(pairs * top_k * self.parts_of_sum, WARPGROUP)
         returned = (self.rows.plan.tokens_per_block, ranks, top_k)
         return _Scratch(
             self.gather.scratch(),
@@ -174,8 +174,8 @@ class _CombineGrad:
         @pl.when(warpgroup == warpgroups)
         def scout() -> None:
             self.experts.fetch_counts(refs.counts, scratch.experts)
-            for start in range(0, scratch.sums.shape[0], LANES):
-                scratch.sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)
+            for start in range(0, scratch.sums.shape[0], WARPGROUP):
+                scratch.sums[pl.ds(start, WARPGROUP)] = jnp.zeros((WARPGROUP,), jnp.float32)
             self.gather.scout(refs.y, refs.rows, scratch.gather)
             fabric.delay_point(3)
             self.experts.find_groups(scratch.experts)

@@ -36,7 +36,7 @@ from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.fabric.hardware import WARPGROUP, align_up
 from pallas_kernels.fabric.low_latency import Channels
 
 # A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
@@ -188,8 +188,8 @@ class _Scratch(NamedTuple):
     experts: ExpertScratch
     # [N, T·K] int32 with padding: for each source rank, the experts that its tokens choose.
     choices: Any = None
-    # [N, count_width + LANES] int32: for each source rank and expert, the receive-buffer row of the
-    # rank's next token that chooses the expert.
+    # [N, count_width + WARPGROUP] int32: for each source rank and expert, the receive-buffer row of
+    # the rank's next token that chooses the expert.
     next_rows_from: Any = None
     # [count_width] int32, the first row of each expert in the receive buffer of the expert's rank.
     group_starts: Any = None
@@ -267,10 +267,10 @@ class _Dispatch:
             return _Scratch(self.experts.scratch())
         return _Scratch(
             self.experts.scratch(),
-            choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
+            choices=plgpu.SMEM((ranks, align_up(self.num_choices, WARPGROUP)), jnp.int32),
             # `take_rows` looks up a row for every choice. For a choice of another rank's expert it
             # uses the extra element at `width`, and the result is ignored.
-            next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
+            next_rows_from=plgpu.SMEM((ranks, width + WARPGROUP), jnp.int32),
             group_starts=plgpu.SMEM((width,), jnp.int32),
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
             groups_known=plgpu.Barrier(),
@@ -431,7 +431,7 @@ class _Dispatch:
         fabric.barrier()
         earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
-            size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, LANES))
+            size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, WARPGROUP))
             experts = fb.load(fabric, scratch.choices.at[source, pl.ds(start, size)], 1)
             entries = start + fb.iota(fabric, size)
             if start + size > num_choices:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import (
-    LANES,
     SHARED_MEMORY_BYTES,
+    WARPGROUP,
     WORD_BYTES,
     align_up,
     padded_columns,
@@ -146,7 +146,7 @@ class Window:
 
     # The number of tokens whose entries a slice has.
     tokens: int
-    # The number of entries that a load reads: tokens · K, rounded up to a multiple of LANES.
+    # The number of entries that a load reads: tokens · K, rounded up to a multiple of WARPGROUP.
     width: int
     # The number of entries of the whole flat array, including its padding.
     total: int
@@ -154,7 +154,7 @@ class Window:
     @classmethod
     def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
         tokens = min(tokens, plan.tokens_per_block(num_tokens))
-        width = align_up(tokens * top_k, LANES)
+        width = align_up(tokens * top_k, WARPGROUP)
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
@@ -311,7 +311,7 @@ class LowLatencyPlan(Sizes):
     @property
     def tile(self) -> int:
         """The number of columns of a tile of 2 KiB, the unit in which the kernels send a row."""
-        return LANES * self.vector
+        return WARPGROUP * self.vector
 
     @property
     def num_tiles(self) -> int:
@@ -336,14 +336,14 @@ class LowLatencyPlan(Sizes):
         All low-latency kernels use the same number: that of the kernel with the least room left.
         """
         # A dispatch keeps the top-k choices of all ranks' tokens in shared memory, one word each.
-        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
+        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, WARPGROUP)
         # Combine's gradient needs up to 24 words for each choice of each token of a block, for
         # every rank: 16 partial sums of the choice's inner product, the whole inner product, the
         # choice's weight, and its entries in lists of row numbers.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # A dispatch counts each expert's choices and finds where the expert's rows start and end,
         # in arrays of one word per expert. The number of arrays is rounded up.
-        words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
+        words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + WARPGROUP)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
 
@@ -411,8 +411,12 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
 
 
 def count_width(num_experts: int) -> int:
-    """Returns the length of an array with a count per expert: E, padded to a multiple of LANES."""
-    return align_up(num_experts, LANES)
+    """Returns the length of an array with a count for each expert: E, rounded up.
+
+    A warpgroup reads or writes such an array an element for each thread, so the length is a
+    multiple of its number of threads.
+    """
+    return align_up(num_experts, WARPGROUP)
 
 
 def _group_words(num_ranks: int, num_experts: int) -> int:
@@ -430,10 +434,10 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     They hold slices of the routing arrays, lists of tokens' receive-buffer rows, and how often
     experts are chosen.
     """
-    windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
+    windows = align_up(_WINDOW_TOKENS * top_k, WARPGROUP) + align_up(step_tokens * top_k, WARPGROUP)
     choices = num_ranks * windows
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
-    next_rows = count_width(num_experts) + LANES
+    next_rows = count_width(num_experts) + WARPGROUP
     return _group_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
@@ -445,9 +449,9 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
     # In a call of many tokens, the rows of a step (the tokens between two signals) take about
-    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in LANES words.
+    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in WARPGROUP words.
     if not few:
-        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
+        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, WARPGROUP // sizes.top_k))
 
     def room_for_rows(step_tokens: int) -> int:
         words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
@@ -496,8 +500,8 @@ def for_rank_dispatch(
     fastest.
     """
     list_words = sizes.top_k * (2 if weighted else 1)
-    choices = align_up(_WINDOW_TOKENS * list_words, LANES)
-    choices += sizes.num_ranks * align_up(2 * list_words, LANES)
+    choices = align_up(_WINDOW_TOKENS * list_words, WARPGROUP)
+    choices += sizes.num_ranks * align_up(2 * list_words, WARPGROUP)
     lists = _RING_STAGES * sizes.num_ranks * list_words
     num_stages = min(_RING_STAGES, row.room(choices + lists) // row.stage_bytes)
     plan = Plan(
@@ -530,7 +534,7 @@ def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
     For one step, the block keeps the receive-buffer row and the routing weight of each choice. For
     two steps, it keeps a list for each sum, of the rows to add and their weights.
     """
-    windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
+    windows = 2 * num_ranks * align_up(step_tokens * top_k, WARPGROUP)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
 
@@ -567,7 +571,7 @@ def combine_tile(row: Row) -> int:
     """Returns how many columns of a row a warpgroup of a combine sums at a time."""
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
-    least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
+    least = -(-row.hidden // (_TILE_VECTORS * WARPGROUP * vector))
     # Chooses the number of tiles. All tiles have the same length, so their number must divide
     # `units`, the length of a row in tiles of the smallest size. With `least` tiles or more, a
     # thread holds at most _TILE_VECTORS vectors of a tile. So the numbers from `least` to 4 ·
@@ -606,7 +610,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
     Each cotangent is a row of H columns. A stage of the kernel's ring holds a cotangent and a list
     of the expert outputs (rows of y) to multiply it with.
     """
-    window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
+    window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, WARPGROUP)
     count_words = _group_words(num_ranks, num_experts)
     list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
     # This kernel sends plain rows, whatever the format of `row`.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import float8, mosaic, vectors
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
@@ -43,10 +43,10 @@ def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, s
         f32 = mosaic.float_type()
         source_type = mosaic.element_of(source_ref)
         pointers = [mosaic.pointer(ref) for ref in (source_ref, values_ref, scales_ref)]
-        thread = mosaic.lane()
+        thread = mosaic.warpgroup_thread()
         warp, lane = (op(thread, mosaic.i32(WARP)) for op in (arith.divui, arith.remui))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mosaic.i32(0))
-        warps = LANES // WARP
+        warps = WARPGROUP // WARP
         num_blocks = source.shape[0] // BLOCK // warps
 
         def load(i: int) -> tuple[Value, Value, Value]:
@@ -97,17 +97,19 @@ def put_row(
         registers = mosaic.registers(array)
         places = vectors.pointers(values_ref, elements, len(registers))
         block, lane_of_block = (
-            op(mosaic.lane(), mosaic.i32(threads)) for op in (arith.divui, arith.remui)
+            op(mosaic.warpgroup_thread(), mosaic.i32(threads)) for op in (arith.divui, arith.remui)
         )
         is_first = mosaic.equal(lane_of_block, mosaic.i32(0))
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
             words, scale = _quantize_vector(wire, register, elements, threads)
             packed = vector.from_elements(mosaic.vector_type(len(words), i32), words)
-            inside = mosaic.below(mosaic.lane(), mosaic.i32(hidden // elements - i * LANES))
+            inside = mosaic.below(
+                mosaic.warpgroup_thread(), mosaic.i32(hidden // elements - i * WARPGROUP)
+            )
             with mosaic.when(inside):
                 llvm.store(packed, place, alignment=elements)
             with mosaic.when(arith.andi(inside, is_first)):
-                at = arith.addi(block, mosaic.i32(i * LANES // threads))
+                at = arith.addi(block, mosaic.i32(i * WARPGROUP // threads))
                 llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), at, f32))
 
     layouts = [mosaic.strided(row.shape, elements), mosaic.REFERENCE, mosaic.REFERENCE]
@@ -214,12 +216,12 @@ def add_rows(
             for flag in args[:num_rows]
         ]
         rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
-        num_vectors = hidden // (LANES * elements)
-        thread = mosaic.lane()
+        num_vectors = hidden // (WARPGROUP * elements)
+        thread = mosaic.warpgroup_thread()
         first = arith.muli(thread, mosaic.i32(elements))
 
         def load(i: int) -> list[tuple[list[Value], Value]]:
-            column = arith.addi(first, mosaic.i32(i * LANES * elements))
+            column = arith.addi(first, mosaic.i32(i * WARPGROUP * elements))
             return [
                 _load_quantized(row, of_row, column, elements, ok)
                 for row, of_row, ok in zip(rows, of_blocks, taken, strict=True)
@@ -243,7 +245,7 @@ def elements_of_sum(hidden: int) -> int:
 
     The caller needs the number to store the result. `hidden` is the result's length.
     """
-    return next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
+    return next(size for size in (16, 8, 4) if hidden % (WARPGROUP * size) == 0)
 
 
 def _load_quantized(

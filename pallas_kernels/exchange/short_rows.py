@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 
 
@@ -42,8 +42,8 @@ def store_each(fabric: fb.Fabric, source: Any, ref: Any, rows: Sequence[jax.Arra
 
     def emit(source_ref: Value, out: Value, *places: Any) -> None:
         from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
-        for first in range(0, len(rows) * num_vectors, LANES):
-            unit = arith.addi(mosaic.lane(), mosaic.i32(first))
+        for first in range(0, len(rows) * num_vectors, WARPGROUP):
+            unit = arith.addi(mosaic.warpgroup_thread(), mosaic.i32(first))
             number, part = _divided(unit, num_vectors)
             row = mosaic.i32(fb.NOWHERE)
             for i, place in enumerate(places):
@@ -87,7 +87,7 @@ def copy_listed(fabric: fb.Fabric, ref: Any, lists: Any, count: jax.Array) -> No
     def emit(array: Value, lists_ref: Value, number: Any) -> None:
         rows, words, i32 = mosaic.pointer(array), mosaic.pointer(lists_ref), mosaic.integer_type(32)
         total = arith.muli(mosaic.scalar(number), mosaic.i32(num_vectors))
-        with mosaic.loop(mosaic.lane(), total, LANES) as unit:
+        with mosaic.loop(mosaic.warpgroup_thread(), total, WARPGROUP) as unit:
             entry, part = _divided(unit, num_vectors)
             start = arith.muli(entry, mosaic.i32(top_k))
             listed = [

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
@@ -361,10 +361,10 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
 
 
 def clear(ref: Any, size: int) -> None:
-    """Sets the int32 elements ref[:size] to 0; `size` is a multiple of LANES."""
+    """Sets the int32 elements ref[:size] to 0; `size` is a multiple of WARPGROUP."""
     # One store of the whole slice would require that `size` is a power of two.
-    for start in range(0, size, LANES):
-        ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
+    for start in range(0, size, WARPGROUP):
+        ref[pl.ds(start, WARPGROUP)] = jnp.zeros((WARPGROUP,), jnp.int32)
 
 
 def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:

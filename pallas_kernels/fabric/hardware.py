@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 # The number of threads of a warp.
 WARP = 32
-# The number of threads of a warpgroup. Arrays in its registers have a multiple of LANES elements.
-LANES = 128
+# The number of threads of a warpgroup. Arrays in its registers have a multiple of this number of
+# elements.
+WARPGROUP = 128
 # The tensor cores read operands from shared memory in blocks of this many rows. So the first row of
 # a tile is a multiple of it, and an operand with another number of rows is copied and padded.
 ROW_ALIGNMENT = 8
@@ -36,6 +37,6 @@ def padded_columns(columns: int, dtype: jax.typing.DTypeLike) -> int:
     """Returns the length of a row of `columns` elements of `dtype`, padded for a warpgroup.
 
     A warpgroup holds a row in registers as vectors of 16 bytes. The padding makes the number of
-    vectors a multiple of LANES, so that each thread holds the same number of vectors.
+    vectors a multiple of WARPGROUP, so that each thread holds the same number of vectors.
     """
-    return align_up(columns, LANES * vector_length(dtype))
+    return align_up(columns, WARPGROUP * vector_length(dtype))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 
 # Maps a module of JAX to those of its names that this module and the kernels use.
 _REQUIRED = {
@@ -402,9 +402,9 @@ def within(number: Value, begin: Value, end: Value) -> Value:
 # ------------------------------------------------------------------------- threads and instructions
 
 
-def lane() -> Value:
-    """Emits the index of the thread in its warpgroup, i32 from 0 to LANES - 1."""
-    return arith.remui(thread(), i32(LANES))
+def warpgroup_thread() -> Value:
+    """Emits the index of the thread in its warpgroup, i32 from 0 to WARPGROUP - 1."""
+    return arith.remui(thread(), i32(WARPGROUP))
 
 
 def thread() -> Value:
@@ -653,8 +653,8 @@ def tensor_core_row() -> Value:
 
     The other row is 8 after it.
     """
-    of_warp = arith.shrui(arith.andi(lane(), i32(WARP - 1)), i32(2))
-    return arith.addi(arith.muli(arith.divui(lane(), i32(WARP)), i32(16)), of_warp)
+    of_warp = arith.shrui(arith.andi(warpgroup_thread(), i32(WARP - 1)), i32(2))
+    return arith.addi(arith.muli(arith.divui(warpgroup_thread(), i32(WARP)), i32(16)), of_warp)
 
 
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:

@@ -201,7 +201,7 @@ class TileMemory:
         def emit(gpu: Array, *scalars: Array) -> None:
             numbers = [mosaic.scalar(scalar) for scalar in scalars]
             mosaic.barrier()
-            with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
+            with mosaic.when(mosaic.equal(mosaic.warpgroup_thread(), mosaic.i32(0))):
                 for counter, value in zip(numbers[:count], numbers[count:], strict=True):
                     _store_word(self._counter(mosaic.scalar(gpu), counter), value)
 
@@ -263,7 +263,7 @@ class TileMemory:
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
         """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
-        part = _times(mosaic.lane(), VECTOR_BYTES)
+        part = _times(mosaic.warpgroup_thread(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
@@ -273,8 +273,8 @@ class TileMemory:
         """
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
-        lane = arith.extui(mosaic.integer_type(64), mosaic.lane())
-        return arith.addi(start, arith.addi(_times(buffer, _NOTES_BYTES), lane))
+        thread = arith.extui(mosaic.integer_type(64), mosaic.warpgroup_thread())
+        return arith.addi(start, arith.addi(_times(buffer, _NOTES_BYTES), thread))
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:

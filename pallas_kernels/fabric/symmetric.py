@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import memory_map, mosaic, ptx
 from pallas_kernels.fabric.fabric import RanksOfMesh
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
 
 # A rank sends a buffer's address as a 64-bit word. From the highest bit on, the word holds the
@@ -150,37 +150,37 @@ class Gpus(RanksOfMesh):
 
         def emit(table: Any, here: Any, *args: Any) -> None:
             here, peers, refs = scalar(here), list(map(scalar, args[:num_ranks])), args[num_ranks:]
-            lane, block = mosaic.lane(), mosaic.block()
+            thread, block = mosaic.warpgroup_thread(), mosaic.block()
             heap = self._heap(here)
             numbers = call.numbers(table)
             # Write this call's sequence number with each peer to the table in shared memory.
             # Numbers begin with 1, so that a word of zeros belongs to no call. `connect` later
             # writes the table's other words: the offsets from this rank's buffers to the peers'
             # (see `mosaic.reach_peers`).
-            peer = _of_lane(peers, lane)
+            peer = _select(peers, thread)
             counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
-            with mosaic.when(_below(lane, num_ranks)):
+            with mosaic.when(_below(thread, num_ranks)):
                 number = arith.addi(_load(counter), i64(1))
-                _store_shared(_plus(numbers, (lane, 8)), number)
+                _store_shared(_plus(numbers, (thread, 8)), number)
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
-            thread = mosaic.thread()
+            of_block = mosaic.thread()
             # Every call sends MAX_BUFFERS words with addresses, even if the kernel has fewer
             # buffers. Otherwise a word of an old call could remain in the peer's memory, with the
             # low bits of that call's number as its tag. When the tags have wrapped around, the peer
             # would take it for a word of the current call.
-            sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
+            sends = _below(of_block, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
-                self._send_addresses(call, heap, here, peers, refs, numbers, lane)
+                self._send_addresses(call, heap, here, peers, refs, numbers, thread)
             mosaic.block_barrier()
             # All warpgroups of this block have now read the block's call counters. So the counters
             # may be set to this call's sequence numbers. The next kernel may have more blocks than
             # this one, so the counters of the blocks that this kernel lacks are set, too.
-            own = _below(thread, LANES)
+            own = _below(of_block, WARPGROUP)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
-                for start in range(0, memory_map.MAX_BLOCKS, LANES * num_blocks):
-                    index = _plus(block, (i32(1), start), (lane, num_blocks))
+                for start in range(0, memory_map.MAX_BLOCKS, WARPGROUP * num_blocks):
+                    index = _plus(block, (i32(1), start), (thread, num_blocks))
                     counter = _at(
                         heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (index, 8)
                     )
@@ -191,7 +191,7 @@ class Gpus(RanksOfMesh):
         mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
         mosaic.reach_peers(table, lambda t, entry: _load_shared(_plus(call.deltas(t), (entry, 8))))
 
-    def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
+    def _send_addresses(self, call, heap, here, peers, refs, numbers, thread) -> None:
         """Emits code that sends the buffers' addresses to the ranks.
 
         Thread i sends the address of buffer i // N to rank i % N, where N is the number of ranks.
@@ -204,24 +204,24 @@ class Gpus(RanksOfMesh):
           refs: memrefs of the buffers.
           numbers: the address in shared memory of an array [N] of 64-bit words: for each rank, the
             sequence number of this call (see `_Call.table`).
-          lane: the index of the thread, i.
+          thread: the index of the thread in its warpgroup, i.
         """
-        buffer = arith.divui(lane, i32(self.num_ranks))
-        rank = arith.remui(lane, i32(self.num_ranks))
+        buffer = arith.divui(thread, i32(self.num_ranks))
+        rank = arith.remui(thread, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * memory_map.POOL_START))
         # A kernel without buffers sends an address, too: the start of the memory pool, for which
         # the flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier
         # call, and may read this word in place of the earlier call's. If the flag were set, the
         # block would abort.
-        address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
+        address = _select([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
         flag = arith.select(outside, i64(_NOT_SHARED), i64(0))
         word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
         word = arith.ori(arith.ori(word, flag), tag)
         there = _at(
-            self._heap(_of_lane(peers, rank)),
+            self._heap(_select(peers, rank)),
             memory_map.ADDRESSES,
             (here, 8 * memory_map.MAX_BUFFERS),
             (buffer, 8),
@@ -241,11 +241,11 @@ class Gpus(RanksOfMesh):
 
         def emit(table: Any, here: Any, rank: Any, *args: Any) -> None:
             peers, refs = list(map(scalar, args[:num_ranks])), args[num_ranks:]
-            lane, heap = mosaic.lane(), self._heap(scalar(here))
-            with mosaic.when(_below(lane, len(refs) * num_ranks)):
-                buffer = arith.divui(lane, i32(num_ranks))
-                source = arith.remui(lane, i32(num_ranks))
-                peer = _of_lane(peers, source)
+            thread, heap = mosaic.warpgroup_thread(), self._heap(scalar(here))
+            with mosaic.when(_below(thread, len(refs) * num_ranks)):
+                buffer = arith.divui(thread, i32(num_ranks))
+                source = arith.remui(thread, i32(num_ranks))
+                peer = _select(peers, source)
                 number = _load_shared(_plus(call.numbers(table), (source, 8)))
                 delta = _load(_at(heap, 8 * memory_map.DELTA, (peer, 8)))
                 mask = i64(_NOT_SHARED - 1)
@@ -276,9 +276,9 @@ class Gpus(RanksOfMesh):
                 with mosaic.when(arith.andi(hidden, elsewhere)):
                     ptx.refuse(call.name, scalar(rank), source)
                 address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
-                own = _of_lane([mosaic.address(ref) for ref in refs], buffer)
+                own = _select([mosaic.address(ref) for ref in refs], buffer)
                 offset = arith.subi(arith.addi(address, delta), own)
-                _store_shared(_plus(call.deltas(table), (lane, 8)), offset)
+                _store_shared(_plus(call.deltas(table), (thread, 8)), offset)
             if call.reads:
                 _acquire()
                 mosaic.asm("fence.proxy.async;", "~{memory}")
@@ -318,11 +318,11 @@ class Gpus(RanksOfMesh):
         call = self._call
 
         def emit(table: Any, here: Any, count: Any, *peers: Any) -> None:
-            lane = mosaic.lane()
-            peer = _of_lane(list(map(scalar, peers)), lane)
+            thread = mosaic.warpgroup_thread()
+            peer = _select(list(map(scalar, peers)), thread)
             mosaic.barrier()
-            with mosaic.when(_below(lane, self.num_ranks)):
-                word = call.signal(table, lane, scalar(count))
+            with mosaic.when(_below(thread, self.num_ranks)):
+                word = call.signal(table, thread, scalar(count))
                 _store(self._signal(peer, scalar(here), kind), word, release=release)
 
         layouts = [REFERENCE, *[SCALAR] * (2 + self.num_ranks)]
@@ -340,11 +340,11 @@ class Gpus(RanksOfMesh):
         call = self._call
 
         def emit(table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
-            lane = mosaic.lane()
-            peer = _of_lane(list(map(scalar, peers)), lane)
+            thread = mosaic.warpgroup_thread()
+            peer = _select(list(map(scalar, peers)), thread)
             some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
-            with mosaic.when(arith.andi(some, _below(lane, self.num_ranks))):
-                target = call.signal(table, lane, scalar(count))
+            with mosaic.when(arith.andi(some, _below(thread, self.num_ranks))):
+                target = call.signal(table, thread, scalar(count))
                 place = self._signal(scalar(here), peer, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
@@ -352,7 +352,7 @@ class Gpus(RanksOfMesh):
 
                 ptx.poll(
                     ask,
-                    lambda _: ptx.give_up(what, self.timeout_s, scalar(rank), lane),
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(rank), thread),
                     timeout_s=self.timeout_s,
                 )
             _acquire()
@@ -375,8 +375,8 @@ class Gpus(RanksOfMesh):
             numbers = [
                 _load_shared(_plus(call.numbers(table), (i32(r), 8))) for r in range(len(peers))
             ]
-            for start in range(0, count, LANES):
-                index = arith.addi(mosaic.lane(), i32(start))
+            for start in range(0, count, WARPGROUP):
+                index = arith.addi(mosaic.warpgroup_thread(), i32(start))
                 with mosaic.when(_below(index, count)):
                     pair = arith.addi(scalar(first), index)
                     halves = []
@@ -433,7 +433,9 @@ class Gpus(RanksOfMesh):
         def emit(table: Any, here: Any, start: Any, words: Any, *args: Any) -> None:
             peers, to = list(map(scalar, args[: self.num_ranks])), args[self.num_ranks :]
             i32_type = mosaic.integer_type(32)
-            indices = [arith.addi(mosaic.lane(), i32(i)) for i in range(0, count, LANES)]
+            indices = [
+                arith.addi(mosaic.warpgroup_thread(), i32(i)) for i in range(0, count, WARPGROUP)
+            ]
             for index in indices:
                 with mosaic.when(_below(index, count)):
                     value = _widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
@@ -441,7 +443,7 @@ class Gpus(RanksOfMesh):
                     for rank in map(scalar, to):
                         number = _load_shared(_plus(call.numbers(table), (rank, 8)))
                         word = arith.ori(arith.shli(number, i64(32)), value)
-                        peer = _of_lane(peers, rank)
+                        peer = _select(peers, rank)
                         _store(self._value(peer, scalar(here), number, place), word)
 
         layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * (self.num_ranks + len(to))]
@@ -477,7 +479,7 @@ class Gpus(RanksOfMesh):
         ) -> None:  # fmt: skip
             source = scalar(rank)
             number = _load_shared(_plus(call.numbers(table), (source, 8)))
-            peer = _of_lane(list(map(scalar, peers)), source)
+            peer = _select(list(map(scalar, peers)), source)
             to = mosaic.address(words, 32)
 
             def ask(places: Sequence[Value]) -> tuple[Value, list[Value]]:
@@ -502,8 +504,8 @@ class Gpus(RanksOfMesh):
 
             for first in range(0, total, _VALUES_AT_ONCE):
                 count = min(_VALUES_AT_ONCE, total - first)
-                rounds = range(first, first + count, LANES)
-                indices = [arith.addi(mosaic.lane(), i32(i)) for i in rounds]
+                rounds = range(first, first + count, WARPGROUP)
+                indices = [arith.addi(mosaic.warpgroup_thread(), i32(i)) for i in rounds]
                 last = i32(total - 1)
                 places = [
                     self._value(
@@ -619,14 +621,14 @@ def _narrow(value: Value) -> Value:
     return arith.trunci(mosaic.integer_type(32), value)
 
 
-def _of_lane(values: Sequence[Value], lane: Value) -> Value:
-    """Emits values[lane], where `lane` may differ between threads.
+def _select(values: Sequence[Value], index: Value) -> Value:
+    """Emits values[index], where `index` may differ between threads.
 
-    If `lane` is past the last value, the result is values[0].
+    If `index` is past the last value, the result is values[0].
     """
     value = values[0]
     for i, other in enumerate(values[1:], 1):
-        value = arith.select(mosaic.equal(lane, i32(i)), other, value)
+        value = arith.select(mosaic.equal(index, i32(i)), other, value)
     return value
 
 

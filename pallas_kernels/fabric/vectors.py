@@ -24,13 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
 # The number by which LLVM names the address space of global memory.
 GLOBAL_MEMORY = 1
 # The number of sums that `partial_sums` computes: one for each warp of a warpgroup.
-SUMS_OF_WARPGROUP = LANES // WARP
+SUMS_OF_WARPGROUP = WARPGROUP // WARP
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
@@ -46,7 +46,7 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     def emit(memref: Value) -> Any:
         of_thread = mosaic.vector_type(elements, mosaic.element_of(memref))
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
-        places = pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
+        places = pointers(memref, num_bytes, ref.shape[0] // (WARPGROUP * elements))
         alignment = min(VECTOR_BYTES, num_bytes)
         loaded = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in places]
         return mosaic.array_of(loaded, ref.shape, elements, is_signed)
@@ -101,8 +101,8 @@ def load_each(
       read_only: whether no thread of any rank writes to the arrays while the kernel runs.
 
     Returns:
-      Each array in registers. Its size is padded to a multiple of LANES * elements. Padding, and
-      the elements of arrays that are not loaded, are `fill`.
+      Each array in registers. Its size is padded to a multiple of WARPGROUP * elements. Padding,
+      and the elements of arrays that are not loaded, are `fill`.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
     if fabric.interpret:
@@ -110,7 +110,7 @@ def load_each(
             lax.cond(h, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype))
             for ref, h in zip(refs, held, strict=True)
         ]
-    num_vectors = -(-size // (LANES * elements))
+    num_vectors = -(-size // (WARPGROUP * elements))
     bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
     kind = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
     text = (
@@ -127,8 +127,10 @@ def load_each(
         of_thread = mosaic.vector_type(elements, mosaic.element_type(dtype))
         inside = [
             None
-            if (i + 1) * LANES * elements <= size
-            else mosaic.below(mosaic.lane(), mosaic.i32(size // elements - i * LANES))
+            if (i + 1) * WARPGROUP * elements <= size
+            else mosaic.below(
+                mosaic.warpgroup_thread(), mosaic.i32(size // elements - i * WARPGROUP)
+            )
             for i in range(num_vectors)
         ]
         arrays = []
@@ -143,10 +145,10 @@ def load_each(
                 each = [llvm.extractvalue(i32, words, [j]) for j in range(4)]
                 packed = vector.from_elements(packed_type, each)
                 loaded.append(vector.bitcast(of_thread, packed))
-            arrays.append(mosaic.array_of(loaded, (num_vectors * LANES * elements,), elements))
+            arrays.append(mosaic.array_of(loaded, (num_vectors * WARPGROUP * elements,), elements))
         return arrays
 
-    array = mosaic.in_registers((num_vectors * LANES * elements,), dtype, elements)
+    array = mosaic.in_registers((num_vectors * WARPGROUP * elements,), dtype, elements)
     flags = [h.astype(jnp.int32) for h in held]
     layouts = [mosaic.SCALAR] * len(refs) + [mosaic.REFERENCE] * len(refs)
     return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
@@ -177,9 +179,9 @@ def store_part(
         some = mosaic.below(mosaic.i32(0), mosaic.scalar(flag))
         for i, (register, pointer) in enumerate(zip(registers, places, strict=True)):
             here = some
-            if (i + 1) * LANES * elements > size:
-                limit = mosaic.i32(size // elements - i * LANES)
-                here = arith.andi(here, mosaic.below(mosaic.lane(), limit))
+            if (i + 1) * WARPGROUP * elements > size:
+                limit = mosaic.i32(size // elements - i * WARPGROUP)
+                here = arith.andi(here, mosaic.below(mosaic.warpgroup_thread(), limit))
             with mosaic.when(here):
                 llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
@@ -298,7 +300,7 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
             odd = parts[len(parts) // 2 * 2 :]
             parts = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
         total = mosaic.warp_sum(parts[0], WARP)
-        thread = mosaic.lane()
+        thread = mosaic.warpgroup_thread()
         lane_of_warp = arith.remui(thread, mosaic.i32(WARP))
         with mosaic.when(mosaic.equal(lane_of_warp, mosaic.i32(0))):
             warp = arith.divui(thread, mosaic.i32(WARP))
@@ -325,7 +327,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 
     def emit(sums_ref: Value, to: Value) -> None:
         f32 = mosaic.float_type()
-        with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
+        with mosaic.when(mosaic.equal(mosaic.warpgroup_thread(), mosaic.i32(0))):
             base = mosaic.pointer(sums_ref)
             parts = [
                 llvm.load(f32, mosaic.element_pointer(base, mosaic.i32(i), f32))
@@ -350,8 +352,8 @@ def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
 
     def emit(sums_ref: Value, totals_ref: Value) -> None:
         f32 = mosaic.float_type()
-        for first in range(0, size, LANES):
-            index = arith.addi(mosaic.lane(), mosaic.i32(first))
+        for first in range(0, size, WARPGROUP):
+            index = arith.addi(mosaic.warpgroup_thread(), mosaic.i32(first))
             with mosaic.when(mosaic.below(index, mosaic.i32(size))):
                 start = arith.muli(index, mosaic.i32(count))
                 base = mosaic.pointer(sums_ref)
@@ -371,14 +373,14 @@ def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
     """Emits pointers to this thread's `count` vectors of an array in global memory.
 
     The array, a memref, is divided into vectors of `num_bytes` bytes. Thread t of a warpgroup has
-    the vectors t, t + LANES, t + 2 * LANES and so on, so that neighbouring threads have
+    the vectors t, t + WARPGROUP, t + 2 * WARPGROUP and so on, so that neighbouring threads have
     neighbouring vectors.
     """
-    thread = mosaic.lane()
+    thread = mosaic.warpgroup_thread()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)
     pointer = llvm.PointerType.get(GLOBAL_MEMORY)
     return [
-        llvm.inttoptr(pointer, arith.addi(base, mosaic.i64(i * LANES * num_bytes)))
+        llvm.inttoptr(pointer, arith.addi(base, mosaic.i64(i * WARPGROUP * num_bytes)))
         for i in range(count)
     ]

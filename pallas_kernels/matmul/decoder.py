@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import LANES, WARP, WORD_BYTES
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import E8M0, bitcast
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
@@ -61,7 +61,7 @@ TABLE_BYTES = _BYTES * WARP * WORD_BYTES
 # the first few barriers.
 _TABLE_BARRIER = 8
 # The shape of the register array of loaded words.
-_LOADED = (LANES * _PER_THREAD,)
+_LOADED = (WARPGROUP * _PER_THREAD,)
 
 
 @functools.partial(
@@ -148,7 +148,7 @@ class Decoder:
     @property
     def _of_loader(self) -> int:
         """The number of columns whose scales a thread of the loader warpgroup stages."""
-        return self.lines // LANES
+        return self.lines // WARPGROUP
 
     @property
     def _loaded_bytes(self) -> int:
@@ -169,24 +169,26 @@ class Decoder:
             return self._interpreted_scales(group, left_edge, step)
         _, width, of_column = self.matrices[0].scales.shape
         count, num_bytes = self._of_loader * self._of_column, self._loaded_bytes
-        shape = (count * LANES,)
+        shape = (count * WARPGROUP,)
 
         def emit(*values: Any) -> Any:
             *memrefs, group, left_edge, step = values
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
             of_step = arith.muli(step, mosaic.i32(SCALES * self.pieces))
             # If a tile has 64 columns, half of the threads load scales of the second matrix.
-            is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.lane())
+            is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             codes = []
             for i in range(self._of_loader):
-                matrix, first = divmod(i * LANES, self.block_n)
-                own = arith.andi(mosaic.lane(), mosaic.i32(min(self.block_n, LANES) - 1))
+                matrix, first = divmod(i * WARPGROUP, self.block_n)
+                own = arith.andi(
+                    mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
+                )
                 column = arith.addi(left_edge, arith.addi(own, mosaic.i32(first)))
                 # The last tile may reach past the last column.
                 column = arith.minui(column, mosaic.i32(width - 1))
                 row = arith.addi(arith.muli(group, mosaic.i32(width)), column)
                 pointer = pointer_to(memrefs[matrix], row, of_column, of_step, 1)
-                if self.block_n < LANES:
+                if self.block_n < WARPGROUP:
                     of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, 1)
                     pointer = arith.select(is_second, of_second, pointer)
                 for at in range(0, SCALES * self.pieces, num_bytes):
@@ -211,14 +213,16 @@ class Decoder:
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
-            own = arith.addi(arith.muli(mosaic.scalar(stage), mosaic.i32(of_stage)), mosaic.lane())
+            own = arith.addi(
+                arith.muli(mosaic.scalar(stage), mosaic.i32(of_stage)), mosaic.warpgroup_thread()
+            )
             (codes,) = mosaic.registers(codes)
             for i in range(self._of_loader):
                 for piece in range(self.pieces):
                     at, of_word = divmod(piece, pairs_of_word)
                     both = vector.extract(codes, [], [i * self._of_column + at])
                     both = arith.shrui(both, mosaic.i32(16 * of_word))
-                    at = arith.addi(own, mosaic.i32(piece * self.lines + i * LANES))
+                    at = arith.addi(own, mosaic.i32(piece * self.lines + i * WARPGROUP))
                     place = mosaic.element_pointer(mosaic.pointer(scales), at, word)
                     llvm.store(_scales_of(both), place)
             mosaic.barrier()
@@ -248,12 +252,12 @@ class Decoder:
         """
         if self.interpreted:
             return
-        num_warps = LANES // WARP
+        num_warps = WARPGROUP // WARP
         of_warp = _BYTES // (COMPUTERS * num_warps)
 
         def fill(i: jax.Array, _: None) -> None:
             def emit(table: Value, first: Any) -> None:
-                warp = arith.divui(mosaic.lane(), mosaic.i32(WARP))
+                warp = arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
                 byte = arith.addi(mosaic.scalar(first), arith.muli(warp, mosaic.i32(of_warp)))
                 word = mosaic.integer_type(32)
                 place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
@@ -263,7 +267,7 @@ class Decoder:
             mosaic.inline(emit, [self.staged.table, first], [mosaic.REFERENCE, mosaic.SCALAR])
 
         lax.fori_loop(0, of_warp, fill, None)
-        threads = COMPUTERS * LANES
+        threads = COMPUTERS * WARPGROUP
         mosaic.inline(
             lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [], []
         )
@@ -293,10 +297,12 @@ class Decoder:
             staged = arith.addi(own, arith.muli(staged, mosaic.i32(lines)))
             of_scales = start_of(scales, staged, 1)
             # Of a word, byte q, and zeros in place of the other bytes.
-            quad = arith.andi(mosaic.lane(), mosaic.i32(3))
+            quad = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(quad, mosaic.i32(0x4440))
             table, words = own_table(table), []
-            down = arith.shrui(arith.andi(mosaic.lane(), mosaic.i32(WARP - 1)), mosaic.i32(2))
+            down = arith.shrui(
+                arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1)), mosaic.i32(2)
+            )
             for half in range(2):
                 of_half = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
@@ -441,7 +447,7 @@ def _operand(pairs: Sequence[Value]) -> Any:
 
 def _entry(byte: Value) -> Value:
     """Returns the place of the table's word for a byte and this lane."""
-    of_lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+    of_lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
     return arith.addi(arith.muli(byte, mosaic.i32(WARP)), of_lane)
 
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.fabric import update_in_place
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import quotient_and_rest
@@ -122,7 +122,7 @@ def on_tiles(
         kernel,
         out_type=list(out_type),
         scratch_types=shared,
-        num_threads=num_warps * WARP // LANES,
+        num_threads=num_warps * WARP // WARPGROUP,
         thread_name="warpgroup",
         grid=(num_blocks * tiles,),
         grid_names=("tile",),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
 
 
@@ -151,7 +151,7 @@ def store_rows_through(
 
         # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
         # loaded before the first is stored, and no branch is in between, so that a warp waits once.
-        number = mosaic.lane()
+        number = mosaic.warpgroup_thread()
         first = arith.shli(arith.shrui(number, mosaic.i32(5)), mosaic.i32(4))
         first = arith.addi(first, arith.andi(arith.shrui(number, mosaic.i32(3)), mosaic.i32(3)))
         column = arith.shli(arith.andi(number, mosaic.i32(7)), mosaic.i32(4))
@@ -218,7 +218,7 @@ def store_column(
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, column, begin, end = (mosaic.scalar(number) for number in scalars)
         # Each element is held by four neighbouring threads. The first of them stores it.
-        is_first = mosaic.equal(arith.andi(mosaic.lane(), mosaic.i32(3)), mosaic.i32(0))
+        is_first = mosaic.equal(arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3)), mosaic.i32(0))
         for register, (row,) in mosaic.placed_registers(values):
             inside = arith.andi(is_first, mosaic.within(row, begin, end))
             first, second = arith.addi(top, row), column
@@ -290,7 +290,7 @@ def zero_rows_outside(
 
     def emit(ref: Value, first: Array, *scalars: Array) -> None:
         begin, end, count = (mosaic.scalar(number) for number in scalars)
-        index = arith.addi(mosaic.scalar(first), mosaic.lane())
+        index = arith.addi(mosaic.scalar(first), mosaic.warpgroup_thread())
         row = arith.divui(index, mosaic.i32(pieces))
         piece = arith.remui(index, mosaic.i32(pieces))
         before = mosaic.below(row, begin)
@@ -317,11 +317,11 @@ def zero_rows_outside(
     count = (rows - (end - begin)) * pieces
 
     def step(i: jax.Array, _: None) -> None:
-        numbers = [i * LANES, begin, end, count]
+        numbers = [i * WARPGROUP, begin, end, count]
         layouts = [plgpu.RefType(tuple(transforms)), *[mosaic.SCALAR] * len(numbers)]
         mosaic.inline(emit, [ref, *numbers], layouts)
 
-    lax.fori_loop(0, lax.div(count + (LANES - 1), jnp.int32(LANES)), step, None)
+    lax.fori_loop(0, lax.div(count + (WARPGROUP - 1), jnp.int32(WARPGROUP)), step, None)
 
 
 def write_registers(room: Any, values: jax.Array) -> None:
@@ -362,7 +362,7 @@ def read_registers(room: Any) -> jax.Array:
         word, kind = mosaic.integer_type(32), mosaic.element_of(room)
         words: list[Value] = []
         mosaic.asm("", "~{memory}")
-        for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * LANES)):
+        for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * WARPGROUP)):
             several = llvm.load(mosaic.vector_type(count, word), place, alignment=4 * count)
             words += [vector.extract(several, [], [i]) for i in range(count)]
         # The words must have arrived before the barrier.
@@ -386,7 +386,9 @@ def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
     """
     count = math.gcd(num_words, 4)
     for first in range(0, num_words, count):
-        own = arith.addi(arith.muli(mosaic.lane(), mosaic.i32(count)), mosaic.i32(first * LANES))
+        own = arith.addi(
+            arith.muli(mosaic.warpgroup_thread(), mosaic.i32(count)), mosaic.i32(first * WARPGROUP)
+        )
         yield (
             first,
             count,

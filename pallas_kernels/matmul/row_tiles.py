@@ -220,7 +220,7 @@ def _rows_and_tiles_before(
     def emit(sizes: Any, *numbers: Any) -> list[Any]:
         own, height = (mosaic.scalar(number) for number in numbers)
         zero, most, word = mosaic.i32(0), mosaic.i32(num_rows), mosaic.integer_type(32)
-        lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+        lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         first = arith.muli(lane, mosaic.i32(count))
 
         def added(a: Value, b: Value) -> Value:

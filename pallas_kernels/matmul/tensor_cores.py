@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
 
 # The columns of a product of float8 tiles, and the registers in which a thread holds the product.
 _COLUMNS = 128
-_PER_PRODUCT = 64 * _COLUMNS // LANES
+_PER_PRODUCT = 64 * _COLUMNS // WARPGROUP
 
 
 def add_warp_product(

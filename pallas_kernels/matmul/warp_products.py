@@ -174,7 +174,7 @@ class _Thread:
         values, scales, table, rows = memrefs
         self.pieces, self.lines = decoder.pieces, decoder.lines
         self.line_bytes = self.pieces * NUMBER_BYTES
-        lane = arith.andi(mosaic.lane(), mosaic.i32(WARP - 1))
+        lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
         self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
         self.stage = stage

@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP, WORD_BYTES
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, bitcast
 from pallas_kernels.matmul import tensor_cores
@@ -179,7 +179,7 @@ def product(
         kernel,
         out_type=jax.ShapeDtypeStruct((total, width), rows.dtype),
         scratch_types=job.scratch_types(),
-        num_threads=_WARPS * WARP // LANES,
+        num_threads=_WARPS * WARP // WARPGROUP,
         thread_name="warpgroup",
         grid=((len(groups.table) - 1) * job.blocks_of_columns,),
         grid_names=("tile",),

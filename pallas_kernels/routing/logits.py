@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
 _THREADS = 256
@@ -80,7 +80,7 @@ def logits(x: jax.Array, gate: jax.Array, *, interpret: Any = None) -> jax.Array
         kernel,
         out_type=jax.ShapeDtypeStruct((job.num_tokens, job.num_experts), jnp.float32),
         scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.sums,), jnp.float32)),
-        num_threads=_THREADS // LANES,
+        num_threads=_THREADS // WARPGROUP,
         thread_name="warpgroup",
         grid=(job.num_experts // _COLUMNS,),
         grid_names=("columns",),

@@ -41,13 +41,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
 # The number of rows that a thread block handles: one for each warp.
-_ROWS = LANES // WARP
+_ROWS = WARPGROUP // WARP
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
@@ -201,7 +201,7 @@ class _TopK:
     def emit(self, block: Any, *refs: Value) -> None:
         row = arith.addi(
             arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
-            arith.divui(mosaic.lane(), mosaic.i32(WARP)),
+            arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP)),
         )
         with mosaic.when(mosaic.below(row, mosaic.i32(self.rows))):
             self.one_row(_Lanes(self.columns, self.width), row, refs)
@@ -550,7 +550,7 @@ class _Lanes:
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
-        self.lane = arith.remui(mosaic.lane(), mosaic.i32(WARP))
+        self.lane = arith.remui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
 
     def first_row(self, row: Value) -> Value:
         return self.word(0)

@@ -100,7 +100,7 @@ class Emulator:
             equal=np.equal,
             below=np.less,
             thread=lambda: self.thread,
-            lane=lambda: self.thread % np.uint32(_WARPGROUP),
+            warpgroup_thread=lambda: self.thread % np.uint32(_WARPGROUP),
             scalar=lambda array: array,
             inline=lambda emit, operands, layouts: emit(*operands),
             REFERENCE=None,

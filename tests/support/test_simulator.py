@@ -14,7 +14,7 @@ from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.tiles import tile_length
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 from support import simulator
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine, dispatch
@@ -124,11 +124,11 @@ def test_a_rank_that_sends_values_and_hears_nothing_is_found():
 
     kernel = fb.kernel(
         ranks, body, name="test", num_blocks=1, num_warpgroups=1,
-        out_type=[jax.ShapeDtypeStruct((LANES,), jnp.int32)],
-        scratch_types=dict(words=plgpu.SMEM((LANES,), jnp.int32)),
+        out_type=[jax.ShapeDtypeStruct((WARPGROUP,), jnp.int32)],
+        scratch_types=dict(words=plgpu.SMEM((WARPGROUP,), jnp.int32)),
     )  # fmt: skip
     with pytest.raises(KernelError, match=r"hears nothing of a peer.*\[\(0, 1\), \(1, 0\)\]"):
-        simulate(lambda: kernel(jnp.zeros((2, LANES), jnp.int32)))
+        simulate(lambda: kernel(jnp.zeros((2, WARPGROUP), jnp.int32)))
 
 
 @pytest.mark.slow

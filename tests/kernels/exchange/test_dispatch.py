@@ -11,7 +11,7 @@ from support.stacked import Problem, dispatch, dispatch_like, with_unused_rows
 
 from pallas_kernels.exchange import dispatch as kernel
 from pallas_kernels.exchange.plan import Plan
-from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.fabric.hardware import WARPGROUP
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
@@ -86,9 +86,9 @@ def test_choices_are_counted_in_parts(monkeypatch):
 
     The number of choices is no multiple of a part's, so the last part overlaps the one before.
     """
-    monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", LANES)
+    monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", WARPGROUP)
     problem = Problem(2, 40, 32, 8, 8, "masked")
-    assert 2 * LANES < problem.topk_idx[0].size < 3 * LANES
+    assert 2 * WARPGROUP < problem.topk_idx[0].size < 3 * WARPGROUP
     _, rows, counts, *_ = simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2)))
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")

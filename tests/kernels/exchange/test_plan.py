@@ -17,7 +17,7 @@ from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Plan, Row, Sizes, Window, pad_last
 from pallas_kernels.exchange.sender import Sender
 from pallas_kernels.fabric import memory_map
-from pallas_kernels.fabric.hardware import LANES, SHARED_MEMORY_BYTES, padded_columns
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP, padded_columns
 from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.formats import FLOAT8_ROWS, PLAIN
 
@@ -81,7 +81,7 @@ def test_a_window_holds_its_tokens_and_stays_in_bounds(
     plan = Plan(num_blocks, 2, window_tokens=window_tokens)
     tokens_per_block = plan.tokens_per_block(num_tokens)
     window = Window.of(window_tokens, plan, num_tokens, top_k)
-    assert window.width % LANES == 0 and 1 <= window.tokens <= tokens_per_block
+    assert window.width % WARPGROUP == 0 and 1 <= window.tokens <= tokens_per_block
     flat = jnp.arange(num_tokens * top_k)
     padded = np.asarray(window.pad(flat, -1))
     assert padded.shape == (window.total,)
@@ -181,7 +181,7 @@ def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
     tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
     assert row.hidden % tile == 0 and tile % vector == 0
     assert not wire.quantized or tile % plans.ROW_MULTIPLE == 0
-    assert LANES * vector // 2 <= tile <= 4 * LANES * vector or tile == row.hidden
+    assert WARPGROUP * vector // 2 <= tile <= 4 * WARPGROUP * vector or tile == row.hidden
 
 
 def test_a_step_of_short_rows_has_more_tokens():
@@ -267,7 +267,7 @@ def test_a_workspace_is_the_size_of_its_arrays():
     plan = plans.for_dispatch(row, sizes)
     held = plans.dispatch_workspace(plan, sizes)
     entries = plans.windows(plan, 300, 6)[0].total
-    assert plans.count_width(200) == 2 * LANES
+    assert plans.count_width(200) == 2 * WARPGROUP
     assert held == {"routes": 4 * 4 * (entries + 256)}
 
 
