@@ -159,7 +159,7 @@ class Loop:
             link, out = carry
             state_now, link, _ = lax.optimization_barrier((state, link, out))
             out = self._varying(lax.optimization_barrier(step(state_now)))
-            link = after(link, [leaf for leaf in jax.tree.leaves(out) if leaf.size])
+            link = self._varying(after(link, [leaf for leaf in jax.tree.leaves(out) if leaf.size]))
             return link, out if carry_outputs else None
 
         nothing = jax.tree.map(
