@@ -363,15 +363,15 @@ class _InPlaceLoop(Loop):
         def body(_, carry):
             total, link = carry
             total, link = jax.lax.optimization_barrier((total, link))
-            total = jax.lax.psum(total, AXIS)
+            total = self._varying(jax.lax.psum(total, AXIS))
             out = []
             if others:
                 residual = xla.add_residual(total, others[0])
                 out = [xla.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
             total, *out = jax.lax.optimization_barrier((total, *out))
-            return total, after(link, [total, *out])
+            return total, self._varying(after(link, [total, *out]))
 
-        start = first, jnp.float32(0)
+        start = self._varying((first, jnp.float32(0)))
         total, link = jax.lax.fori_loop(0, self.iterations, body, start, unroll=unroll)
         return total.reshape(-1)[0], link
 

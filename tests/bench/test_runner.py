@@ -9,6 +9,7 @@ from support import meshes
 from support.kernels import needs_kernels
 
 from jax_ep.bench import runner
+from jax_ep.bench.collectives import _InPlaceLoop
 from jax_ep.bench.timing import Loop
 
 
@@ -98,12 +99,17 @@ def test_results_are_checked_in_memory_that_held_nan(monkeypatch):
 @needs_kernels
 @pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("spaced", [False, True])
-def test_a_loop_lowers_for_gpus(spaced):
+@pytest.mark.parametrize("kind", [Loop, _InPlaceLoop])
+def test_a_loop_lowers_for_gpus(kind, spaced):
     """The loop and its spacer must have types that a `shard_map` with check_vma accepts."""
     from jax_ep.bench import timing
 
-    state = jnp.ones((2, 4))
-    loop = Loop(None, lambda x: (2 * x, jax.lax.psum(x, "expert")), state, meshes.expert_mesh(2), 3)
+    def step(state):
+        (x,) = state
+        return 2 * x, jax.lax.psum(x, "expert")
+
+    state = (jnp.ones((2, 4)),)
+    loop = kind(None, step, state, meshes.expert_mesh(2), 3)
     after = timing._wait_on_device if spaced else timing._add_up
     on_ranks = loop._per_rank(lambda state: loop._loop(state, after, unroll=1))
     text = jax.jit(on_ranks).trace(state).lower(lowering_platforms=("cuda",)).as_text()
