@@ -648,10 +648,10 @@ def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
     """Rounds x to float8_e4m3fn with one scale per block; returns the rounded numbers in float64.
 
     A number is the exact product of a float8 value and the scale of its block. The scale is the
-    largest magnitude of a finite number in the block, divided by 448, in float32, and at least
-    2^-117. Values have 4 significant bits, and are multiples of 2^-9. NaN and infinities become
-    NaN, without effect on the rest of their block. The rounding error of a finite x is at most
-    max(2^-4 |x|, 2^-10 scale).
+    largest magnitude of a finite number in the block, times (1 - 2^-22) / 448, in float32, and at
+    least 2^-117. Values have 4 significant bits, and are multiples of 2^-9. NaN and infinities
+    become NaN, without effect on the rest of their block. The rounding error of a finite x is at
+    most max(2^-4 |x|, 2^-10 scale).
 
     Args:
       x: [..., R, C] floating, cast to float32 first.

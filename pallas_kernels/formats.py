@@ -4,8 +4,9 @@ An array of numbers is stored as an array of *values*, of few bits each, and an 
 number is its value times the scale of its block. `Format` is the base class of the formats, and
 computes the shapes of these arrays. `Float8` has float8 values. `PLAIN` stands for rows that are
 stored in their own dtype. `encode` and `decode` take NumPy or JAX arrays, and return arrays of the
-same kind. `pallas_kernels.exchange.quantized_rows` encodes `Float8` within kernels.
-`jax_ep.formats` has the public names, and further formats that no kernel reads.
+same kind. `pallas_kernels.exchange.quantized_rows` and `pallas_kernels.matmul.quantize` encode
+`Float8` within kernels. `pallas_kernels.mxfp4` defines MXFP4. `jax_ep.formats` has the public
+names, `QuantizedArray` and `Transposed`.
 
 Imports neither Pallas nor Mosaic.
 """

@@ -1,31 +1,32 @@
 """Defines the number formats of rows in transit, of checkpoints, and of matmuls.
 
-- `FLOAT8_ROWS`: float8_e4m3fn, with a float32 scale for each 128 consecutive values of a row.
+- `FLOAT8_ROWS`: float8_e4m3fn, with a float32 scale for each 128 consecutive numbers of a row.
 - `FLOAT8_MATRICES`: float8_e4m3fn, with a float32 scale for each block of 128 rows x 128 columns.
-- `MXFP4`: float4_e2m1, two in a byte, with a power-of-two scale for each 32 consecutive values of a
-  row.
+- `MXFP4`: float4_e2m1, two in a byte, with a power-of-two scale for each 32 consecutive numbers of
+  a row.
 
 `jax_ep.quantize` stores an array in a format, and returns a `jax_ep.QuantizedArray`. `Float8.of`
 makes formats of other blocks, scales and float8 dtypes; `Transposed.of` makes a format that stores
 the transpose of each matrix. NaN and infinities become NaN in every format.
 
 **Float8.** The blocks and scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a
-block, such as 128 consecutive values of one row,
+block of numbers x, such as 128 consecutive numbers of one row,
 
-    scale = max(largest |finite value| / 448, 2^-117),
-    stored = float8_e4m3fn(value · (1 / scale)),
+    scale = max(largest finite |x| · (1 - 2^-22) / 448, 2^-117),
+    value = float8_e4m3fn(x · (1 / scale)),
 
-and the decoded number is stored · scale. e4m3 has 3 bits of fraction, normal numbers from 2^-6 on,
+and the decoded number is value · scale. The factor 1 - 2^-22 keeps 448 · scale, the largest decoded
+number, from exceeding the largest |x|. e4m3 has 3 bits of fraction, normal numbers from 2^-6 on,
 and subnormal numbers every 2^-9, so
 
-    |number - value| <= max(2^-4 |value|, 2^-10 scale),
+    |value · scale - x| <= max(2^-4 |x|, 2^-10 scale),
 
-before the number is rounded to the requested dtype. A block of zeros stays zeros, and the largest
-values of a dtype of up to 32 bits do not overflow. In a block whose largest value is below
-448 · 2^-117, or 2.7e-33, the scale is 2^-117 and the error is at most 2^-127. float8_e4m3fn has no
-infinity: NaN and infinities become NaN, and the other values of their block are encoded as if these
-were absent. Scales of another dtype than float32 stay within its finite normal numbers, and values
-that do not fit are clipped.
+before the decoded number is rounded to the requested dtype. A block of zeros stays zeros, and the
+largest numbers of a dtype of up to 32 bits do not overflow. In a block whose largest number is
+below 448 · 2^-117, or 2.7e-33, the scale is 2^-117 and the error is at most 2^-127. float8_e4m3fn
+has no infinity: NaN and infinities become NaN, and the other numbers of their block are encoded as
+if these were absent. Scales of another dtype than float32 stay within its finite normal numbers,
+and values that do not fit are clipped.
 
 **Bits.** NumPy, XLA on CPUs, and the kernels give the same bits, with three exceptions. (1) XLA on
 CPUs treats subnormal float32 values, below 2^-126, as zero. Such a value has an error of up to

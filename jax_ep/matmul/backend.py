@@ -100,7 +100,7 @@ class Problem:
     """The properties of a grouped matmul by which its backend is selected.
 
     Attributes:
-      matrix_shape: (K, N), the shape of each group's matrix.
+      matrix_shape: (K, N) or (N, K), the shape of each group's matrix as it is stored.
       dtype: the dtype of the operands.
       platform: the platform to run on ("cpu", "cuda", ...); None during tracing, when it is not
         known.
@@ -186,8 +186,8 @@ class Backend(Implementation):
     ) -> tuple[jax.Array, ...]:
         """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) group by group; returns (hidden,).
 
-        With `biases`, two arrays [L, N], adds them to the products for `gating`. With `keep`,
-        returns the two products, without biases, too: (hidden, product, product). Without
+        `biases`, two arrays [L, N], are added to the products before `gating` is applied. With
+        `keep`, returns the two products, without biases, too: (hidden, product, product). Without
         `zero_unused`, rows past the last group may be undefined.
         """
         if self.fused_gate is not None:

@@ -6,9 +6,9 @@ kernels of "pallas" add 128 products in about 14 bits, and then add these sums i
 
     |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds,
 
-if the products have about the same magnitude. The tensor cores cut each of 128 products off at
-about 2^-13 of the largest one, so if few products are much larger than the others, the error is up
-to 2^-6 of these.
+if the products have about the same magnitude. The tensor cores cut each of the 128 products off at
+about 2^-13 of the largest one. If a few products are much larger than the others, the error of the
+sum may be up to 128 * 2^-13 = 2^-6 of the largest product.
 
 The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
 transposed matrices. `drhs_of_each`, which contracts over rows, takes rows that `transpose_rows` has
@@ -36,10 +36,10 @@ from jax_ep.formats import (
     Transposed,
     quantize,
 )
-from jax_ep.matmul.backend import Backend, Problem, added
+from jax_ep.matmul.backend import Backend, added
 from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.groups import Groups, group_of_row, joined_groups, split_groups
-from jax_ep.matmul.primitives import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format
 from pallas_kernels.matmul.chosen_groups import output_rows
@@ -322,11 +322,6 @@ def drhs_of_each(
 # The following functions compute the results of the primitives, which are defined at the end.
 
 
-def _select(implementation: Implementation, platform: str, matrix_shape, num_rows) -> Backend:
-    problem = Problem(tuple(matrix_shape), DTYPE, platform, num_rows, has_scales=True)
-    return IMPLEMENTATIONS.select(implementation, problem)
-
-
 def _kernels(backend: Backend) -> Any:
     """Returns the module that calls the float8 kernels, or None if the backend is not "pallas"."""
     if backend.name != "pallas":
@@ -351,7 +346,7 @@ def _matrices(values: jax.Array, scales: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_matrices(matrices, *, implementation, platform):
-    backend = _select(implementation, platform, matrices.shape[1:], None)
+    backend = select(implementation, platform, matrices.shape[1:], DTYPE, None, has_scales=True)
     if kernels := _kernels(backend):
         return kernels.quantize_matrices(matrices)
     both = _encode(FLOAT8_MATRICES, matrices)
@@ -362,7 +357,9 @@ def _compute_matrices(matrices, *, implementation, platform):
 def _compute_transposed(*operands, keep_order, implementation, platform):
     *rows, blocks = operands
     width = rows[0].shape[1]
-    backend = _select(implementation, platform, (width, width), rows[0].shape[0])
+    backend = select(
+        implementation, platform, (width, width), DTYPE, rows[0].shape[0], has_scales=True
+    )
     if kernels := _kernels(backend):
         return kernels.transpose_rows(rows, blocks, keep_order)
     number = jnp.arange(BLOCK, dtype=jnp.int32)
@@ -409,7 +406,9 @@ def _compute_product(*operands, dtype, height, implementation, platform, zero_un
     *parts, groups = operands
     pairs = [(parts[i : i + 2], parts[i + 2 : i + 4]) for i in range(0, len(parts), 4)]
     values = parts[0]
-    backend = _select(implementation, platform, parts[2].shape[1:], values.shape[0])
+    backend = select(
+        implementation, platform, parts[2].shape[1:], DTYPE, values.shape[0], has_scales=True
+    )
     groups = joined_groups(groups, height)
     if kernels := _kernels(backend):
         return (kernels.product(pairs, groups, dtype, zero_unused),)
@@ -445,7 +444,9 @@ def _sum_of_products(
 def _compute_gated(*operands, gating, height, keep, implementation, platform):
     *parts, groups = operands
     lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
-    backend = _select(implementation, platform, rhs[0][0].shape[1:], lhs[0].shape[0])
+    backend = select(
+        implementation, platform, rhs[0][0].shape[1:], DTYPE, lhs[0].shape[0], has_scales=True
+    )
     groups = joined_groups(groups, height)
     if kernels := _kernels(backend):
         results = kernels.gated_product(lhs, rhs, groups, gating, keep)
@@ -467,7 +468,9 @@ def _compute_gated(*operands, gating, height, keep, implementation, platform):
 def _compute_gate_gradient(*operands, gating, implementation, platform):
     dhidden, *products, weights, blocks = operands
     dtype, width = dhidden.dtype, dhidden.shape[1]
-    backend = _select(implementation, platform, (width, width), dhidden.shape[0])
+    backend = select(
+        implementation, platform, (width, width), DTYPE, dhidden.shape[0], has_scales=True
+    )
     if kernels := _kernels(backend):
         results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
         if results is not None:
@@ -495,7 +498,7 @@ def _compute_drhs(*operands, num_sums, dtype, implementation, platform):
     (*parts, groups), sums = _without_sums(operands, num_sums)
     lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))
     shape = lhs.values.shape[0], grads[0].values.shape[0]
-    backend = _select(implementation, platform, shape, lhs.values.shape[1])
+    backend = select(implementation, platform, shape, DTYPE, lhs.values.shape[1], has_scales=True)
     if kernels := _kernels(backend):
         return kernels.drhs_of_each(lhs, grads, groups, sums, dtype)
     rows, *of_grads = (

@@ -29,13 +29,8 @@ def gated(
     With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
     group, one of `groups`.
     """
-    of_rows: list[jax.Array | None] = []
-    for product, bias in zip(products, biases or (), strict=False):
-        if bias is not None:
-            assert groups is not None
-            rows = group_of_row(groups, product.shape[0])
-            bias = bias_of_row(bias, rows, wide_dtype(product.dtype))
-        of_rows.append(bias)
+    num_rows, wide = products[0].shape[0], wide_dtype(products[0].dtype)
+    of_rows = biases_of_rows(biases or (), groups, num_rows, wide)
     return hidden_values(gating, of_rows, products)
 
 
@@ -63,39 +58,55 @@ def hidden_values(
     return hidden.astype(kept)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def bias_of_row(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
-    """Returns for each row the bias of its group, as an array [rows, F] of `dtype`.
+def biases_of_rows(
+    biases: Sequence[jax.Array | None], groups: Groups | None, num_rows: int, dtype: Any
+) -> tuple[jax.Array | None, ...]:
+    """Returns `bias_of_row` of each of `biases`, for the rows of `groups`; a None stays None.
 
-    `bias` is [groups, F], and `groups` [rows] has the index of each row's group. Rows past the last
+    `groups` may be None if all biases are.
+    """
+    if all(bias is None for bias in biases):
+        return tuple(biases)
+    assert groups is not None
+    group_of_rows = group_of_row(groups, num_rows)
+    return tuple(
+        None if bias is None else bias_of_row(bias, group_of_rows, dtype) for bias in biases
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def bias_of_row(bias: jax.Array, group_of_rows: jax.Array, dtype: Any) -> jax.Array:
+    """Returns for each row the bias of its group, as an array [R, N] of `dtype`.
+
+    `bias` is [L, N], and `group_of_rows` [R] has the index of each row's group. Rows past the last
     group get the bias zero.
     """
-    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
+    return bias.astype(dtype).at[group_of_rows].get(mode="fill", fill_value=0)
 
 
-def _bias_of_row_fwd(bias, groups, dtype):
-    return bias_of_row(bias, groups, dtype), (bias, groups)
+def _bias_of_row_fwd(bias, group_of_rows, dtype):
+    return bias_of_row(bias, group_of_rows, dtype), (bias, group_of_rows)
 
 
 def _bias_of_row_bwd(dtype, saved, grad):
-    bias, groups = saved
-    return sum_by_group(grad, groups, bias), None
+    bias, group_of_rows = saved
+    return sum_by_group(grad, group_of_rows, bias), None
 
 
 bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
 
 
-def sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
+def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> jax.Array:
     """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
 
-    `groups` has the index of each row's group. The result has the shape and the dtype of `bias`.
+    `group_of_rows` has the index of each row's group. The result has the shape and dtype of `bias`.
 
     The sum is a matmul with one-hot vectors of these indices. A scatter-add would add the rows in
     another order each time. In the matmul, zero times a NaN or an infinity would make other groups'
     sums NaN. So NaNs and infinities are replaced by zero in the matmul, and are added to their own
     group's sum afterwards.
     """
-    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
+    members = jax.nn.one_hot(group_of_rows, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
     wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
 
@@ -114,10 +125,10 @@ def sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Arr
     return sums.astype(bias.dtype)
 
 
-def both_biases(
+def filled_biases(
     biases: Sequence[jax.Array | None],
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the biases [L, N] of two products, zeros in place of a missing one; None for none."""
+    """Replaces a missing one of two biases [L, N] by zeros; returns None if both are missing."""
     first, second = biases
     if first is not None:
         return first, jnp.zeros_like(first) if second is None else second

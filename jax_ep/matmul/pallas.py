@@ -157,9 +157,10 @@ def gated_product(
 ) -> tuple[jax.Array, ...] | None:
     """Computes `Backend.gated_product` by one kernel.
 
-    With `biases`, two arrays [L, N], these are added to the products for `gating`. Each rhs may be
-    `Scaled` transposes in MXFP4. Returns None if the kernel does not support the operations of
-    `gating`. If `tiles` is None, `gated_tiles` or `chosen_tiles` chooses the tile sizes.
+    `biases` [L, N], if given, are added to the products before `gating` is applied, but not to the
+    products that are returned. Each rhs may be `Scaled` transposes in MXFP4. Returns None if the
+    kernel does not support the operations of `gating`. If `tiles` is None, `gated_tiles` or
+    `chosen_tiles` chooses the tile sizes.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
 

@@ -1,11 +1,13 @@
-"""Defines the JAX primitives of grouped matmuls in general, and selects their backends.
+"""Has the table of the grouped matmuls' backends, and makes primitives that are lowered to them.
 
-A primitive is lowered to the fastest backend of the platform that the program is compiled for.
+A primitive is lowered to the fastest backend of the platform that the program is compiled for. The
+primitives are defined at the ends of `unquantized`, `weight_only` and `float8`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,7 +16,7 @@ from jax import lax
 
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import Problem
+from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,
@@ -48,6 +50,22 @@ def check_implementation(
     dtype = matmul_dtype if quantized else rhs.dtype
     problem = Problem(rhs.shape[1:], dtype, has_scales=quantized)
     IMPLEMENTATIONS.check(implementation, problem, name)
+
+
+def select(
+    implementation: Implementation,
+    platform: str | None,
+    matrix_shape: Sequence[int],
+    dtype: Any,
+    num_rows: Any,
+    has_scales: bool = False,
+) -> Backend:
+    """Selects the backend of a grouped matmul; the arguments past the first are those of `Problem`.
+
+    Raises ValueError if `implementation` names a backend that cannot run there.
+    """
+    problem = Problem(matrix_shape, dtype, platform, num_rows, has_scales)
+    return IMPLEMENTATIONS.select(implementation, problem)
 
 
 def default_platform() -> str:

@@ -10,15 +10,13 @@ differentiates the gating functions, so gradients of any order work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
 from jax_ep.matmul.groups import Groups, joined_groups, split_groups
-from jax_ep.matmul.primitives import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.matmul.chosen_groups import output_rows
 
@@ -273,18 +271,6 @@ add_drhs_of_each.defvjp(_add_drhs_fwd, _add_drhs_bwd)
 gate_gradient.defvjp(_gate_gradient_fwd, _gate_gradient_bwd)
 
 
-def _select(
-    implementation: Implementation, platform: str, lhs: jax.Array, matrix_shape: Sequence[int]
-) -> Backend:
-    """Selects the backend that computes a grouped matmul on `platform`.
-
-    `matrix_shape` is the shape [K, N] of one group's matrix. Raises ValueError if `implementation`
-    names a backend that cannot run there.
-    """
-    problem = Problem(matrix_shape, lhs.dtype, platform, lhs.shape[0])
-    return IMPLEMENTATIONS.select(implementation, problem)
-
-
 # The functions `_compute_…` are jitted, so that a program with many grouped matmuls of one shape
 # traces each kernel only once.
 @functools.partial(
@@ -295,7 +281,7 @@ def _compute_product(*operands, height, implementation, platform, transpose_rhs,
     *factors, groups = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
-    backend = _select(implementation, platform, lhs, rhs.shape[1:])
+    backend = select(implementation, platform, rhs.shape[1:], lhs.dtype, lhs.shape[0])
     groups = joined_groups(groups, height)
     options = dict(transpose_rhs=transpose_rhs, zero_unused=zero_unused)
     return (backend.sum_of_products(pairs, groups, **options),)
@@ -309,7 +295,7 @@ def _compute_gated(
     lhs, rhs_0, rhs_1, *others, gating, height, keep, implementation, platform, zero_unused
 ):
     *biases, groups = others
-    backend = _select(implementation, platform, lhs, rhs_0.shape[1:])
+    backend = select(implementation, platform, rhs_0.shape[1:], lhs.dtype, lhs.shape[0])
     return backend.gated_product(
         lhs,
         (rhs_0, rhs_1),
@@ -324,7 +310,9 @@ def _compute_gated(
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, *operands, implementation, platform):
     *grads, group_sizes = operands
-    backend = _select(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
+    backend = select(
+        implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype, lhs.shape[0]
+    )
     return backend.drhs_of_each(lhs, grads, group_sizes)
 
 
@@ -332,7 +320,9 @@ def _compute_drhs(lhs, *operands, implementation, platform):
 def _compute_add_drhs(lhs, *operands, implementation, platform):
     *arrays, group_sizes = operands
     sums, grads = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-    backend = _select(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
+    backend = select(
+        implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype, lhs.shape[0]
+    )
     return backend.drhs_of_each(lhs, grads, group_sizes, sums)
 
 
@@ -340,7 +330,7 @@ def _compute_add_drhs(lhs, *operands, implementation, platform):
 def _compute_gate_gradient(dhidden, *operands, gating, implementation, platform):
     *products, weights, group_sizes = operands
     width = dhidden.shape[1]
-    backend = _select(implementation, platform, dhidden, (width, width))
+    backend = select(implementation, platform, (width, width), dhidden.dtype, dhidden.shape[0])
     return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)
 
 

@@ -20,10 +20,10 @@ from jax import lax
 
 from jax_ep.formats import QuantizedArray, Transposed
 from jax_ep.matmul import unquantized
-from jax_ep.matmul.backend import Backend, Problem
-from jax_ep.matmul.gating import Gating, both_biases, gated
+from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.gating import Gating, filled_biases, gated
 from jax_ep.matmul.groups import Groups, joined_groups, split_groups
-from jax_ep.matmul.primitives import IMPLEMENTATIONS, Implementation, bind, make_primitive
+from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, of_gathered, output_rows
@@ -72,7 +72,8 @@ def product(
       biases: for each of `matrices`, [L, N] floating, or None.
       groups: [L] int32, the number of rows of each group; or the chosen groups.
       num_rows: T for chosen groups, else None.
-      gating: None, or an elementwise function of the products, as float32 or wider.
+      gating: an elementwise function of the products, as float32 or wider; None for the product of
+        one array of matrices.
       implementation: the implementation of the matmuls.
       zero_unused: whether rows past the last group are zero, or gating(0, 0) with `gating`.
 
@@ -96,8 +97,9 @@ def gated_product(
 ) -> tuple[jax.Array, ...]:
     """Computes `unquantized.gated_product` for two quantized arrays [L, K, N].
 
-    Rows past the last group are undefined. `biases` [L, N] are added to the products for `gating`;
-    one of them, or both, may be None.
+    Rows past the last group are undefined. `biases` [L, N] are added to the products before
+    `gating` is applied, but not to the products that are returned; one of them, or both, may be
+    None.
     """
     return _results(rows, matrices, biases, groups, None, gating, keep, False, implementation)
 
@@ -140,7 +142,9 @@ def _multiply_fwd(rows, matrices, biases, groups, options):
 def _multiply_bwd(options, saved, cotangents):
     rows, matrices, biases, groups = saved
     if isinstance(groups, ChosenGroups):
-        raise NotImplementedError("rows that choose groups have no gradient.")
+        raise NotImplementedError(
+            "a product of chosen groups has no gradient with respect to its rows; use group sizes."
+        )
 
     def dense(rows, biases):
         products = []
@@ -170,6 +174,15 @@ def _finished(
     return (result, *(products if options.keep else ()))
 
 
+def _kernels(backend: Backend) -> Any:
+    """Returns the module that calls the kernels, or None if the backend is not "pallas"."""
+    if backend.name != "pallas":
+        return None
+    from jax_ep.matmul import weight_only_pallas
+
+    return weight_only_pallas
+
+
 @functools.partial(jax.jit, static_argnames=("height", "options", "platform"))
 def _compute(
     rows: jax.Array,
@@ -187,14 +200,11 @@ def _compute(
         for i, format in enumerate(options.formats)
     ]
     groups = joined_groups(array, height)
-    problem = Problem(matrices[0].shape[1:], rows.dtype, platform, rows.shape[0])
-    backend = IMPLEMENTATIONS.select(options.implementation, problem)
-    if backend.name == "pallas" and options.num_rows is not None:
-        from jax_ep.matmul import weight_only_pallas
-
-        out = weight_only_pallas.few_rows(
-            rows, matrices, biases, groups, options.num_rows, options.gating
-        )
+    shape = matrices[0].shape[1:]
+    backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
+    kernels = _kernels(backend)
+    if kernels and options.num_rows is not None:
+        out = kernels.few_rows(rows, matrices, biases, groups, options.num_rows, options.gating)
         if out is not None:
             return (out,)
     if len(matrices) == 2 and options.gating is not None:
@@ -217,17 +227,15 @@ def _gated(
 
     Returns None if the products must be computed one by one.
     """
-    if backend.name == "pallas":
-        from jax_ep.matmul import weight_only_pallas
-
-        results = weight_only_pallas.gated_product(
+    if kernels := _kernels(backend):
+        results = kernels.gated_product(
             rows, matrices, biases, groups, options.gating, options.keep, options.zero_unused
         )
         if results is not None:
             return results
     if any(isinstance(each.format, Transposed) for each in matrices):
         return None
-    both = both_biases(biases)
+    both = filled_biases(biases)
     # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
     if both is not None and isinstance(groups, ChosenGroups):
         return None
@@ -249,10 +257,8 @@ def _product(
     backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
     """Computes the product of the rows with one array of matrices."""
-    if backend.name == "pallas":
-        from jax_ep.matmul import weight_only_pallas
-
-        out = weight_only_pallas.product(rows, matrices, groups, options.zero_unused)
+    if kernels := _kernels(backend):
+        out = kernels.product(rows, matrices, groups, options.zero_unused)
         if out is not None:
             return out
     dense, is_transposed, groups = _gathered(matrices, groups, rows.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
 from jax_ep.matmul import pallas
 from jax_ep.matmul.float8 import is_operand_format
-from jax_ep.matmul.gating import both_biases
+from jax_ep.matmul.gating import filled_biases
 from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias
 from pallas_kernels.formats import Format
@@ -83,7 +83,8 @@ def gated_product(
 ) -> tuple[jax.Array, ...] | None:
     """Computes `Backend.gated_product` for quantized arrays, or returns None if no kernel can.
 
-    `biases` [L, N] are added to the products for `gating`; one of them, or both, may be None.
+    `biases` [L, N] are added to the products before `gating` is applied, but not to the products
+    that are returned; one of them, or both, may be None.
     """
     if not _is_mxfp4(rows, matrices):
         return None
@@ -94,7 +95,7 @@ def gated_product(
         groups,
         gating,
         keep,
-        biases=both_biases(biases),
+        biases=filled_biases(biases),
         zero_unused=zero_unused,
     )
 
@@ -105,9 +106,10 @@ def _is_mxfp4(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:
 
 
 def _kernel_format(matrices: QuantizedArray) -> Format | None:
-    """Returns the format in which a kernel takes the transposes of matrices, or None if in none.
+    """Returns the format in which a kernel reads the matrices, or None if no kernel can.
 
-    It is `FLOAT8_MATRICES`, too, where `is_operand_format` holds: only the scales are then cast.
+    The matrices must be stored transposed. Float8 formats that differ from `FLOAT8_MATRICES` only
+    in the dtype of the scales count as `FLOAT8_MATRICES`; the caller casts the scales.
     """
     if not isinstance(matrices.format, Transposed):
         return None

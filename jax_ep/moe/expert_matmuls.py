@@ -33,7 +33,7 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import without_gradient
 from jax_ep.matmul import float8, unquantized, weight_only
 from jax_ep.matmul.float8 import QuantizedMatrices
-from jax_ep.matmul.gating import both_biases
+from jax_ep.matmul.gating import filled_biases
 from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.primitives import Implementation
 from jax_ep.matmul.weight_only import dequantized, dequantized_as_stored
@@ -75,10 +75,10 @@ class Experts(NamedTuple):
     wi_0, wi_1 and wo are either all arrays or all `QuantizedArray`s. `quantized` has the float8
     operands made from these matrices, and is None where the matmuls do not multiply float8.
 
-    `sums` is None, but in the backward pass of token chunks. There it has arrays with the shapes of
-    wi_0, wi_1 (unless it is None) and wo: the sums of the gradients of earlier chunks. The gradient
-    that the matmuls return for such an array is the array plus the gradient of the matrix. For the
-    matrix itself they return no gradient. Hence the matmuls must use `sums` exactly once.
+    `sums` is None except in the backward pass of token chunks. There it has arrays with the shapes
+    of wi_0, wi_1 (unless it is None) and wo: the sums of the gradients of earlier chunks. The
+    gradient that the matmuls return for such an array is the array plus the gradient of the matrix.
+    For the matrix itself they return no gradient. Hence the matmuls must use `sums` exactly once.
     """
 
     wi_0: Any
@@ -151,7 +151,7 @@ class Matmuls:
             keep,
             self.implementation,
             zero_unused=False,
-            biases=both_biases(experts.biases[:2]),
+            biases=filled_biases(experts.biases[:2]),
         )
 
     def up(self, rows: Any, experts: Experts, groups: Groups) -> list[jax.Array]:
@@ -206,8 +206,8 @@ class Matmuls:
           pre: the products with wi_0 and wi_1, [rows, F] each, converted by the method `kept`.
           weights: [rows] float32, the top-k weights of the rows, or None.
           group_sizes: [experts] int32: the number of rows of each expert.
-          mean_rows: the number of rows of all experts of a rank, mean over ranks; None if that is
-            not known.
+          mean_rows: the number of rows in groups on a rank, mean over ranks; None if it is not
+            known.
 
         Returns:
           The weighted hidden values and the gradients of the products, both as `gradients` takes
@@ -245,7 +245,7 @@ class Matmuls:
 
         A barrier lets XLA compute the tokens' gradient after the gradient of wo. So `grad_rows` are
         not held any more, and the tokens' gradient takes their memory. It does not wait for the
-        gradients of wi_0 and wi_1, beside which it may be sent to other hosts.
+        gradients of wi_0 and wi_1, so it may be sent to other hosts while they are computed.
 
         Args:
           rows: the tokens [rows, H], converted by the method `rows`.
@@ -425,6 +425,7 @@ class WeightOnlyMatmuls(Matmuls):
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
         experts = _dequantized(experts)
+        # XLA removes the matmuls whose results are dropped here.
         dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
         return dtokens, (None,) * len(dpre), None
 
@@ -437,6 +438,7 @@ class StoredFloat8Matmuls(Float8Matmuls):
     """
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, *others):
+        # XLA removes the matmuls whose results are dropped here.
         dtokens, *_ = super().gradients(rows, hidden, dpre, grad_rows, experts, *others)
         return dtokens, (None,) * len(dpre), None
 

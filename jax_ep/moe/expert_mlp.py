@@ -16,7 +16,13 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import without_gradient
-from jax_ep.matmul.gating import Gating, bias_of_row, hidden_values, sum_by_group
+from jax_ep.matmul.gating import (
+    Gating,
+    bias_of_row,
+    biases_of_rows,
+    hidden_values,
+    sum_by_group,
+)
 from jax_ep.matmul.groups import Groups, group_of_row
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
@@ -227,14 +233,14 @@ def forward(
         products = matmuls.up(rows, experts, groups)
         kept = (matmuls.kept(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
-        biases = _bias_rows(experts, groups, rows)
+        biases = _biases_of_rows(experts, groups, rows)
         operands = products if matmuls.keeps_rounded else pre
         hidden = matmuls.rows(hidden_values(unit, biases, tuple(operands)))
     out = matmuls.down(hidden, experts, groups, dtype, zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
-        bias_rows = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
-        out = (out.astype(wide) + bias_rows).astype(out.dtype)
+        bias = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
+        out = (out.astype(wide) + bias).astype(out.dtype)
     return out, (rows, pre, matmuls.saved(experts), groups)
 
 
@@ -261,11 +267,11 @@ def backward(
       matmuls: the matmuls that `forward` used.
       zero_unused: whether the gradients of tokens and weights are zero in rows past the last group.
         Otherwise they are undefined there.
-      mean_rows: the number of rows of all groups, mean over ranks; None if it is not known.
+      mean_rows: the number of rows in groups on a rank, mean over ranks; None if it is not known.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
-    biases = _bias_rows(experts, group_sizes, rows)
+    biases = _biases_of_rows(experts, group_sizes, rows)
     grad_rows = matmuls.rows(grad)
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
@@ -290,35 +296,34 @@ def backward(
         dexperts = Experts(None, None, None, sums=(*dwi, dwo))
     if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
-    groups = group_of_row(group_sizes, dtokens.shape[0])
-    for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
+    group_of_rows = group_of_row(group_sizes, dtokens.shape[0])
+    for name, dproduct in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
-            dexperts = dexperts._replace(**{name: sum_by_group(rows, groups, bias)})  # type: ignore
+            dbias = sum_by_group(dproduct, group_of_rows, bias)
+            dexperts = dexperts._replace(**{name: dbias})  # type: ignore
     if (bias := experts.wo_bias) is not None:
-        grad = jnp.where((groups < len(bias))[:, None], grad, 0)
+        grad = jnp.where((group_of_rows < len(bias))[:, None], grad, 0)
         wide = wide_dtype(grad.dtype)
-        rows = grad.astype(wide)
+        dout = grad.astype(wide)
         if weights is not None and dweights is not None:
-            products = jnp.sum(rows * bias_of_row(bias, groups, wide), axis=-1)
-            dweights += products.astype(dweights.dtype)
-            rows *= weights.astype(wide)[:, None]
-        dexperts = dexperts._replace(wo_bias=sum_by_group(rows.astype(grad.dtype), groups, bias))
+            terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
+            dweights += terms.astype(dweights.dtype)
+            dout *= weights.astype(wide)[:, None]
+        dbias = sum_by_group(dout.astype(grad.dtype), group_of_rows, bias)
+        dexperts = dexperts._replace(wo_bias=dbias)
     return dtokens, dexperts, dweights
 
 
 _expert_mlp.defvjp(_forward, _backward)
 
 
-def _bias_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [rows, F] each.
+def _biases_of_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
+    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] each.
 
     A bias that is None stays None. `rows` are the tokens, of which only number and dtype matter.
     """
     biases = experts.wi_0_bias, experts.wi_1_bias
-    if biases == (None, None):
-        return biases
-    of_rows, wide = group_of_row(groups, rows.shape[0]), wide_dtype(rows.dtype)
-    return tuple(None if bias is None else bias_of_row(bias, of_rows, wide) for bias in biases)
+    return biases_of_rows(biases, groups, rows.shape[0], wide_dtype(rows.dtype))
 
 
 def check_operands(

@@ -100,7 +100,8 @@ def routed_experts(
     `activation` and the other options are the fields of `ExpertOptions`, as keyword arguments.
 
     Args:
-      received: the result of this rank's `dispatch`, not quantized.
+      received: the result of this rank's `dispatch`. With `matmul_dtype`, its tokens may be a
+        `QuantizedArray`; they then get no gradient.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
       {ExpertOptions}

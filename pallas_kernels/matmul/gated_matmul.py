@@ -67,7 +67,7 @@ def gated_product(
       rhs: two arrays [L, K, N] of lhs's dtype; N is a multiple of tiles.part. For bfloat16 rows,
         they may instead be the transposes of two such arrays in MXFP4.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
-        is `tiles.heights` and R.
+        is R and the only one of `tiles.heights`.
       gating: an elementwise function of the two products.
       keep: whether to return the two products, too.
       tiles: tile sizes of an output, and numbers of pipeline stages and of store buffers.

@@ -201,8 +201,8 @@ def product(
         [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs. With
         `transpose_rhs`, the only rhs may be in MXFP4, if lhs is bfloat16.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
-        is `tiles.heights`. R is then the height or, if each of the S groups has its own rows, S
-        times the height.
+        is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
+        own rows, S times the height.
       transpose_rhs: whether each rhs holds the transposes of the matrices.
       tiles: tile sizes, number of pipeline stages, and number of store buffers.
       num_blocks: number of thread blocks that run at the same time.
@@ -338,8 +338,8 @@ class Product(Kernel):
             )
         if self.width % self.tiles.part:
             raise ValueError(
-                f"the output must have a multiple of {self.tiles.part} columns, half of block_n, "
-                f"but has {self.width}."
+                f"N, the columns of the matrices, must be a multiple of {self.tiles.part} for "
+                f"block_n={self.tiles.block_n}, but is {self.width}."
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def row_tiles(
       [most_tiles + 1, 4] int32. An entry describes a tile: its group, its first row (a multiple of
       8), and the range [begin, end) of its rows that belong to the group. The last entry instead
       begins with the number of tiles, and the number of rows in groups. Entries after the last tile
-      and before the last entry are undefined.
+      and before the last entry are undefined. Entry 0 is valid even if there are no tiles, since
+      kernels look it up before they know the number of tiles.
     """
     return (by_xla if interpreted else by_kernel)(group_sizes, heights, num_rows)
 
@@ -192,7 +193,7 @@ def _call(
             write(most, before, start, start, start)
 
             @pl.when(before == 0)
-            def _():
+            def _no_tiles():
                 write(0, zero, zero, zero, zero)
 
     return mosaic.kernel(
@@ -210,8 +211,8 @@ def _rows_and_tiles_before(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of rows and of tiles of all groups before group `own`.
 
-    `sizes` is a reference to the sizes of the groups, and `height` the largest height of a tile. A
-    thread of each warp sums the rows of a few neighbouring groups. By a prefix sum over the warp,
+    `sizes` is a reference to the sizes of the groups, and `height` the largest height of a tile.
+    Each thread of a warp sums the rows of a few neighbouring groups. By a prefix sum over the warp,
     it gets the rows before its groups, from which it computes their tiles.
     """
     num_groups = sizes.shape[0]
@@ -249,7 +250,7 @@ def _rows_and_tiles_before(
             some = arith.divui(high, height)
             tiles = arith.addi(tiles, arith.select(mosaic.equal(start, end), zero, some))
             start = end
-        # The last thread has the rows of all groups.
+        # The last thread has the rows of all groups before `own`.
         rows = mosaic.warp_max(start)
         return [mosaic.splat(each, is_signed=True) for each in (rows, mosaic.warp_total(tiles))]
 

@@ -101,7 +101,8 @@ class Store:
       outs: references to the outputs, [R, N], all of one dtype.
       buffers: the buffers of this warpgroup in shared memory.
       block_m: the largest number of rows that a tile may have.
-      part: number of columns of a tile that this warpgroup computes, half of the tile's columns.
+      part: number of columns of a tile that this warpgroup stores: half of them, or all if a tile
+        has 64.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
     """
 

@@ -21,7 +21,7 @@ from jax_ep.formats import (
     quantize,
 )
 from jax_ep.matmul import unquantized, weight_only
-from jax_ep.matmul.gating import both_biases, gated
+from jax_ep.matmul.gating import filled_biases, gated
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
 L, K, N = 6, 256, 128
@@ -178,7 +178,7 @@ def test_gated_products(name, implementation, dtype):
         # XLA for GPUs may leave out the rounding of its products before it applies the function.
         if keep and not (ON_GPU and implementation == "xla"):
             again = jax.jit(gated, static_argnums=0)(
-                swiglu, *got[1:], biases=both_biases(biases), groups=sizes
+                swiglu, *got[1:], biases=filled_biases(biases), groups=sizes
             )
             np.testing.assert_array_equal(got[0][:USED], again[:USED])
 
@@ -507,5 +507,5 @@ def test_rows_that_choose_groups_have_no_gradient():
         out = weight_only.product(x, stored, biases, groups, 3, gating=swiglu)
         return out.astype(jnp.float32).sum()
 
-    with pytest.raises(NotImplementedError, match="rows that choose groups have no gradient"):
+    with pytest.raises(NotImplementedError, match="a product of chosen groups has no gradient"):
         jax.grad(loss)(x)

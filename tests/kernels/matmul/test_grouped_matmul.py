@@ -199,6 +199,6 @@ def test_tiles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="block_n must be at least 128 .* but is 64"):
         tiles = Tiles((32,), 64, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
-    with pytest.raises(ValueError, match="a multiple of 128 columns, half of block_n, but has 192"):
+    with pytest.raises(ValueError, match="must be a multiple of 128 for block_n=256, but is 192"):
         tiles = Tiles((32,), 256, 2, 1)
         product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
