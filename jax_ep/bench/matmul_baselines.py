@@ -263,7 +263,7 @@ def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     kind: Any = Tiles
     shapes: Sequence[tuple[Any, ...]] = PALLAS_TILES
     functions: dict[str, Callable[..., Any]] = dict(
-        product=pallas.product, fused_sum=pallas.sum_of_products
+        product=pallas.product, fused_sum_of_products=pallas.sum_of_products
     )
     if op == "drhs":
         kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)

@@ -134,24 +134,24 @@ class Backend(Implementation):
     Attributes:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
-      fused_sum: sums several products in one accumulator. None means that the products are computed
-        separately and then added.
-      fused_gate: computes a gated product, gating(lhs @ rhs[0], lhs @ rhs[1]), in one kernel. It
-        returns None if the kernel does not support this gating. None instead of a function means
-        that the two products are computed separately, and XLA computes the gating.
-      fused_drhs: computes several gradients of matrices in one kernel. None means that they are
-        computed one by one.
+      fused_sum_of_products: sums several products in one accumulator. None means that the products
+        are computed separately and then added.
+      fused_gated_product: computes a gated product, gating(lhs @ rhs[0], lhs @ rhs[1]), in one
+        kernel. It returns None if the kernel does not support this gating. None instead of a
+        function means that the two products are computed separately, and XLA computes the gating.
+      fused_drhs_of_each: computes several gradients of matrices in one kernel. None means that they
+        are computed one by one.
       fused_gate_gradient: computes the gradient of a gated product's gating in one kernel. None
         means that XLA computes it, in a pass over all rows.
-      has_chosen_groups: whether `product`, `fused_sum` and `fused_gate` support chosen groups. If
-        not, XLA gathers the matrices of the chosen groups.
+      has_chosen_groups: whether `product`, `fused_sum_of_products` and `fused_gated_product`
+        support chosen groups. If not, XLA gathers the matrices of the chosen groups.
     """
 
     product: Product
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    fused_sum: SumOfProducts | None = None
-    fused_gate: FusedGate | None = None
-    fused_drhs: FusedDrhs | None = None
+    fused_sum_of_products: SumOfProducts | None = None
+    fused_gated_product: FusedGate | None = None
+    fused_drhs_of_each: FusedDrhs | None = None
     fused_gate_gradient: FusedGateGradient | None = None
     has_chosen_groups: bool = False
 
@@ -161,12 +161,12 @@ class Backend(Implementation):
         """Returns the sum of the grouped products of all (lhs, rhs) pairs.
 
         For chosen groups, the result is [S * height, N]. With `transpose_rhs`, the matrices of each
-        rhs are transposed. If the backend has a `fused_sum`, only the sum is rounded to the
-        operands' dtype. Otherwise each product is rounded before it is added. Without
+        rhs are transposed. If the backend has a `fused_sum_of_products`, only the sum is rounded to
+        the operands' dtype. Otherwise each product is rounded before it is added. Without
         `zero_unused`, rows past the last group may be undefined.
         """
-        if self.fused_sum is not None:
-            return self.fused_sum(
+        if self.fused_sum_of_products is not None:
+            return self.fused_sum_of_products(
                 pairs, groups, transpose_rhs=transpose_rhs, zero_unused=zero_unused
             )
         product = self._product_of(groups)
@@ -190,8 +190,8 @@ class Backend(Implementation):
         `keep`, returns the two products, without biases, too: (hidden, product, product). Without
         `zero_unused`, rows past the last group may be undefined.
         """
-        if self.fused_gate is not None:
-            fused = self.fused_gate(
+        if self.fused_gated_product is not None:
+            fused = self.fused_gated_product(
                 lhs, rhs, groups, gating, keep, biases=biases, zero_unused=zero_unused
             )
             if fused is not None:
@@ -219,8 +219,8 @@ class Backend(Implementation):
         With `sums`, an array for each gradient, returns the sums plus the gradients, in the dtype
         of the sums.
         """
-        if self.fused_drhs is not None:
-            return self.fused_drhs(lhs, grads, group_sizes, sums)
+        if self.fused_drhs_of_each is not None:
+            return self.fused_drhs_of_each(lhs, grads, group_sizes, sums)
         return added(sums, [self.drhs(lhs, grad, group_sizes) for grad in grads])
 
     def gate_gradient(

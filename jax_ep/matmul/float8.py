@@ -128,7 +128,7 @@ def transpose_rows(
     rows: jax.Array | QuantizedArray,
     blocks: jax.Array,
     *,
-    keep_order: bool = False,
+    return_rows: bool = False,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray | None, TransposedRows]:
     """Quantizes rows to float8, with one scale per 128 rows by 128 columns, and transposes them.
@@ -143,22 +143,22 @@ def transpose_rows(
         multiple of 128.
       blocks: [P / 128, 2] int32, the first result of `row_blocks`: for each block, its first row in
         `rows`, and how many rows it takes from there, at most 128.
-      keep_order: whether to also quantize the rows without transposing them, with one scale per 128
-        numbers of a row.
+      return_rows: whether to return the quantized rows without the transposition, too, with one
+        scale per 128 numbers of a row.
       implementation: the implementation of the matmuls.
 
     Returns:
-      The quantized rows [R, K], or None without `keep_order`; and the transposed rows, with values
+      The quantized rows [R, K], or None without `return_rows`; and the transposed rows, with values
       [K, P]. Blocks without rows are undefined.
     """
     if isinstance(rows, QuantizedArray):
         parts = rows.values, rows.scales, blocks
-        turned = bind(transpose_rows_p, *parts, keep_order=False, implementation=implementation)
-        return rows if keep_order else None, TransposedRows(*turned)
+        turned = bind(transpose_rows_p, *parts, return_rows=False, implementation=implementation)
+        return rows if return_rows else None, TransposedRows(*turned)
     *kept, values, scales = bind(
-        transpose_rows_p, rows, blocks, keep_order=keep_order, implementation=implementation
+        transpose_rows_p, rows, blocks, return_rows=return_rows, implementation=implementation
     )
-    in_order = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
+    in_order = _array(FLOAT8_ROWS, kept, rows.dtype) if return_rows else None
     return in_order, TransposedRows(values, scales)
 
 
@@ -284,7 +284,7 @@ def gate_gradient(
 def drhs_of_each(
     lhs: TransposedRows,
     grads: Sequence[TransposedRows],
-    groups: jax.Array,
+    group_blocks: jax.Array,
     dtype: Any,
     implementation: Implementation = None,
     sums: Sequence[jax.Array] | None = None,
@@ -297,7 +297,7 @@ def drhs_of_each(
     Args:
       lhs: the result of `transpose_rows` for the rows lhs, with values [K, P].
       grads: the results of `transpose_rows` for one or two cotangents, with values [N, P].
-      groups: [L, 2] int32, the second result of `row_blocks`: the first block of each group, and
+      group_blocks: [L, 2] int32, the second result of `row_blocks`: each group's first block, and
         the number of its blocks.
       dtype: the dtype of the results. With `sums`, it is that of the sums instead.
       implementation: the implementation of the matmuls.
@@ -310,7 +310,7 @@ def drhs_of_each(
             float8_drhs_p,
             *lhs,
             *(part for grad in grads for part in grad),
-            groups,
+            group_blocks,
             *sums,
             num_sums=len(sums),
             dtype=jnp.dtype(sums[0].dtype if sums else dtype),
@@ -353,15 +353,15 @@ def _compute_matrices(matrices, *, implementation, platform):
     return (*both, *(jnp.swapaxes(part, 1, 2) for part in both))
 
 
-@functools.partial(jax.jit, static_argnames=("keep_order", "implementation", "platform"))
-def _compute_transposed(*operands, keep_order, implementation, platform):
+@functools.partial(jax.jit, static_argnames=("return_rows", "implementation", "platform"))
+def _compute_transposed(*operands, return_rows, implementation, platform):
     *rows, blocks = operands
     width = rows[0].shape[1]
     backend = select(
         implementation, platform, (width, width), DTYPE, rows[0].shape[0], has_scales=True
     )
     if kernels := _kernels(backend):
-        return kernels.transpose_rows(rows, blocks, keep_order)
+        return kernels.transpose_rows(rows, blocks, return_rows)
     number = jnp.arange(BLOCK, dtype=jnp.int32)
     exists = (number < blocks[:, 1:])[..., None]
     row = jnp.where(exists[..., 0], blocks[:, :1] + number, 0)
@@ -378,7 +378,7 @@ def _compute_transposed(*operands, keep_order, implementation, platform):
         values = lax.optimization_barrier(values)
         return jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales
     wide = rows[0].astype(jnp.float32)
-    kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
+    kept = _encode(FLOAT8_ROWS, wide) if return_rows else ()
     values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))
     return (*kept, values.T, scales)
 
@@ -485,8 +485,8 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
     transpose = functools.partial(
         _compute_transposed, implementation=implementation, platform=platform
     )
-    turned = [transpose(each, blocks, keep_order=True) for each in both]
-    weighted = transpose(rounded(hidden * of_rows, dtype), blocks, keep_order=False)
+    turned = [transpose(each, blocks, return_rows=True) for each in both]
+    weighted = transpose(rounded(hidden * of_rows, dtype), blocks, return_rows=False)
     products = (grad * hidden).reshape(dhidden.shape[0], width // BLOCK, BLOCK)
     rows, transposed = ([part for each in turned for part in each[i : i + 2]] for i in (0, 2))
     return *rows, *transposed, *weighted, products.sum(axis=2)
@@ -495,16 +495,16 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
 @functools.partial(jax.jit, static_argnames=("num_sums", "dtype", "implementation", "platform"))
 @_exact
 def _compute_drhs(*operands, num_sums, dtype, implementation, platform):
-    (*parts, groups), sums = _without_sums(operands, num_sums)
+    (*parts, group_blocks), sums = _without_sums(operands, num_sums)
     lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))
     shape = lhs.values.shape[0], grads[0].values.shape[0]
     backend = select(implementation, platform, shape, DTYPE, lhs.values.shape[1], has_scales=True)
     if kernels := _kernels(backend):
-        return kernels.drhs_of_each(lhs, grads, groups, sums, dtype)
+        return kernels.drhs_of_each(lhs, grads, group_blocks, sums, dtype)
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )
-    results = backend.drhs_of_each(rows, of_grads, groups[:, 1] * BLOCK)
+    results = backend.drhs_of_each(rows, of_grads, group_blocks[:, 1] * BLOCK)
     return added(sums, [rounded(result, dtype).astype(dtype) for result in results])
 
 
@@ -531,9 +531,9 @@ def _types_of_matrices(matrices, **_):
     return [each for shape in shapes for each in _quantized_type(FLOAT8_MATRICES, shape)]
 
 
-def _types_of_transposed(rows, *others, keep_order, **_):
+def _types_of_transposed(rows, *others, return_rows, **_):
     num_blocks, width = others[-1].shape[0], rows.shape[1]
-    kept = _quantized_type(FLOAT8_ROWS, rows.shape) if keep_order else []
+    kept = _quantized_type(FLOAT8_ROWS, rows.shape) if return_rows else []
     values = _type((width, num_blocks * BLOCK), DTYPE)
     return [*kept, values, _type((num_blocks, width // BLOCK), jnp.float32)]
 
@@ -560,8 +560,10 @@ def _types_of_gated(values, scales, matrices, *others, height, keep, **__):
 
 
 def _types_of_drhs(values, scales, *others, num_sums, dtype, **_):
-    (*grads, groups), _ = _without_sums(others, num_sums)
-    return [_type((groups.shape[0], values.shape[0], grad.shape[0]), dtype) for grad in grads[::2]]
+    (*grads, group_blocks), _ = _without_sums(others, num_sums)
+    return [
+        _type((group_blocks.shape[0], values.shape[0], grad.shape[0]), dtype) for grad in grads[::2]
+    ]
 
 
 quantize_matrices_p = make_primitive(

@@ -26,11 +26,11 @@ def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
         return [part for each in quantize.quantize_matrices(matrices) for part in each]
 
 
-def transpose_rows(rows: Any, blocks: jax.Array, keep_order: bool) -> list[jax.Array]:
+def transpose_rows(rows: Any, blocks: jax.Array, return_rows: bool) -> list[jax.Array]:
     with jax.enable_x64(False):
         if len(rows) > 1:
             return [*transpose.transpose_rows(Scaled(*rows), blocks)]
-        kept, transposed = quantize.quantize_rows(rows[0], blocks, keep_order=keep_order)
+        kept, transposed = quantize.quantize_rows(rows[0], blocks, return_rows=return_rows)
     return [*(kept or ()), *transposed]
 
 
@@ -92,7 +92,7 @@ def gate_gradient(
 
 
 def drhs_of_each(
-    lhs: Any, grads: Any, groups: jax.Array, sums: Sequence[jax.Array] | None, dtype: Any
+    lhs: Any, grads: Any, group_blocks: jax.Array, sums: Sequence[jax.Array] | None, dtype: Any
 ) -> list[jax.Array]:
     num_cols = sum(values.shape[0] for values, _ in grads)
     with jax.enable_x64(False):
@@ -100,7 +100,7 @@ def drhs_of_each(
             float8_drhs.drhs_of_each(
                 lhs,
                 grads,
-                groups,
+                group_blocks,
                 sums,
                 dtype=jnp.dtype(dtype),
                 **launch_size(*lhs[0].shape, num_cols),

@@ -167,7 +167,7 @@ def gated_product(
     num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], False)
     num_rows = output_rows(groups, lhs.shape[0])
     if tiles is None and isinstance(groups, ChosenGroups):
-        tiles = chosen_tiles(groups, num_cols, matrices=2, mxfp4_depth=mxfp4_depth)
+        tiles = chosen_tiles(groups, num_cols, num_matrices=2, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
         tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     with jax.enable_x64(False):
@@ -319,25 +319,25 @@ def gated_tiles(
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
         block_n = 64
     columns = band(num_cols, block_n, 8)
-    return Tiles.fitting(heights, block_n, columns, matrices=2, mxfp4_depth=mxfp4_depth)
+    return Tiles.fitting(heights, block_n, columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
-    groups: ChosenGroups, num_cols: int, *, matrices: int = 1, mxfp4_depth: int | None = None
+    groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tile sizes for a product of chosen groups, of `num_cols` columns.
 
-    `matrices` is the number of matrices of each group by which rows are multiplied. `mxfp4_depth`
-    is K if they are in MXFP4, else None.
+    `num_matrices` is the number of matrices of each group by which rows are multiplied.
+    `mxfp4_depth` is K if they are in MXFP4, else None.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
-    block_n = 64 if matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
+    block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
     columns = band(num_cols, block_n, 8)
     return Tiles.fitting(
-        (groups.height,), block_n, columns, matrices=matrices, mxfp4_depth=mxfp4_depth
+        (groups.height,), block_n, columns, num_matrices=num_matrices, mxfp4_depth=mxfp4_depth
     )
 
 
@@ -418,9 +418,9 @@ BACKEND = Backend(
     unavailable_reason=unavailable_reason,
     product=product,
     drhs=drhs,
-    fused_sum=sum_of_products,
-    fused_gate=gated_product,
-    fused_drhs=drhs_of_each,
+    fused_sum_of_products=sum_of_products,
+    fused_gated_product=gated_product,
+    fused_drhs_of_each=drhs_of_each,
     fused_gate_gradient=gate_gradient,
     has_chosen_groups=True,
 )

@@ -353,7 +353,7 @@ class Float8Matmuls(Matmuls):
         return results.hidden, results.dpre, dweights
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
-        blocks, groups = row_blocks(group_sizes, rows.shape[0])
+        blocks, group_blocks = row_blocks(group_sizes, rows.shape[0])
 
         def transpose(rows, **options):
             return float8.transpose_rows(
@@ -361,14 +361,14 @@ class Float8Matmuls(Matmuls):
             )
 
         def drhs(lhs, grads, dtype, sums):
-            return float8.drhs_of_each(lhs, grads, groups, dtype, self.implementation, sums)
+            return float8.drhs_of_each(lhs, grads, group_blocks, dtype, self.implementation, sums)
 
         of_wi, of_wo = experts.sums_of_wi_and_wo
         of_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         of_grad = transpose(grad_rows)[1]
         (dwo,) = drhs(of_hidden, [of_grad], experts.wo.dtype, of_wo)
         both = [
-            each if isinstance(each, tuple) else transpose(each, keep_order=True) for each in dpre
+            each if isinstance(each, tuple) else transpose(each, return_rows=True) for each in dpre
         ]
         # The gradient of the tokens waits for that of wo.
         kept, dwo = lax.optimization_barrier(([kept for kept, _ in both], dwo))

@@ -227,7 +227,7 @@ class _Drhs(Kernel):
         # and columns of lhs, so all but the first find them in the caches.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
-        row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
+        row, left_edge = self.tile_position(rest, jnp.int32(self._tile_rows))
         steps = (table[group, i] for i in range(4))
         return _Tile(which, group, row * BLOCK_M, left_edge, *steps)
 
@@ -475,5 +475,5 @@ class _Computer:
             copy = functools.partial(
                 store_or_add, self.chunk, adds=kernel.adds, interpreted=kernel.interpreted
             )
-            places = [out.at[held.group, rows, columns] for out in self.outs]
-            lax.switch(held.which, [functools.partial(copy, place) for place in places])
+            destinations = [out.at[held.group, rows, columns] for out in self.outs]
+            lax.switch(held.which, [functools.partial(copy, each) for each in destinations])

@@ -249,7 +249,7 @@ class Float8Kernel(Kernel):
     rows_have_scales: ClassVar[bool] = True
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         """Returns the number of right operands, 1 or 2, of which a stage holds tiles."""
         raise NotImplementedError
 
@@ -275,7 +275,7 @@ class Float8Kernel(Kernel):
             block_scales=plgpu.SMEM((stages, HALVES), jnp.float32),
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(
-                num_arrivals=2 + self.rows_have_scales + self.matrices, num_barriers=stages
+                num_arrivals=2 + self.rows_have_scales + self.num_matrices, num_barriers=stages
             ),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
@@ -284,13 +284,13 @@ class Float8Kernel(Kernel):
         return types
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        num_operands = 2 * (1 + self.matrices) * len(self.depths)
+        num_operands = 2 * (1 + self.num_matrices) * len(self.depths)
         operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
         num_tiles = table[table.shape[0] - 1, 0]
         total_tiles = num_tiles * self.tile_columns
 
         def look_up(index):
-            tile, left_edge = self.place(index, num_tiles)
+            tile, left_edge = self.tile_position(index, num_tiles)
             return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
 
         used_rows = table[table.shape[0] - 1, 1]
@@ -363,7 +363,7 @@ class Float8Kernel(Kernel):
         The slice begins at `left_edge`. It has 256 columns if there is one right operand, and 128
         if there are two.
         """
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.matrices)
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.num_matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -380,7 +380,7 @@ class Float8Kernel(Kernel):
             128 columns from 128 * block on.
         """
         block = lax.div(left_edge, jnp.int32(BLOCK))
-        if self.matrices > 1:
+        if self.num_matrices > 1:
             return [at(of_matrix, block) for of_matrix in scales]
         last = self.width // BLOCK - 1
         return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
@@ -400,7 +400,7 @@ class Float8Kernel(Kernel):
         # than 128 rows. Copies read zeros past the last row.
         first = jnp.minimum(first, 0) if self.shared_rows else first
         rows = pl.ds(aligned(first), BLOCK)
-        together = 2 * (1 + self.matrices)
+        together = 2 * (1 + self.num_matrices)
         for k, depth in enumerate(self.depths):
             values, scales, *matrices = operands[k * together : (k + 1) * together]
 
@@ -560,7 +560,7 @@ class _Product(Float8Kernel):
     zero_unused: bool
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         return 1
 
     def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
@@ -633,7 +633,7 @@ class _GatedProduct(Float8Kernel):
     keep: bool
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         return HALVES
 
     @property

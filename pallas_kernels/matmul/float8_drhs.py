@@ -35,7 +35,7 @@ _COPY_BUFFERS = 2
 def drhs_of_each(
     lhs: TransposedRows,
     grads: Sequence[TransposedRows],
-    groups: jax.Array,
+    group_blocks: jax.Array,
     sums: Sequence[jax.Array] | None = None,
     *,
     dtype: Any,
@@ -53,8 +53,8 @@ def drhs_of_each(
         [P / 128, K / 128].
       grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
         [P / 128, N / 128].
-      groups: [L, 2] int32, each group's first block of 128 rows and number of blocks: the second
-        result of `row_blocks.row_blocks`.
+      group_blocks: [L, 2] int32, each group's first block of 128 rows and number of blocks: the
+        second result of `row_blocks.row_blocks`.
       sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
         place, rounded to this dtype before and after the addition.
       dtype: the dtype of the results: bfloat16, float16 or float32.
@@ -68,7 +68,7 @@ def drhs_of_each(
       arrays plus the gradients.
     """
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
-    num_groups = groups.shape[0]
+    num_groups = group_blocks.shape[0]
     tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=HALVES * BLOCK // len(grads))
     kernel = _Drhs(
         tiles,
@@ -93,7 +93,7 @@ def drhs_of_each(
         "grouped_matmul_float8_drhs",
         interpret,
         None if sums is None else [each.reshape(shape) for each in sums],
-    )(*lhs, *(array for grad in grads for array in grad), groups)
+    )(*lhs, *(array for grad in grads for array in grad), group_blocks)
     return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
@@ -127,7 +127,7 @@ class _Drhs(Float8Kernel):
         return types | dict(copied=copied)
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         return self.num_grads
 
     @property
@@ -136,13 +136,17 @@ class _Drhs(Float8Kernel):
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_grads)
-        operands, groups, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
+        operands, group_blocks, outs = (
+            refs[:num_operands],
+            refs[num_operands],
+            refs[num_operands + 1 :],
+        )
         total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
 
         def look_up(index):
-            row, left_edge = self.place(index, self.num_groups * self.rows_of_tiles)
+            row, left_edge = self.tile_position(index, self.num_groups * self.rows_of_tiles)
             group = lax.div(row, jnp.int32(self.rows_of_tiles))
-            return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
+            return group, row * BLOCK, left_edge, group_blocks[group, 0], group_blocks[group, 1]
 
         self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
 
@@ -200,8 +204,8 @@ class _Drhs(Float8Kernel):
             start = i * self.chunk
             buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
             columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
-            place = out.at[rows, columns]
-            store_or_add(buffer, place, adds=self.adds, interpreted=self.interpreted)
+            destination = out.at[rows, columns]
+            store_or_add(buffer, destination, adds=self.adds, interpreted=self.interpreted)
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output to which a half of a tile belongs, and the first column of the half.

@@ -39,7 +39,7 @@ from pallas_kernels.matmul.grouped_matmul import (
 from pallas_kernels.matmul.kernel import CHUNK, STEP, launch, transposed
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import table_of
-from pallas_kernels.matmul.store import Place
+from pallas_kernels.matmul.store import Position
 
 
 def gated_product(
@@ -122,7 +122,7 @@ class _GatedProduct(Product):
     has_biases: bool
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         return 2
 
     @property
@@ -147,7 +147,7 @@ class _GatedProduct(Product):
 
     @property
     def num_biases(self) -> int:
-        return self.matrices if self.has_biases else 0
+        return self.num_matrices if self.has_biases else 0
 
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
         if passed is None:
@@ -165,7 +165,7 @@ class _GatedProduct(Product):
         block_m = self.tiles.block_m
         products = tuple(
             total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
-            for i in range(self.matrices)
+            for i in range(self.num_matrices)
         )
         return self.gated([bias[columns] for bias in biases], *products)
 
@@ -195,7 +195,7 @@ class Passed:
         GPU, its elements have the order of `register_tiles.write_registers`.
       full: the barrier at which warpgroup 1 arrives when it has written rows of its product.
       answered: the barrier at which warpgroup 0 arrives when it has read these rows and, if it
-        passes rows of its product, too, has written them in their place.
+        passes rows of its product, too, has written them in their position.
     """
 
     product: Any
@@ -221,7 +221,7 @@ class _OneProduct(Computer):
     passed: Passed
 
     def run(self) -> None:
-        total = self.rows.count * self.kernel.tile_columns
+        total = self.row_tiles.count * self.kernel.tile_columns
         used = self.kernel.walk(total, self._look_up, self._compute_tile, jnp.int32(0))
         if not self._both_store:
             # Warpgroup 1 waits until its last rows are read, so that no arrival is left at the end.
@@ -249,12 +249,12 @@ class _OneProduct(Computer):
         return 1 if self.decoder is None else super()._running
 
     def _compute_tile(
-        self, tile: tuple[Place, jax.Array, jax.Array], _: Any, used: jax.Array
+        self, tile: tuple[Position, jax.Array, jax.Array], _: Any, used: jax.Array
     ) -> jax.Array:
-        place, kind, group = tile
-        biases = self._load_biases(group, place.left_edge)
+        position, height_index, group = tile
+        biases = self._load_biases(group, position.left_edge)
         steps = self.kernel.steps
-        total = self._sum_up(used, steps, self._shape, kind)
+        total = self._sum_up(used, steps, self._shape, height_index)
         product = total.astype(self._dtype)
         count = self.passed.product.shape[1]
         # Mosaic has no arrays without elements, so there is no rest if all rows are passed at once.
@@ -268,7 +268,9 @@ class _OneProduct(Computer):
             plgpu.barrier_arrive(self.passed.full)
             if self._both_store:
                 plgpu.barrier_wait(self.passed.answered)
-                self._store(place._replace(top=place.top + count), biases, self._loaded(), rest)
+                self._store(
+                    position._replace(top=position.top + count), biases, self._loaded(), rest
+                )
 
         @pl.when(self.number == 0)
         def _answer():
@@ -277,14 +279,14 @@ class _OneProduct(Computer):
             if self._both_store:
                 self._write(rest)
             plgpu.barrier_arrive(self.passed.answered)
-            self._store(place, biases, first, other)
+            self._store(position, biases, first, other)
 
         return used + steps
 
-    def _store(self, place: Place, biases: Sequence[jax.Array], *products: jax.Array) -> None:
+    def _store(self, position: Position, biases: Sequence[jax.Array], *products: jax.Array) -> None:
         """Stores the gated product of some rows of a tile, from their two products, transposed.
 
-        `place` is the position in the outputs of a tile that begins with these rows.
+        `position` is the position in the outputs of a tile that begins with these rows.
         """
 
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
@@ -293,9 +295,9 @@ class _OneProduct(Computer):
 
         count = products[0].shape[1]
         # A chunk that reaches past these rows must not be stored as a whole.
-        place = place._replace(end=jnp.minimum(place.end, place.top + count))
+        position = position._replace(end=jnp.minimum(position.end, position.top + count))
         store = dataclasses.replace(self.store, block_m=count)
-        store.chunks(0, store.num_chunks, place, results)
+        store.chunks(0, store.num_chunks, position, results)
 
     def _write(self, product: jax.Array) -> None:
         if self.kernel.interpreted:

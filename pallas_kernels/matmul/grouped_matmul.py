@@ -68,7 +68,7 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
-from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Place, Store
+from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Position, Store
 
 # How long stages with matrices in MXFP4 may be along K, besides 64: the first of these lengths that
 # divides K and leaves room for `_LEAST_STAGES` stages.
@@ -111,7 +111,7 @@ class Tiles:
         block_n: int,
         band: int = 1,
         *,
-        matrices: int = 1,
+        num_matrices: int = 1,
         mxfp4_depth: int | None = None,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
@@ -123,19 +123,19 @@ class Tiles:
 
         Args:
           heights, block_n, band: attributes of the result.
-          matrices: the number of matrices of each group; a stage holds a tile of each of them.
+          num_matrices: the number of matrices of each group; a stage holds a tile of each of them.
           mxfp4_depth: K if the matrices are in MXFP4, else None.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
         of_column = operand if mxfp4_depth is None else COLUMN_BYTES
-        stage = operand * heights[-1] + of_column * matrices * block_n
+        stage = operand * heights[-1] + of_column * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
             room -= 2 * block_n * passed_at_once(heights[-1])
         if mxfp4_depth is not None:
             room -= TABLE_BYTES
-        of_stages, step = room - COMPUTERS * (1 + matrices) * chunk, STEP
+        of_stages, step = room - COMPUTERS * (1 + num_matrices) * chunk, STEP
         if mxfp4_depth is not None:
             fitting = (s for s in _LONG_STEPS if of_stages >= _LEAST_STAGES * stage * (s // STEP))
             step = next((s for s in fitting if mxfp4_depth % s == 0), STEP)
@@ -268,7 +268,7 @@ class Product(Kernel):
     is_quantized: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
-    def matrices(self) -> int:
+    def num_matrices(self) -> int:
         """Returns by how many matrices the kernel multiplies a group's rows of each lhs."""
         return 1
 
@@ -312,8 +312,9 @@ class Product(Kernel):
         """Computes some elements of the outputs from the accumulators: the kernel's epilogue.
 
         Args:
-          total: float32 accumulators [tiles.part, matrices * tiles.block_m] of a compute warpgroup.
-            They hold the transposed product of the tile's rows and each matrix, side by side.
+          total: float32 accumulators [tiles.part, num_matrices * tiles.block_m] of a compute
+            warpgroup. They hold the transposed product of the tile's rows and each matrix, side by
+            side.
           biases: float32 [tiles.part], the biases of the warpgroup's columns, if there are any.
           dtype: dtype of the outputs.
           columns: the columns to return, counted in the warpgroup's half of the tile.
@@ -325,7 +326,7 @@ class Product(Kernel):
         return (total[columns, rows].astype(dtype),)
 
     def __post_init__(self) -> None:
-        if self.tiles.block_n < COMPUTERS * CHUNK and self.matrices < COMPUTERS:
+        if self.tiles.block_n < COMPUTERS * CHUNK and self.num_matrices < COMPUTERS:
             raise ValueError(
                 f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
                 f"is {self.tiles.block_n}."
@@ -350,12 +351,13 @@ class Product(Kernel):
         num_buffers = max(tiles.num_buffers, self.outputs)
         types: dict[str, Any] = dict(
             ring=OperandRing.types(
-                dtype, tiles.num_stages, (tiles.block_m, tiles.step), right, self.matrices
+                dtype, tiles.num_stages, (tiles.block_m, tiles.step), right, self.num_matrices
             ),
             buffers=Buffers.types(dtype, num_buffers, self.interpreted),
         )
         if self.is_quantized:
-            stages, several = tiles.num_stages, (self.matrices,) if self.matrices > 1 else ()
+            stages = tiles.num_stages
+            several = (self.num_matrices,) if self.num_matrices > 1 else ()
             pieces = tiles.step // STEP
             shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
             transforms = () if self.interpreted else transforms_of_numbers(pieces)
@@ -367,13 +369,13 @@ class Product(Kernel):
                 ring,
                 right=plgpu.SMEM(shape, jnp.uint8, transforms=transforms),
                 # The loader also arrives when it has stored the scales.
-                full=plgpu.Barrier(num_arrivals=2 + self.matrices, num_barriers=stages),
+                full=plgpu.Barrier(num_arrivals=2 + self.num_matrices, num_barriers=stages),
             )
             types["staged"] = Staged.types(
                 stages,
                 pieces,
-                columns=self.matrices * tiles.block_n,
-                parts=self.matrices * tiles.part // CHUNK * pieces,
+                columns=self.num_matrices * tiles.block_n,
+                parts=self.num_matrices * tiles.part // CHUNK * pieces,
                 interpreted=self.interpreted,
             )
         return types
@@ -391,21 +393,21 @@ class Product(Kernel):
         count = len(others) - self.num_biases
         operands, biases = others[:count], others[count:]
         last = table.shape[0] - 1
-        tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
-        decoder, loader = None, _Loader(self, ring, tiles, operands)
+        row_tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
+        decoder, loader = None, _Loader(self, ring, row_tiles, operands)
         if staged is not None:
             lhs, *others = operands
             matrices = [Scaled(*others[i : i + 2]) for i in range(0, len(others), 2)]
             decoder = Decoder(matrices, ring.right, staged, self.tiles.block_n)
             operands = [lhs, *(values for values, _ in matrices)]
-            loader = _QuantizedLoader(self, ring, tiles, operands, decoder)
+            loader = _QuantizedLoader(self, ring, row_tiles, operands, decoder)
 
         def compute(number: jax.Array) -> None:
             if decoder is not None:
                 decoder.fill_table(number)
             sizes = self.tiles.block_m, self.tiles.part
             store = Store(outs, buffers.of(number), *sizes, self.interpreted)
-            self.computer(ring, tiles, store, number, decoder, biases, **scratch).run()
+            self.computer(ring, row_tiles, store, number, decoder, biases, **scratch).run()
 
         self.take_roles(loader.run, compute)
 
@@ -430,7 +432,7 @@ class _RowTiles:
     count: jax.Array
     num_rows: jax.Array
 
-    def kind_of(self, tile: jax.Array) -> jax.Array:
+    def height_index(self, tile: jax.Array) -> jax.Array:
         """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
         lower = (rows > height for height in self.heights[:-1])
@@ -441,17 +443,17 @@ class _RowTiles:
 class _Loader:
     """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
 
-    `rows` describes the row tiles. `operands` are references to the operands: for each pair its
-    lhs, and then its arrays of matrices.
+    `operands` are references to the operands: for each pair its lhs, and then its arrays of
+    matrices.
     """
 
     kernel: Product
     ring: OperandRing
-    rows: _RowTiles
+    row_tiles: _RowTiles
     operands: Sequence[Any]
 
     def run(self) -> None:
-        total = self.rows.count * self.kernel.tile_columns
+        total = self.row_tiles.count * self.kernel.tile_columns
         used = self.kernel.walk(total, self._look_up, self._load_tile, jnp.int32(0))
         self.ring.drain(used)
 
@@ -460,10 +462,10 @@ class _Loader:
 
         The result is (group, first row, first column, index in `heights` of the tile's height).
         """
-        tile, left_edge = self.kernel.place(index, self.rows.count)
-        table = self.rows.table
+        tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
+        table = self.row_tiles.table
         first = jnp.int32(0) if self.kernel.shared_rows else table[tile, FIRST]
-        return table[tile, GROUP], first, left_edge, self.rows.kind_of(tile)
+        return table[tile, GROUP], first, left_edge, self.row_tiles.height_index(tile)
 
     def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
         """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
@@ -472,7 +474,7 @@ class _Loader:
         into the ring before this tile. Returns the number after this tile.
         """
         # The number of operands of a pair: its lhs and its arrays of matrices.
-        together = 1 + self.kernel.matrices
+        together = 1 + self.kernel.num_matrices
         for k, depth in enumerate(self.kernel.depths):
             lhs, *rhs = self.operands[k * together : (k + 1) * together]
             fill = functools.partial(self._fill_stage, tile, lhs, rhs)
@@ -482,17 +484,19 @@ class _Loader:
     def _fill_stage(
         self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
     ) -> jax.Array:
-        group, first, left_edge, kind = tile
+        group, first, left_edge, height_index = tile
         step = self.kernel.tiles.step
         inner = of_rhs = pl.ds(i * step, step)
         if self.kernel.is_quantized:
             num_bytes = step // STEP * NUMBER_BYTES
             of_rhs = pl.ds(i * num_bytes, num_bytes)
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
-        place = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
-        of_heights = [lhs.at[pl.ds(aligned(first), height), inner] for height in self.rows.heights]
-        rights = [TileSource([matrix.at[group, *place]]) for matrix in rhs]
-        return self.ring.fill(used, TileSource(of_heights, kind), rights)
+        index = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
+        of_heights = [
+            lhs.at[pl.ds(aligned(first), height), inner] for height in self.row_tiles.heights
+        ]
+        rights = [TileSource([matrix.at[group, *index]]) for matrix in rhs]
+        return self.ring.fill(used, TileSource(of_heights, height_index), rights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,14 +534,14 @@ class _QuantizedLoader(_Loader):
 class Computer:
     """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
 
-    `number` is the index of the warpgroup, 0 or 1. `rows` describes the row tiles, and `store`
+    `number` is the index of the warpgroup, 0 or 1. `row_tiles` describes the row tiles, and `store`
     writes results to the outputs. `decoder` decodes quantized matrices, and is None for others.
     `biases` are references to arrays [L, N], one for each matrix of a group, or there are none.
     """
 
     kernel: Product
     ring: OperandRing
-    rows: _RowTiles
+    row_tiles: _RowTiles
     store: Store
     number: jax.Array
     decoder: Decoder | None
@@ -545,7 +549,7 @@ class Computer:
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
-        total = self.rows.count * kernel.tile_columns
+        total = self.row_tiles.count * kernel.tile_columns
         nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
         held = (nothing,) * kernel.outputs if kernel.holds else ()
         # Before the first tile, there is no tile to store. The carry then has the position of tile
@@ -560,7 +564,9 @@ class Computer:
         """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
         if self.kernel.zero_unused:
             worker = lax.axis_index("block") * COMPUTERS + self.number
-            self.store.zeros_from(self.rows.num_rows, worker, self.kernel.all_blocks * COMPUTERS)
+            self.store.zeros_from(
+                self.row_tiles.num_rows, worker, self.kernel.all_blocks * COMPUTERS
+            )
 
     @property
     def _dtype(self) -> Any:
@@ -580,19 +586,19 @@ class Computer:
         """Returns the first column of an output tile that this warpgroup computes."""
         return self.number * self.kernel.tiles.part
 
-    def _look_up(self, index: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
+    def _look_up(self, index: jax.Array) -> tuple[Position, jax.Array, jax.Array]:
         """Looks up what this warpgroup must know of output tile number `index`.
 
         Returns:
-          place: the position in the outputs of the half tile that this warpgroup computes.
-          kind: the index of the tile's height in `self.rows.heights`.
+          position: the position in the outputs of the half tile that this warpgroup computes.
+          height_index: the index of the tile's height in `self.row_tiles.heights`.
           group: the tile's group.
         """
-        tile, left_edge = self.kernel.place(index, self.rows.count)
+        tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
         left_edge += self._first_column
-        first, begin, end = (self.rows.table[tile, column] for column in (FIRST, BEGIN, END))
-        place = Place(first, begin, end, left_edge)
-        return place, self.rows.kind_of(tile), self.rows.table[tile, GROUP]
+        first, begin, end = (self.row_tiles.table[tile, column] for column in (FIRST, BEGIN, END))
+        position = Position(first, begin, end, left_edge)
+        return position, self.row_tiles.height_index(tile), self.row_tiles.table[tile, GROUP]
 
     def _load_biases(self, group: jax.Array, left_edge: jax.Array) -> list[jax.Array]:
         """Loads the biases of a group for the columns of this warpgroup, from `left_edge` on.
@@ -610,7 +616,7 @@ class Computer:
         ]
 
     def _compute_tile(
-        self, tile: tuple[Place, jax.Array, jax.Array], exists: Any, carry: Any
+        self, tile: tuple[Position, jax.Array, jax.Array], exists: Any, carry: Any
     ) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
 
@@ -627,9 +633,9 @@ class Computer:
         Returns:
           The carry for the next tile.
         """
-        used, (place_before, held) = carry
-        place, kind, group = tile
-        biases = self._load_biases(group, place.left_edge)
+        used, (position_before, held) = carry
+        position, height_index, group = tile
+        biases = self._load_biases(group, position.left_edge)
         steps = self.kernel.steps
         own_steps = jnp.where(exists, steps, 0)
         num_chunks = self.store.num_chunks
@@ -637,13 +643,13 @@ class Computer:
 
         def store_held(step: jax.Array) -> None:
             results = functools.partial(_cut, held)
-            self.store.chunks(step * at_a_step, at_a_step, place_before, results)
+            self.store.chunks(step * at_a_step, at_a_step, position_before, results)
 
         total = self._sum_up(
             used,
             own_steps,
-            (self.kernel.tiles.part, self.kernel.matrices * self.kernel.tiles.block_m),
-            kind,
+            (self.kernel.tiles.part, self.kernel.num_matrices * self.kernel.tiles.block_m),
+            height_index,
             store_held if self.kernel.holds else None,
             steps if self.kernel.holds else 0,
         )
@@ -651,24 +657,24 @@ class Computer:
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
-            self.store.chunks(0, num_chunks, place, results)
-        return used + own_steps, (place, held)
+            self.store.chunks(0, num_chunks, position, results)
+        return used + own_steps, (position, held)
 
     def _sum_up(
         self,
         used: jax.Array,
         steps: Any,
         shape: tuple[int, int],
-        kind: jax.Array,
+        height_index: jax.Array,
         meanwhile: Callable[[jax.Array], None] | None = None,
         least_steps: int = 0,
     ) -> jax.Array:
-        """Sums the products of a tile of heights[kind] rows over the next `steps` steps.
+        """Sums the products of a tile of heights[height_index] rows over the next `steps` steps.
 
         The other arguments are those of `OperandRing.accumulate`.
         """
         if self.decoder is None or not self.kernel.multiplies_by_warps:
-            multiply = functools.partial(self._multiply, kind)
+            multiply = functools.partial(self._multiply, height_index)
             return self.ring.accumulate(
                 used, steps, shape, multiply, meanwhile, least_steps, self._running
             )
@@ -682,8 +688,8 @@ class Computer:
             def of_height(height: int) -> jax.Array:
                 return warp_products.add_products(totals, left, stage, decoder, parts, height)
 
-            branches = [functools.partial(of_height, height) for height in self.rows.heights]
-            return lax.switch(kind, branches)
+            branches = [functools.partial(of_height, height) for height in self.row_tiles.heights]
+            return lax.switch(height_index, branches)
 
         nothing = zeros(shape, jnp.float32, plgpu.Layout.WGMMA, self.kernel.interpreted)
         return self.ring.accumulate_complete(used, steps, nothing, add, meanwhile, least_steps)
@@ -691,15 +697,22 @@ class Computer:
     @property
     def _running(self) -> int:
         """The number of matmuls of a step that may still run when the step ends."""
-        return self.kernel.matrices if self.decoder is None else min(len(self._encoded_parts), 2)
+        return (
+            self.kernel.num_matrices if self.decoder is None else min(len(self._encoded_parts), 2)
+        )
 
-    def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of the operands in stage `stage`, for a tile of heights[kind] rows."""
+    def _multiply(
+        self, height_index: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array
+    ) -> None:
+        """Starts the matmuls of stage `stage`, for a tile of heights[height_index] rows."""
         if self.decoder is None:
             of_height = functools.partial(self._multiply_staged, accumulator, stage)
         else:
             of_height = functools.partial(self._multiply_decoded, accumulator, stage, self.decoder)
-        lax.switch(kind, [functools.partial(of_height, height) for height in self.rows.heights])
+        lax.switch(
+            height_index,
+            [functools.partial(of_height, height) for height in self.row_tiles.heights],
+        )
 
     def _multiply_staged(self, accumulator: Any, stage: jax.Array, height: int) -> None:
         rows = transposed(self.ring.left.at[stage, :height])
@@ -718,9 +731,9 @@ class Computer:
             # is decoded, the matmul of the part that these registers held last must be complete.
             plgpu.wgmma_wait(min(len(parts) - 1, 1))
             columns = decoder.decode(loaded, self.number, i)
-            place = slice(top, top + CHUNK), slice(left, left + height)
+            position = slice(top, top + CHUNK), slice(left, left + height)
             rows = self.ring.left.at[stage, :height, piece * STEP : (piece + 1) * STEP]
-            plgpu.wgmma(accumulator.at[place], columns, transposed(rows))
+            plgpu.wgmma(accumulator.at[position], columns, transposed(rows))
             if i + 1 < len(parts):
                 loaded = decoder.load(stage, *parts[i + 1][1])
 
@@ -736,7 +749,7 @@ class Computer:
         return [
             ((first, i * tiles.block_m), (piece, i, self._first_column + first))
             for piece in range(tiles.step // STEP)
-            for i in range(self.kernel.matrices)
+            for i in range(self.kernel.num_matrices)
             for first in range(0, tiles.part, CHUNK)
         ]
 

@@ -91,7 +91,7 @@ class TileSource:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["left", "right", "full", "empty"],
-    meta_fields=["num_stages", "matrices"],
+    meta_fields=["num_stages", "num_matrices"],
 )
 @dataclasses.dataclass(frozen=True)
 class OperandRing:
@@ -102,13 +102,13 @@ class OperandRing:
 
     Attributes:
       left: [stages, ...] one tile of the left operand for each stage.
-      right: [stages, ...] one tile of the right operand for each stage; [stages, matrices, ...] if
-        `matrices` is more than 1.
+      right: [stages, ...] one tile of the right operand for each stage; [stages, num_matrices, ...]
+        if `num_matrices` is more than 1.
       full: for each stage, the barrier at which the loader's copies into the stage arrive.
       empty: for each stage, the barrier at which the compute warpgroups arrive when they have
         multiplied its tiles, so that the loader may overwrite them.
       num_stages: number of stages.
-      matrices: number of right operand tiles in a stage.
+      num_matrices: number of right operand tiles in a stage.
     """
 
     left: Any
@@ -116,7 +116,7 @@ class OperandRing:
     full: Any
     empty: Any
     num_stages: int
-    matrices: int
+    num_matrices: int
 
     @classmethod
     def types(
@@ -125,7 +125,7 @@ class OperandRing:
         num_stages: int,
         left: tuple[int, int],
         right: tuple[int, int],
-        matrices: int = 1,
+        num_matrices: int = 1,
     ) -> OperandRing:
         """Returns a ring of scratch types, from which the kernel's launch allocates shared memory.
 
@@ -134,17 +134,17 @@ class OperandRing:
           num_stages: number of stages.
           left: shape of a left operand tile.
           right: shape of a right operand tile.
-          matrices: number of right operand tiles in a stage.
+          num_matrices: number of right operand tiles in a stage.
         """
         operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
-        several = (matrices,) if matrices > 1 else ()
+        several = (num_matrices,) if num_matrices > 1 else ()
         return cls(
             left=operand((num_stages, *left)),
             right=operand((num_stages, *several, *right)),
-            full=plgpu.Barrier(num_arrivals=1 + matrices, num_barriers=num_stages),
+            full=plgpu.Barrier(num_arrivals=1 + num_matrices, num_barriers=num_stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=num_stages),
             num_stages=num_stages,
-            matrices=matrices,
+            num_matrices=num_matrices,
         )
 
     def stage_of(self, step: jax.Array) -> jax.Array:
@@ -158,9 +158,11 @@ class OperandRing:
         return lax.rem(step, jnp.int32(self.num_stages))
 
     def right_tiles(self, stage: jax.Array) -> list[Any]:
-        """Returns references to the `matrices` tiles of right operands in a stage."""
+        """Returns references to the `num_matrices` tiles of right operands in a stage."""
         tiles = self.right.at[stage]
-        return [tiles] if self.matrices == 1 else [tiles.at[i] for i in range(self.matrices)]
+        return (
+            [tiles] if self.num_matrices == 1 else [tiles.at[i] for i in range(self.num_matrices)]
+        )
 
     def fill(self, used: jax.Array, left: TileSource, rights: Sequence[TileSource]) -> jax.Array:
         """Starts the copies of one step's operand tiles, once the step's stage is empty.
@@ -168,7 +170,7 @@ class OperandRing:
         Args:
           used: int32, the number of steps for which this block has filled a stage before.
           left: the left operand tile. It may have fewer rows than there is room for in the stage.
-          rights: the `matrices` right operand tiles.
+          rights: the `num_matrices` right operand tiles.
 
         Returns:
           `used` + 1.
@@ -217,7 +219,7 @@ class OperandRing:
             first checks that it is below `steps`. In the kernel for the gradients of matrices, this
             check would cost up to 7 % of the time.
           matmuls: how many matmuls of a stage may still run when the next stage's begin; None:
-            `matrices`.
+            `num_matrices`.
 
         Returns:
           The sums in registers, float32 of shape `shape`.
@@ -232,7 +234,7 @@ class OperandRing:
                 multiply,
                 meanwhile,
                 least_steps > 0,
-                self.matrices if matmuls is None else matmuls,
+                self.num_matrices if matmuls is None else matmuls,
             )
             all_steps = jnp.maximum(steps, least_steps)
             lax.fori_loop(0, all_steps, step, None)
@@ -317,7 +319,8 @@ class Kernel:
 
     Attributes:
       tiles: the tile sizes. Has at least the attributes `block_n`, the number of columns of an
-        output tile, and `band`, the number of columns of output tiles in a band (see `place`).
+        output tile, and `band`, the number of columns of output tiles in a band; see
+        `tile_position`.
       num_blocks: number of thread blocks of a wave, which is as many as run at the same time.
       interpreted: whether Pallas' GPU interpreter runs the kernel.
       width: number of columns of the output.
@@ -423,7 +426,7 @@ class Kernel:
 
         return lax.fori_loop(0, mine + int(once_more), turn, (looked_up(0), carry))[1]
 
-    def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+    def tile_position(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the position of an output tile: (index of its row of tiles, its first column).
 
         `index` is the number of the tile. Tiles are numbered band by band, and within a band row of
@@ -525,15 +528,18 @@ def launch_into(
     return add
 
 
-def store_or_add(buffer: Any, place: Any, *, adds: bool, interpreted: bool) -> None:
-    """Starts a bulk copy of a buffer in shared memory, which a warpgroup has written, to `place`.
+def store_or_add(buffer: Any, destination: Any, *, adds: bool, interpreted: bool) -> None:
+    """Starts a bulk copy to `destination`, of a buffer that a warpgroup has written.
 
-    If `adds`, the numbers are added to those in `place`, a reference to global memory.
+    The buffer is in shared memory, and `destination` is a reference to global memory. If `adds`,
+    the numbers are added to those there.
     """
     if adds and interpreted:
-        buffer[...] += place[...]
+        buffer[...] += destination[...]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, place, reduction_op="add" if adds and not interpreted else None)
+    plgpu.copy_smem_to_gmem(
+        buffer, destination, reduction_op="add" if adds and not interpreted else None
+    )
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ _SIDES = sides_of(_COLUMNS)
 
 
 def quantize_rows(
-    rows: jax.Array, blocks: jax.Array, *, keep_order: bool
+    rows: jax.Array, blocks: jax.Array, *, return_rows: bool
 ) -> tuple[Scaled | None, TransposedRows]:
     """Quantizes rows to float8_e4m3fn, and transposes them.
 
@@ -74,11 +74,11 @@ def quantize_rows(
       blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
         `row_blocks`. P is the number of rows with padding, in which each group starts at a
         multiple of 128.
-      keep_order: whether to return the quantized rows also without the transposition, with a scale
+      return_rows: whether to return the quantized rows also without the transposition, with a scale
         for each 128 columns of a row.
 
     Returns:
-      (quantized rows [R, K], or None without `keep_order`; transposed rows [K, P]). Past the last
+      (quantized rows [R, K], or None without `return_rows`; transposed rows [K, P]). Past the last
       group, the contents of both are undefined.
     """
     (num_rows, width), num_blocks = rows.shape, blocks.shape[0]
@@ -115,7 +115,7 @@ def quantize_rows(
         [rows],
         blocks,
         [
-            *(kept_types if keep_order else []),
+            *(kept_types if return_rows else []),
             jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32),
         ],
@@ -124,7 +124,7 @@ def quantize_rows(
         num_warps=_warps_of(packed),
         num_shared=_SIDES * BLOCK + _warps_of(packed),
     )
-    in_order = Scaled(kept[0], kept[1].T) if keep_order else None
+    in_order = Scaled(kept[0], kept[1].T) if return_rows else None
     return in_order, TransposedRows(values, scales)
 
 

@@ -65,10 +65,10 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
       num_rows: R, the number of rows of the array; groups are cut off at this row.
 
     Returns:
-      (blocks, groups). `blocks` is [P / 128, 2] int32, where P is `padded_rows(R, L)`: for each
-      block its first row in the array, and its number of rows. This number is 128, but less in a
-      group's last block, and 0 past the last group. `groups` is [L, 2] int32: for each group its
-      first block, and its number of blocks.
+      (blocks, group_blocks). `blocks` is [P / 128, 2] int32, where P is `padded_rows(R, L)`: for
+      each block its first row in the array, and its number of rows. This number is 128, but less in
+      a group's last block, and 0 past the last group. `group_blocks` is [L, 2] int32: for each
+      group its first block, and its number of blocks.
     """
     num_groups = group_sizes.shape[0]
     starts, ends = row_ranges(group_sizes, num_rows)

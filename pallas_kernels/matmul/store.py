@@ -78,7 +78,7 @@ class Buffers:
         return Buffers(self.chunks.at[computer], plain)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a tile in the output. All attributes are int32.
 
     Attributes:
@@ -122,16 +122,16 @@ class Store:
         rows = range(0, self.block_m, STORED_ROWS)
         return [(row, column) for row in rows for column in range(0, self.part, CHUNK)]
 
-    def chunks(self, first: Any, count: int, place: Place, results: Results) -> None:
+    def chunks(self, first: Any, count: int, position: Position, results: Results) -> None:
         """Stores `count` chunks of this warpgroup's half of a tile to the outputs.
 
         A chunk is 32 rows by 64 columns. The stored chunks are those with the indices `first` to
-        `first` + `count` - 1 in `_chunks`; indices past the last chunk are ignored. `place` is the
-        position of the half in the outputs, and `results` returns elements of the half.
+        `first` + `count` - 1 in `_chunks`; indices past the last chunk are ignored. `position` is
+        that of the half in the outputs, and `results` returns elements of the half.
         """
-        lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, place, results), None)
+        lax.fori_loop(0, count, lambda i, _: self._chunk(first + i, position, results), None)
 
-    def _chunk(self, number: jax.Array, place: Place, results: Results) -> None:
+    def _chunk(self, number: jax.Array, position: Position, results: Results) -> None:
         """Stores those rows of a chunk of a tile that belong to the tile's group.
 
         `number` is the chunk's index in `_chunks`. Only constant indices can select registers, so
@@ -140,10 +140,10 @@ class Store:
         """
         chunks, num_buffers = self._chunks(), self.buffers.chunks.shape[0]
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
-        inside = (place.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
-        top, left_edge = place.top + row * STORED_ROWS, place.left_edge + column * CHUNK
-        first = jnp.clip(place.begin - top, 0, STORED_ROWS)
-        stop = jnp.where(inside, jnp.clip(place.end - top, 0, STORED_ROWS), first)
+        inside = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
+        top, left_edge = position.top + row * STORED_ROWS, position.left_edge + column * CHUNK
+        first = jnp.clip(position.begin - top, 0, STORED_ROWS)
+        stop = jnp.where(inside, jnp.clip(position.end - top, 0, STORED_ROWS), first)
         buffers = [
             self.buffers.chunks.at[lax.rem(number * len(self.outs) + i, jnp.int32(num_buffers))]
             for i in range(len(self.outs))

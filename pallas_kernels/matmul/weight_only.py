@@ -197,7 +197,7 @@ class _Job:
       num_rows: T, the number of rows of a group.
       depth: K, the length of a row.
       width: N, the number of columns of the output.
-      matrices: the number of arrays of matrices, 1 or 2.
+      num_matrices: the number of arrays of matrices, 1 or 2.
       format: the format of the matrices.
       gating: the elementwise function of the products, or None.
       shared_rows: whether all groups multiply the same rows.
@@ -207,7 +207,7 @@ class _Job:
     num_rows: int
     depth: int
     width: int
-    matrices: int
+    num_matrices: int
     format: Format
     gating: Elementwise | None
     shared_rows: bool
@@ -262,10 +262,10 @@ class _Job:
         """Returns the arrays in shared memory.
 
         They are the scaled rows, [T, K] float16, and zeros after them; the scales of the chunks of
-        each row, [T, chunks]; and the sums of the warps, [warps, matrices, T, 16].
+        each row, [T, chunks]; and the sums of the warps, [warps, num_matrices, T, 16].
         """
         words_of_rows = self.num_rows * self.chunks * _CHUNK // 2
-        sums = _WARPS * self.matrices * self.num_rows * _COLUMNS
+        sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
         return dict(
             rows=plgpu.SMEM((words_of_rows + _ZEROS // WORD_BYTES,), jnp.float32),
             scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
@@ -307,13 +307,13 @@ class _Job:
         down, across = _divided(lane, _QUAD)
         column = arith.minui(self.column(block, part), mosaic.i32(self.width - _COLUMNS))
         operands = []
-        for i in range(self.matrices):
+        for i in range(self.num_matrices):
             values_ref, scales_ref = memrefs[1 + 2 * i : 3 + 2 * i]
             operands.append(_Operand(self, values_ref, scales_ref, group, column, split, lane))
         # The first loads of rows come before those of matrices, which take longer.
         loads = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
         of_rows = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in loads[:_ROW_LOADS]]
-        ahead = max(1, _AHEAD // (2 * self.matrices * (2 if self.is_float8 else 1)))
+        ahead = max(1, _AHEAD // (2 * self.num_matrices * (2 if self.is_float8 else 1)))
         loaded = [[each.load(step) for each in operands] for step in range(min(ahead, self.steps))]
         if is_first:
             for i in loads[_ROW_LOADS:]:
@@ -357,7 +357,7 @@ class _Job:
     def place(self, warp: Value, matrix: int, row: Any, column: Value) -> Value:
         """Returns where a warp's sum for a matrix, a row and a column is in shared memory."""
         row = mosaic.i32(row) if isinstance(row, int) else row
-        of_warp = _plus(arith.muli(warp, mosaic.i32(self.matrices)), matrix)
+        of_warp = _plus(arith.muli(warp, mosaic.i32(self.num_matrices)), matrix)
         at = arith.addi(arith.muli(of_warp, mosaic.i32(self.num_rows)), row)
         return arith.addi(arith.muli(at, mosaic.i32(_COLUMNS)), column)
 
@@ -499,7 +499,7 @@ class _Job:
         index, down = _divided(index, _COLUMNS)
         part, row = _divided(index, self.num_rows)
         column = arith.addi(self.column(block, part), down)
-        biases = iter(memrefs[1 + 2 * self.matrices :])
+        biases = iter(memrefs[1 + 2 * self.num_matrices :])
         numbers = []
         for i, has_bias in enumerate(self.has_bias):
             of_warps = []
@@ -546,9 +546,9 @@ class _Job:
         rows_ref, *others, out = refs
         columns = pl.ds(begin, _COLUMNS)
         rows = rows_ref[pl.ds(0 if self.shared_rows else first, self.num_rows)]
-        biases = iter(others[2 * self.matrices :])
+        biases = iter(others[2 * self.num_matrices :])
         numbers = []
-        for i in range(self.matrices):
+        for i in range(self.num_matrices):
             values, scales = others[2 * i][group, columns], others[2 * i + 1]
             if self.is_float8:
                 of_columns = jnp.repeat(scales[group, lax.div(begin, _CHUNK)], _CHUNK)

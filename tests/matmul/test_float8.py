@@ -278,7 +278,7 @@ def test_matrices_in_both_orders_have_the_same_numbers(implementation, kind, dty
 def test_rows_are_quantized_as_they_lie_too(implementation):
     source = jnp.asarray(rows_of("skewed"), jnp.bfloat16)
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    kept, _ = float8.transpose_rows(source, blocks, keep_order=True, implementation=implementation)
+    kept, _ = float8.transpose_rows(source, blocks, return_rows=True, implementation=implementation)
     want = float8.quantize_rows(source)
     assert np.asarray(kept.values)[:LIVE].tobytes() == np.asarray(want.values)[:LIVE].tobytes()
     np.testing.assert_array_equal(np.asarray(kept.scales)[:LIVE], np.asarray(want.scales)[:LIVE])

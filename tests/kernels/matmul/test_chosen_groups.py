@@ -55,7 +55,7 @@ def test_two_products(num_rows):
     common = dict(num_blocks=2, zero_unused=False, interpret=simulator.INTERPRETER)
 
     def run():
-        tiles = backend.chosen_tiles(groups, N, matrices=2)
+        tiles = backend.chosen_tiles(groups, N, num_matrices=2)
         (hidden,) = gated_product(
             x, (wi[0], wi[1]), groups, Elementwise(swiglu, 2), keep=False, tiles=tiles, **common
         )

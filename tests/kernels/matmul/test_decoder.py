@@ -336,7 +336,7 @@ def test_tiles_chosen_for_many_shapes(name, launched):
         assert tiles.num_stages >= 3 and tiles.num_buffers >= max(kernel.outputs, 2)
         assert kernel.width % tiles.part == 0
         # The accumulators may take 128 of the 232 registers of each of the 128 threads.
-        of_computer = 1 if tiles.block_n == 64 else kernel.matrices
+        of_computer = 1 if tiles.block_n == 64 else kernel.num_matrices
         assert tiles.part * tiles.block_m * of_computer <= 128 * 128
 
 

@@ -28,19 +28,19 @@ def test_quantized_matrices(monkeypatch, kind, dtype):
             assert np.asarray(part).tobytes() == np.asarray(expected).tobytes()
 
 
-@pytest.mark.parametrize("keep_order", [False, True])
+@pytest.mark.parametrize("return_rows", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_rows(monkeypatch, kind, dtype, keep_order):
+def test_quantized_rows(monkeypatch, kind, dtype, return_rows):
     emitted.emulate(monkeypatch)
     rows = jnp.asarray(operands.rows_in_blocks(kind), dtype)
     x = np.asarray(rows.astype(jnp.float32))
     blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), ROWS)
-    kept, got = quantize_rows(rows, blocks, keep_order=keep_order)
+    kept, got = quantize_rows(rows, blocks, return_rows=return_rows)
     want = operands.transposed_rows(x, SIZES)
     assert_same_numbers(*(operands.live_blocks(each, SIZES) for each in (got, want)))
-    assert (kept is not None) == keep_order
-    if keep_order:
+    assert (kept is not None) == return_rows
+    if return_rows:
         in_order = operands.rows(x)
         assert_same_numbers(
             [part[:LIVE] for part in kept], [in_order.values[:LIVE], in_order.scales[:LIVE]]
