@@ -21,7 +21,7 @@ from jax_ep.collectives import xla
 from jax_ep.collectives.problem import FUSED, Problem, is_low_latency
 from jax_ep.runtime import availability, jax_compat, multicast
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
-from jax_ep.runtime.jax_compat import match_varying, place
+from jax_ep.runtime.jax_compat import match_varying, mesh_index
 from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
@@ -224,7 +224,7 @@ class PallasCollectives:
         two_shot = algorithm.startswith("fused_two_shot")
         sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
         if is_low_latency(algorithm):
-            operands = match_varying((place(), rows, old, weights[0]), self.axis_name)
+            operands = match_varying((mesh_index(), rows, old, weights[0]), self.axis_name)
             results = all_reduce_rms_norm_kernel.low_latency_all_reduce_rms_norm(
                 *operands, channels=self._channels(x), **sizes
             )
@@ -258,7 +258,7 @@ class PallasCollectives:
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
-        here, x = match_varying((place(), x), self.axis_name)
+        here, x = match_varying((mesh_index(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 

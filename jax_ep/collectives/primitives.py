@@ -65,8 +65,8 @@ def _primitive(op: str, **rules: Any) -> Primitive:
         num_ranks: int,
         **params: Any,
     ) -> Any:
-        place = availability.Lowered(program)
-        problem = Problem(op, program.operand_types, num_ranks, axis_name, place)
+        target = availability.Lowered(program)
+        problem = Problem(op, program.operand_types, num_ranks, axis_name, target)
         chosen = selection.select(algorithm, problem)
         if chosen == "unfused":
             x = program.operand_types[:1]

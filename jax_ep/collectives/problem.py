@@ -29,19 +29,19 @@ class Problem:
         the residual and the scale.
       num_ranks: N, the number of ranks.
       axis_name: the mesh axes of the ranks.
-      place: the program or the list of devices that is to run the collective.
+      target: the program or the list of devices that is to run the collective.
     """
 
     op: str
     operands: Sequence[Any]
     num_ranks: int
     axis_name: tuple[str, ...]
-    place: availability.Place
+    target: availability.Target
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """Why the program or devices `place` cannot run kernels between ranks; None: they can."""
-        return self.place.unavailable_reason(self.axis_name)
+        """Why the program or devices `target` cannot run kernels between ranks; None: they can."""
+        return self.target.unavailable_reason(self.axis_name)
 
 
 def is_low_latency(algorithm: str) -> bool:

@@ -60,7 +60,7 @@ def _problem(
     config: Config,
     rows: Any,
     list_words: int,
-    place: availability.Place,
+    target: availability.Target,
     num_tokens: int | None = None,
     most_tokens: int = 0,
 ) -> selection.Problem:
@@ -87,7 +87,7 @@ def _problem(
         # token, and up to 2 K rows are accepted.
         and config.capacity <= 2 * num_tokens * list_words
     )
-    return selection.Problem(place, config.axis_name, moved, few_of_one_rank)
+    return selection.Problem(target, config.axis_name, moved, few_of_one_rank)
 
 
 def _select(name: str, config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
@@ -101,8 +101,8 @@ def _select(name: str, config: Config, program: Program, operands: Sequence[Any]
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
         num_tokens = rows.shape[0]
     most_tokens = _MOST_TOKENS_OF_COMBINE if name == "combine" else _MOST_TOKENS
-    place = availability.Lowered(program)
-    problem = _problem(config, rows, list_words, place, num_tokens, most_tokens)
+    target = availability.Lowered(program)
+    problem = _problem(config, rows, list_words, target, num_tokens, most_tokens)
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 

@@ -109,9 +109,9 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
       num_experts: E, the experts of all ranks.
 
     Returns:
-      The counts, [E] int32; and the `places`, [T, K] int32. The place of a choice is the number of
-      earlier choices of the same expert, in (token, choice) order; it is undefined for choices of
-      no expert.
+      The counts, [E] int32; and the `positions`, [T, K] int32. The position of a choice is the
+      number of earlier choices of the same expert, in (token, choice) order; it is undefined for
+      choices of no expert.
     """
     flat = topk_idx.reshape(-1)
     num_chunks = -(-flat.size // _CHUNK)
@@ -124,10 +124,10 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     histogram = jnp.sum(chunks[:, :, None] == experts, axis=1, dtype=jnp.int32)
     upto_chunk = jnp.cumsum(histogram, axis=0, dtype=jnp.int32)
     before_chunk = upto_chunk - histogram
-    places = within_chunk + jnp.take_along_axis(
+    positions = within_chunk + jnp.take_along_axis(
         before_chunk, jnp.clip(chunks, 0, num_experts - 1), axis=1
     )
-    return upto_chunk[-1], places.reshape(-1)[: flat.size].reshape(topk_idx.shape)
+    return upto_chunk[-1], positions.reshape(-1)[: flat.size].reshape(topk_idx.shape)
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
@@ -192,7 +192,7 @@ def kept_counts(
 
 def receive_rows(
     topk_idx: jax.Array,
-    places: jax.Array,
+    positions: jax.Array,
     recv_counts: jax.Array,
     rank: jax.Array,
     expert_alignment: int,
@@ -203,8 +203,8 @@ def receive_rows(
 
     Args:
       topk_idx: [N, T, K] int32: the choices of all ranks.
-      places: [N, T, K] int32: for each choice, the number of earlier choices of the same expert on
-        the same source rank, from `count_choices`.
+      positions: [N, T, K] int32: for each choice, the number of earlier choices of the same expert
+        on the same source rank, from `count_choices`.
       recv_counts: [N, L] int32: how many rows each source rank sends to each local expert.
       rank: [] int32: the number of this rank.
       expert_alignment: each expert's block starts at a multiple of this many rows.
@@ -224,7 +224,7 @@ def receive_rows(
     mine = (local_expert >= 0) & (local_expert < num_local_experts)
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
     source = jnp.arange(topk_idx.shape[0])[:, None, None]
-    rows = first_rows[source, local_expert] + places
+    rows = first_rows[source, local_expert] + positions
     if fair_capacity is not None:
         rows = jnp.where(rows < (starts + kept)[local_expert], rows, fair_capacity)
     return jnp.where(mine, rows, -1)

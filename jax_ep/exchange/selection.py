@@ -22,14 +22,14 @@ class Problem:
     """The properties of an exchange by which its implementation is selected.
 
     Attributes:
-      place: the program, or the devices, that are to run the exchange.
+      target: the program, or the devices, that are to run the exchange.
       axis_name: the mesh axes along which ranks are numbered.
       rows: the rows that the exchange sends; None: rows that the kernels support are assumed.
       few_of_one_rank: whether there is a single rank with so few rows that XLA is faster, because
         launching the kernels takes longer.
     """
 
-    place: availability.Place
+    target: availability.Target
     axis_name: tuple[str, ...] = ()
     rows: Rows | None = None
     few_of_one_rank: bool = False
@@ -47,24 +47,24 @@ class _Exchange(Implementation):
 
 
 def _two_level_reason(problem: Problem) -> str | None:
-    num_hosts = problem.place.num_hosts(problem.axis_name)
+    num_hosts = problem.target.num_hosts(problem.axis_name)
     return num_hosts if isinstance(num_hosts, str) else None
 
 
 def _load_two_level(problem: Problem) -> Exchange:
     from jax_ep.exchange.two_level import TwoLevel
 
-    num_hosts = problem.place.num_hosts(problem.axis_name)
+    num_hosts = problem.target.num_hosts(problem.axis_name)
     assert isinstance(num_hosts, int)
     ranks_per_host = jax.lax.axis_size(problem.axis_name) // num_hosts
-    reason = problem.place.unavailable_reason(problem.axis_name, ranks_per_host)
+    reason = problem.target.unavailable_reason(problem.axis_name, ranks_per_host)
     return TwoLevel(num_hosts, kernels=reason is None)
 
 
 def _pallas_reason(problem: Problem) -> str | None:
     if problem.rows is not None and (reason := problem.rows.unavailable_reason()):
         return reason
-    return problem.place.unavailable_reason(problem.axis_name)
+    return problem.target.unavailable_reason(problem.axis_name)
 
 
 def _load_pallas(problem: Problem) -> Exchange:

@@ -42,13 +42,13 @@ def dispatch(
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Packs this rank's choices, places and counts for an all-gather: [2 T·K + E] int32.
+    """Packs this rank's choices, positions and counts for an all-gather: [2 T·K + E] int32.
 
-    The place of a choice is the number of earlier choices of the same expert on this rank; the
+    The position of a choice is the number of earlier choices of the same expert on this rank; the
     counts are this rank's choices of each expert.
     """
-    counts, places = count_choices(topk_idx, config.num_experts)
-    return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
+    counts, positions = count_choices(topk_idx, config.num_experts)
+    return jnp.concatenate([topk_idx.reshape(-1), positions.reshape(-1), counts])
 
 
 def read_messages(
@@ -60,13 +60,13 @@ def read_messages(
     K] are the choices of this rank.
     """
     rank = config.rank()
-    all_topk_idx, all_places, all_counts = jnp.split(
+    all_topk_idx, all_positions, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
     recv_counts = counts_here(all_counts, rank)
     rows = receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
-        all_places.reshape(-1, *topk_idx.shape),
+        all_positions.reshape(-1, *topk_idx.shape),
         recv_counts,
         rank,
         config.expert_alignment,
@@ -156,8 +156,8 @@ def choices_to_rows(
     all-gather: it maps an array [...] on each rank to the stacked arrays of all ranks, [N, ...].
     """
     zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
-    places = _places(routes.rows, capacity)
-    return zeros.at[places].set(all_values, mode="drop", unique_indices=True)
+    indices = _row_indices(routes.rows, capacity)
+    return zeros.at[indices].set(all_values, mode="drop", unique_indices=True)
 
 
 def rows_to_choices(
@@ -265,12 +265,12 @@ def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
     The index stands for choice k of token t of rank s. `rows` is [N, T, K] int32, the row number of
     each choice.
     """
-    places = _places(rows, capacity)
-    nothing = jnp.full_like(places, -1, shape=(capacity,))
-    return nothing.at[places].set(jnp.arange(places.size, dtype=jnp.int32), mode="drop")
+    indices = _row_indices(rows, capacity)
+    nothing = jnp.full_like(indices, -1, shape=(capacity,))
+    return nothing.at[indices].set(jnp.arange(indices.size, dtype=jnp.int32), mode="drop")
 
 
-def _places(rows: jax.Array, capacity: int) -> jax.Array:
+def _row_indices(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the index for each choice in a scatter from choices to receive-buffer rows, [N·T·K].
 
     `rows` is [N, T, K] int32, the row number of each choice. A choice has no row if this number is

@@ -1,10 +1,10 @@
 """Decides whether a program or a machine can run the Pallas kernels, and says why not.
 
-A `Place` is a program that is being traced (`TRACED`), a program that is being lowered (`Lowered`),
-or a list of devices (`Machine`). Functions here return None, or a reason that completes "the
-kernels cannot run: ...". They check the platform before the version of JAX, since another version
-would not help on an unsupported platform. The kernels' operands are not considered here: they are
-checked when an operation's implementation is selected (`jax_ep.implementations`).
+A `Target` is a program that is being traced (`TRACED`), a program that is being lowered
+(`Lowered`), or a list of devices (`Machine`). Functions here return None, or a reason that
+completes "the kernels cannot run: ...". They check the platform before the version of JAX, since
+another version would not help on an unsupported platform. The kernels' operands are not considered
+here: they are checked when an operation's implementation is selected (`jax_ep.implementations`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def program_unavailable_reason(
     return None
 
 
-class Place(Protocol):
+class Target(Protocol):
     """A program, or a list of devices, that is to run kernels; the methods say whether it can."""
 
     def unavailable_reason(
@@ -225,7 +225,7 @@ class Place(Protocol):
 
 
 class _Traced:
-    """A program that is being traced, as a `Place` that may run kernels.
+    """A program that is being traced, as a `Target` that may run kernels.
 
     It is asked only about kernels that the user named, as in implementation="pallas".
     """
@@ -240,12 +240,12 @@ class _Traced:
         return None if reason is None else f"it needs a primitive, and {reason}"
 
 
-TRACED: Place = _Traced()
+TRACED: Target = _Traced()
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A `Place` for a program that is being lowered: says whether the program can run kernels."""
+    """A `Target` for a program that is being lowered: says whether the program can run kernels."""
 
     program: jax_compat.Program
 
@@ -265,7 +265,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A list of devices, as a `Place` that may run kernels; device i runs rank i."""
+    """A list of devices, as a `Target` that may run kernels; device i runs rank i."""
 
     devices: Sequence[jax.Device]
 

@@ -23,8 +23,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
     Args:
       axis_name: the mesh axes of the ranks.
-      like: an operand of the kernel. The result's `place`, the index of this device in the mesh, is
-        cast to vary over the same mesh axes.
+      like: an operand of the kernel. The result's `mesh_index`, the index of this device in the
+        mesh, is cast to vary over the same mesh axes.
       ranks_per_host: None if all ranks along the axes communicate with each other. If ranks
         communicate only inside hosts, the number of ranks of a host; these ranks are consecutive
         and form a block of the mesh.
@@ -39,26 +39,26 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
     # refused kernels in that case.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
-    place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
+    index, _ = jax_compat.match_varying((jax_compat.mesh_index(), like), axis_name)
     base, gpus = _where(mesh.size)
-    return Gpus(axes, gpus, place, base, timeout_s=settings.timeout_seconds())
+    return Gpus(axes, gpus, index, base, timeout_s=settings.timeout_seconds())
 
 
-def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
+def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
     """Returns the address of GPU 0's heap, and for each device of the mesh the number of its heap.
 
-    A heap is the symmetric memory of one GPU of the host. `num_places` is the number of devices in
+    A heap is the symmetric memory of one GPU of the host. `num_devices` is the number of devices in
     the mesh. The result lists the devices in the row-major order of the mesh.
     """
-    domain = domain_of(num_places)
+    domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain
     if domain is None:
-        return memory_map.BASE, tuple(range(num_places))
+        return memory_map.BASE, tuple(range(num_devices))
     program = jax_compat.current_program()
     devices = None if program is None else program.mesh_devices
     if devices is None:
-        return domain.base, tuple(range(num_places))
+        return domain.base, tuple(range(num_devices))
     numbers = domain.numbers
     # GPUs of other hosts get an arbitrary number, since kernels of this host never address them.
     return domain.base, tuple(
@@ -74,18 +74,18 @@ def channels_of(fabric: Gpus) -> Channels:
 
 def num_gpus(fabric: Gpus) -> int:
     """Returns how many GPUs of the host have a heap of symmetric memory."""
-    num_places = len(fabric.gpus)
-    domain = domain_of(num_places)
+    num_devices = len(fabric.gpus)
+    domain = domain_of(num_devices)
     assert not isinstance(domain, str), domain
-    return num_places if domain is None else domain.num_gpus
+    return num_devices if domain is None else domain.num_gpus
 
 
-def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
+def domain_of(num_devices: int) -> symmetric_memory.Domain | str | None:
     """Returns the GPUs of this host that share symmetric memory, or a string that says why none do.
 
     Returns None if the program is lowered for another machine. This is assumed if GPUs are not
-    JAX's default backend, or if JAX has fewer than `num_places` devices, the size of the mesh.
+    JAX's default backend, or if JAX has fewer than `num_devices` devices, the size of the mesh.
     """
-    if jax.default_backend() != "gpu" or num_places > jax.device_count():
+    if jax.default_backend() != "gpu" or num_devices > jax.device_count():
         return None
     return symmetric_memory.domain()

@@ -412,7 +412,7 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _lower_place(program: Program) -> list[Any]:
+def _lower_mesh_index(program: Program) -> list[Any]:
     # XLA launches a kernel to store the result of `lax.axis_index`, but none for partition_id.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -422,10 +422,10 @@ def _lower_place(program: Program) -> list[Any]:
     return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), word)]
 
 
-_place_p = define_primitive(
-    "ep_place",
+_mesh_index_p = define_primitive(
+    "ep_mesh_index",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
-    lower=_lower_place,
+    lower=_lower_mesh_index,
     # This is never called. Only kernels use this primitive, and where JAX cannot define
     # primitives, kernels are refused.
     inline=_lacks("what primitives need"),
@@ -433,12 +433,12 @@ _place_p = define_primitive(
 )
 
 
-def place() -> jax.Array:
+def mesh_index() -> jax.Array:
     """Returns this device's index in its mesh, in row-major order, as [1] int32.
 
     Lowering raises ImportError where JAX lacks the dialect `stablehlo`.
     """
-    return _place_p.bind()
+    return _mesh_index_p.bind()
 
 
 # The set of the primitives that make JAX lower a program again for other devices, instead of

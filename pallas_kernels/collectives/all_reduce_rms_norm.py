@@ -94,7 +94,7 @@ def all_reduce_rms_norm(
 
 
 def low_latency_all_reduce_rms_norm(
-    place: jax.Array,
+    mesh_index: jax.Array,
     x: jax.Array,
     residual: jax.Array,
     scale: jax.Array,
@@ -112,7 +112,7 @@ def low_latency_all_reduce_rms_norm(
     ranks. Each rank sums one of them.
 
     Args:
-      place: [1] int32, the index of this GPU in the mesh in row-major order.
+      mesh_index: [1] int32, the index of this GPU in the mesh in row-major order.
       x, residual, scale, eps, hidden, two_shot, plan: as for `all_reduce_rms_norm`.
       channels: the protocol's memory, by which ranks reach each other.
 
@@ -131,7 +131,7 @@ def low_latency_all_reduce_rms_norm(
     sends_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = low_latency.call(
         body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
-        place,
+        mesh_index,
         [x, residual, scale],
         body.out_type,
         channels=channels,

@@ -5,7 +5,7 @@ and returns the same bits. In those modules ranks wait for each other's signals.
 protocol, which `fabric.low_latency` describes, a receiver polls the payload itself. For small
 payloads this is faster.
 
-In each collective, `place` is [1] int32, the index of this GPU in the mesh in row-major order,
+In each collective, `mesh_index` is [1] int32, the index of this GPU in the mesh in row-major order,
 `channels` is the protocol's memory, by which ranks reach each other, and `plan` gives the number of
 blocks and of warpgroups per block. S, the number of elements of an input or of a shard, is a whole
 number of 16-byte vectors and at least one tile, the part of an array that a warpgroup sends at a
@@ -28,12 +28,13 @@ from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 
-def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
+def one_shot(
+    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+) -> jax.Array:
     """All-reduces x over the low-latency protocol; returns the sum on every rank.
 
     x and the sum are 1D arrays of S floating elements. In one shot, every rank sends its whole
-    input to all ranks, and sums all inputs. `place` [1] int32 is the index of this GPU in the mesh
-    in row-major order. `channels` is the memory of the protocol, by which ranks reach each other.
+    input to all ranks, and sums all inputs.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -44,16 +45,16 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
             total = endpoint.sum(index, tiles.load(channels, x_ref.at[tile]))
             tiles.store(channels, out_ref.at[tile], total)
 
-    return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
+    return _call(body, mesh_index, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
 
 
-def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
+def two_shot(
+    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+) -> jax.Array:
     """All-reduces x over the low-latency protocol; returns the sum on every rank.
 
     x and the sum are [N, S] floating: a shard of S elements for each of the N ranks. In two shots,
     rank r receives shard x[r] of all ranks, sums these shards, and sends the sum to all ranks.
-    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
-    memory of the protocol, by which ranks reach each other.
     """
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -65,15 +66,13 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
             for peer, total in zip(endpoint.peers, totals, strict=True):
                 tiles.store(channels, out_ref.at[peer, tile], total)
 
-    return _call(body, place, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
+    return _call(body, mesh_index, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
 
 
-def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks.
-
-    `place` [1] int32 is the index of this GPU in the mesh in row-major order. `channels` is the
-    memory of the low-latency protocol, by which ranks reach each other.
-    """
+def all_gather(
+    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+) -> jax.Array:
+    """Gathers x [S] from all N ranks into [N, S]: every rank sends its x to all ranks."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -84,31 +83,25 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
         _store_what_arrives(endpoint, where, x, out_ref)
 
     shape = (channels.num_ranks, x.shape[-1])
-    return _call(body, place, x, shape, channels, plan, 1, "ep_all_gather_ll")
+    return _call(body, mesh_index, x, shape, channels, plan, 1, "ep_all_gather_ll")
 
 
 def reduce_scatter(
-    place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
 ) -> jax.Array:
-    """Reduce-scatters x: rank r receives shard x[r] of all N ranks, and returns their sum, [S].
-
-    x is [N, S] floating. `place` [1] int32 is the index of this GPU in the mesh in row-major order.
-    `channels` is the memory of the low-latency protocol, by which ranks reach each other.
-    """
+    """Reduce-scatters x [N, S]: rank r receives shard x[r] of all N ranks; returns the sum, [S]."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for tile, total in _sums_of_shard(endpoint, where, x_ref):
             tiles.store(channels, out_ref.at[tile], total)
 
-    return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
+    return _call(body, mesh_index, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
 
 
-def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Sends shard x[r] of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
-
-    N is the number of ranks. `place` [1] int32 is the index of this GPU in the mesh in row-major
-    order. `channels` is the memory of the low-latency protocol, by which ranks reach each other.
-    """
+def all_to_all(
+    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+) -> jax.Array:
+    """Sends shard x[r] of x [N, S] to rank r; returns what arrives, [N, S] by source rank."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, tile in enumerate(where):
@@ -119,7 +112,7 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
         endpoint.delay_point(1)
         _store_what_arrives(endpoint, where, x, out_ref)
 
-    return _call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
+    return _call(body, mesh_index, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
 
 
 def _sums_of_shard(
@@ -160,7 +153,7 @@ def _store_what_arrives(
 
 def _call(
     body: Callable[[Endpoint, Sequence[Any], Any, Any], None],
-    place: jax.Array,
+    mesh_index: jax.Array,
     x: jax.Array,
     shape: tuple[int, ...],
     channels: Channels,
@@ -178,7 +171,7 @@ def _call(
     Args:
       body: called with a worker's `Endpoint`, the worker's tiles as slices of the last axis, and
         references to x and the result.
-      place: [1] int32, the index of this GPU in the mesh in row-major order.
+      mesh_index: [1] int32, the index of this GPU in the mesh in row-major order.
       x: [..., S]; S is a whole number of 16-byte vectors and at least one tile.
       shape: the result's shape, [..., S].
       channels: the protocol's memory, by which ranks reach each other.
@@ -196,7 +189,7 @@ def _call(
 
     (out,) = call(
         run,
-        place,
+        mesh_index,
         [x],
         [jax.ShapeDtypeStruct(shape, x.dtype)],
         channels=channels,
@@ -209,7 +202,7 @@ def _call(
 
 def call(
     body: Callable[..., None],
-    place: jax.Array,
+    mesh_index: jax.Array,
     operands: Sequence[jax.Array],
     out_type: Sequence[jax.ShapeDtypeStruct],
     *,
@@ -225,7 +218,7 @@ def call(
       body: the kernel's body, called in every warpgroup with the warpgroup's `Endpoint` (its
         connection to its peers), with references to the operands and results in this rank's memory,
         and with shared memory as keyword arguments.
-      place: [1] int32, the index of this GPU in the mesh in row-major order.
+      mesh_index: [1] int32, the index of this GPU in the mesh in row-major order.
       operands: the kernel's inputs.
       out_type: the shape and dtype of each result on one rank.
       channels: the protocol's memory, by which ranks reach each other.
@@ -250,8 +243,8 @@ def call(
             f"{num_sends}."
         )
 
-    def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
-        endpoint = Endpoint(channels, channels.place(place_ref), plan.worker(), name)
+    def run(mesh_index_ref: Any, *refs: Any, **scratch: Any) -> None:
+        endpoint = Endpoint(channels, channels.mesh_index(mesh_index_ref), plan.worker(), name)
         endpoint.delay_point(0)
         body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)
         endpoint.delay_point(2)
@@ -265,4 +258,4 @@ def call(
         num_warpgroups=plan.num_warpgroups,
         out_type=out_type,
         scratch_types=scratch_types or {},
-    )(place, *operands)
+    )(mesh_index, *operands)

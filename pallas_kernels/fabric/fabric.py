@@ -172,12 +172,12 @@ class RanksOfMesh:
     """The ranks along some axes of a mesh, each with a GPU.
 
     It is the base class of `symmetric.Gpus`, and of `low_latency.Channels` for the low-latency
-    protocol. A device's *place* is its index in the mesh, in row-major order.
+    protocol. A device's *mesh index* is its index in the mesh, in row-major order.
 
     Attributes:
       axes: (stride, size) of each mesh axis along which the ranks lie. The stride is the difference
-        of the places of two devices that are neighbours along the axis.
-      gpus: for each place, the number of the device's GPU among the GPUs of the host.
+        of the mesh indices of two devices that are neighbours along the axis.
+      gpus: for each mesh index, the number of the device's GPU among the GPUs of the host.
       timeout_s: the seconds that a rank waits for a peer before it aborts the program.
       delays_ns: delays_ns[point][rank] is the number of nanoseconds by which a test delays a rank
         at a delay point; see `Fabric.delay_point`. Empty outside of tests.
@@ -206,25 +206,25 @@ class RanksOfMesh:
         """Waits until all threads of this warpgroup have reached this barrier."""
         ptx.barrier()
 
-    def rank_and_corner(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rank of the device at `place`, and the place of the device with rank 0.
+    def rank_and_corner(self, mesh_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rank of a device, and the mesh index of the device with rank 0.
 
-        A place is a device's index in the mesh, in row-major order. Devices whose mesh coordinates
-        differ only along the ranks' axes communicate with each other, and one of them has rank 0.
+        Devices whose mesh coordinates differ only along the ranks' axes communicate with each
+        other, and one of them has rank 0.
         """
-        rank, corner = jnp.int32(0), place
+        rank, corner = jnp.int32(0), mesh_index
         for stride, size in self.axes:
-            along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
+            along = lax.rem(lax.div(mesh_index, jnp.int32(stride)), jnp.int32(size))
             rank, corner = rank * size + along, corner - along * stride
         return rank, corner
 
-    def gpu(self, place: jax.Array) -> jax.Array:
-        """Returns the number of a GPU on its host; `place` is its row-major index in the mesh."""
+    def gpu(self, mesh_index: jax.Array) -> jax.Array:
+        """Returns the number on its host of the GPU with the mesh index `mesh_index`."""
         if self.gpus == tuple(range(len(self.gpus))):
-            return place
+            return mesh_index
         number = jnp.int32(self.gpus[0])
         for i, other in enumerate(self.gpus[1:], 1):
-            number = jnp.where(place == i, other, number)
+            number = jnp.where(mesh_index == i, other, number)
         return number
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
@@ -388,9 +388,9 @@ def first_peer(fabric: Fabric) -> jax.Array:
     return fabric.rank() + lax.axis_index("block")
 
 
-def any_row(places: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of `places`, [] int32 each, is the index of a row and not NOWHERE."""
-    return any_of([place >= 0 for place in places])
+def any_row(rows: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether any of `rows`, [] int32 each, is the index of a row and not NOWHERE."""
+    return any_of([row >= 0 for row in rows])
 
 
 def any_of(conditions: Sequence[jax.Array]) -> jax.Array:

@@ -62,7 +62,7 @@ class Channels(fb.RanksOfMesh):
     def enter(self, operands: Sequence[Any], buffers: Sequence[Any], **_: Any) -> None:
         pass
 
-    def place(self, ref: Any) -> jax.Array:
+    def mesh_index(self, ref: Any) -> jax.Array:
         """Returns the row-major index of this rank's device in the mesh, [] int32.
 
         `ref` is a reference to an array [1] that holds the index.
@@ -81,12 +81,12 @@ class Endpoint:
       peers: the other ranks, [] int32 each: rank + 1, rank + 2 and so on, modulo num_ranks.
     """
 
-    def __init__(self, channels: Channels, place: jax.Array, worker: jax.Array, what: str):
+    def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
         self.channels, self._worker, self._what = channels, worker, what
-        self.rank, corner = channels.rank_and_corner(place)
+        self.rank, corner = channels.rank_and_corner(mesh_index)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
-        self._here = channels.gpu(place)
+        self._here = channels.gpu(mesh_index)
         self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
         self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)

@@ -54,11 +54,12 @@ class Gpus(RanksOfMesh):
     """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host.
 
     Attributes:
-      place: [1] int32, the row-major mesh index of this rank's device; an operand of every kernel.
+      mesh_index: [1] int32, the row-major index of this rank's device in the mesh; an operand of
+        every kernel.
       base: the address of GPU 0's heap.
     """
 
-    place: Any = None
+    mesh_index: Any = None
     base: int = memory_map.BASE
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Gpus(RanksOfMesh):
 
     def here(self) -> jax.Array:
         """Returns the index of this rank's device in the mesh, in row-major order, [] int32."""
-        return self._call.place
+        return self._call.mesh_index
 
     @property
     def _call(self) -> _Call:
@@ -90,7 +91,7 @@ class Gpus(RanksOfMesh):
 
     @property
     def operands(self) -> Sequence[jax.Array]:
-        return (self.place,)
+        return (self.mesh_index,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
         """Returns the type of the scratch that `enter` takes, by name: that of `_Call.table`.
@@ -136,14 +137,15 @@ class Gpus(RanksOfMesh):
                 f"at most {memory_map.MAX_GPUS} ranks, but has {len(buffers)} buffers and "
                 f"{self.num_ranks} ranks."
             )
-        place = operands[0][0]
-        rank, corner = self.rank_and_corner(place)
+        mesh_index = operands[0][0]
+        rank, corner = self.rank_and_corner(mesh_index)
         table, offsets = scratch["fabric_table"], [0]
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
         peers = [self.gpu(corner + offset) for offset in offsets]
         name = name.removeprefix("ep_")
-        call = _Call(place, rank, self.gpu(place), peers, table, list(buffers), name, reads)
+        here = self.gpu(mesh_index)
+        call = _Call(mesh_index, rank, here, peers, table, list(buffers), name, reads)
         self._calls[:] = [call]  # type: ignore[attr-defined]
         self.hold_back(0, rank)
         num_ranks = self.num_ranks
@@ -249,12 +251,12 @@ class Gpus(RanksOfMesh):
                 number = _load_shared(_plus(call.numbers(table), (source, 8)))
                 delta = _load(_at(heap, 8 * memory_map.DELTA, (peer, 8)))
                 mask = i64(_NOT_SHARED - 1)
-                place = _at(
+                pointer = _at(
                     heap, memory_map.ADDRESSES, (peer, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
                 )
 
                 def ask() -> tuple[Value, list[Value]]:
-                    word = _load(place)
+                    word = _load(pointer)
                     # A peer does not wait for a block of this rank that has no work, so it may
                     # already have sent the word of a later call. So accept a word whose tag, the
                     # low bits of its call's number, equals this call's tag or is ahead of it,
@@ -345,10 +347,10 @@ class Gpus(RanksOfMesh):
             some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
             with mosaic.when(arith.andi(some, _below(thread, self.num_ranks))):
                 target = call.signal(table, thread, scalar(count))
-                place = self._signal(scalar(here), peer, kind)
+                pointer = self._signal(scalar(here), peer, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
-                    return mosaic.below(_load(place), target), []
+                    return mosaic.below(_load(pointer), target), []
 
                 ptx.poll(
                     ask,
@@ -381,8 +383,8 @@ class Gpus(RanksOfMesh):
                     pair = arith.addi(scalar(first), index)
                     halves = []
                     for which in range(2):
-                        place = arith.minui(_plus(i32(which), (pair, 2)), i32(last))
-                        word = mosaic.element_at(words, place)
+                        at = arith.minui(_plus(i32(which), (pair, 2)), i32(last))
+                        word = mosaic.element_at(words, at)
                         short = _low_half(word)
                         word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
                         halves.append(arith.andi(word, i32(0xFFFF)))
@@ -439,12 +441,12 @@ class Gpus(RanksOfMesh):
             for index in indices:
                 with mosaic.when(_below(index, count)):
                     value = _widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
-                    place = arith.addi(scalar(start), index)
+                    at = arith.addi(scalar(start), index)
                     for rank in map(scalar, to):
                         number = _load_shared(_plus(call.numbers(table), (rank, 8)))
                         word = arith.ori(arith.shli(number, i64(32)), value)
                         peer = _select(peers, rank)
-                        _store(self._value(peer, scalar(here), number, place), word)
+                        _store(self._value(peer, scalar(here), number, at), word)
 
         layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * (self.num_ranks + len(to))]
         start = jnp.asarray(start, jnp.int32)
@@ -482,8 +484,8 @@ class Gpus(RanksOfMesh):
             peer = _select(list(map(scalar, peers)), source)
             to = mosaic.address(words, 32)
 
-            def ask(places: Sequence[Value]) -> tuple[Value, list[Value]]:
-                values = [_load(place) for place in places]
+            def ask(pointers: Sequence[Value]) -> tuple[Value, list[Value]]:
+                values = [_load(pointer) for pointer in pointers]
                 late = [
                     arith.cmpi(
                         arith.CmpIPredicate.ne,
@@ -494,12 +496,12 @@ class Gpus(RanksOfMesh):
                 ]
                 return functools.reduce(arith.ori, late), [_narrow(value) for value in values]
 
-            def poll(places: Sequence[Value]) -> list[Value]:
+            def poll(pointers: Sequence[Value]) -> list[Value]:
                 return ptx.poll(
-                    lambda: ask(places),
+                    lambda: ask(pointers),
                     lambda _: ptx.give_up(what, self.timeout_s, scalar(me), source),
                     timeout_s=self.timeout_s,
-                    types=[mosaic.integer_type(32)] * len(places),
+                    types=[mosaic.integer_type(32)] * len(pointers),
                 )
 
             for first in range(0, total, _VALUES_AT_ONCE):
@@ -507,7 +509,7 @@ class Gpus(RanksOfMesh):
                 rounds = range(first, first + count, WARPGROUP)
                 indices = [arith.addi(mosaic.warpgroup_thread(), i32(i)) for i in rounds]
                 last = i32(total - 1)
-                places = [
+                pointers = [
                     self._value(
                         scalar(here), peer, number, arith.addi(scalar(start), arith.minui(i, last))
                     )
@@ -516,9 +518,9 @@ class Gpus(RanksOfMesh):
 
                 # All blocks poll the same words. To reduce the traffic, each thread polls only the
                 # last of its words until it has arrived, and then all of them.
-                if len(places) > 1:
-                    poll(places[-1:])
-                values = poll(places)
+                if len(pointers) > 1:
+                    poll(pointers[-1:])
+                values = poll(pointers)
                 for index, value in zip(indices, values, strict=True):
                     parts = [(index, value)]
                     if halves:
@@ -526,8 +528,8 @@ class Gpus(RanksOfMesh):
                         parts = [(_plus(i32(i), (index, 2)), half) for i, half in enumerate(both)]
                     for at, word in parts:
                         with mosaic.when(_below(at, num_words)):
-                            place = _plus(to, (at, 4))
-                            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", place, word)
+                            pointer = _plus(to, (at, 4))
+                            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", pointer, word)
 
         layouts = [REFERENCE, *[SCALAR] * 4, REFERENCE, *[SCALAR] * self.num_ranks]
         rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))
@@ -566,7 +568,7 @@ class _Call:
     """A kernel call that is being traced: the values that the methods of `Gpus` need.
 
     Attributes:
-      place: [] int32, the row-major index of this rank's device in the mesh.
+      mesh_index: [] int32, the row-major index of this rank's device in the mesh.
       rank: [] int32, this rank.
       here: [] int32, the number of this rank's GPU on the host.
       peers: the number of each rank's GPU on the host, [] int32 each.
@@ -579,7 +581,7 @@ class _Call:
       reads: whether peers read data that was written to the buffers before the call.
     """
 
-    place: jax.Array
+    mesh_index: jax.Array
     rank: jax.Array
     here: jax.Array
     peers: list[jax.Array]

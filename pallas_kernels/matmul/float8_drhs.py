@@ -136,11 +136,7 @@ class _Drhs(Float8Kernel):
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_grads)
-        operands, group_blocks, outs = (
-            refs[:num_operands],
-            refs[num_operands],
-            refs[num_operands + 1 :],
-        )
+        operands, (group_blocks, *outs) = refs[:num_operands], refs[num_operands:]
         total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
 
         def look_up(index):

@@ -358,9 +358,9 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     kernels = _KERNEL.findall(text)
     # The operation's kernel is the last one: in a gradient, a forward kernel may come before it.
     operands, results = map(tensors, kernels[-1])
-    # The first operand is this rank's place in the mesh.
-    place, *operands = operands
-    assert place == ((1,), 4)
+    # The first operand is the index of this rank's device in the mesh.
+    index, *operands = operands
+    assert index == ((1,), 4)
 
     itemsize = jnp.dtype(dtype).itemsize
     multiple = 512 if wire_dtype is not None else 128 // itemsize

@@ -192,8 +192,8 @@ def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
 
     `refused` is the reason why kernels cannot run there, or None if they can.
     """
-    place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
-    return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
+    target = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
+    return Problem("all_gather", (x,), num_ranks, (AXIS,), target)
 
 
 class Chosen:

@@ -189,8 +189,8 @@ class SimulatedChannels(ll.Channels):
     def mine(self, ref: Any) -> Any:
         return ref.at[jax.lax.axis_index("rank")]
 
-    def place(self, ref: Any) -> jax.Array:
-        return super().place(self.mine(ref))
+    def mesh_index(self, ref: Any) -> jax.Array:
+        return super().mesh_index(self.mine(ref))
 
     def barrier(self) -> None:
         _on_host(_Barrier())

@@ -339,13 +339,13 @@ def several_calls(
     """
     first, tile = several[0], tile_length(x.dtype)
 
-    def body(place_ref: Any, x_ref: Any, out_ref: Any) -> None:
+    def body(index_ref: Any, x_ref: Any, out_ref: Any) -> None:
         worker = lax.axis_index("warpgroup")
         where = pl.ds(worker * tile, tile)
         part = tiles.load(first, first.mine(x_ref).at[where])
         for i in range(calls):
             channels = several[i % len(several)]
-            part = call(kind(channels, channels.place(place_ref), worker, "a test"), part)
+            part = call(kind(channels, channels.mesh_index(index_ref), worker, "a test"), part)
         tiles.store(first, first.mine(out_ref).at[where], part)
 
     def run() -> jax.Array:
@@ -823,10 +823,10 @@ def loop_of_steps(mesh: Any, calls: int, **options: Any) -> Any:
     num_ranks = mesh.size
 
     def step(_: Any, state: jax.Array) -> jax.Array:
-        channels, place = channels_here(mesh, **options), jax_compat.place()
+        channels, index = channels_here(mesh, **options), jax_compat.mesh_index()
         for name, num_tiles, plan in STEPS:
             x = operand_of(name, state, num_tiles * tile_length("float32"), num_ranks)
-            out = getattr(ll, name)(place, x, channels=channels, plan=plan)
+            out = getattr(ll, name)(index, x, channels=channels, plan=plan)
             state = next_state(state, out, lax.axis_index(AXIS))
         return state
 
@@ -1036,14 +1036,14 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
                 # keeps the order of the calls.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 gathered = ll.all_gather(
-                    jax_compat.place(), again[0], channels=channels, plan=TilePlan(1, 1)
+                    jax_compat.mesh_index(), again[0], channels=channels, plan=TilePlan(1, 1)
                 )
                 again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
                 return tuple(run(again))
 
             def run(x):
                 return low_latency_all_reduce_rms_norm(
-                    jax_compat.place(), x, residual[0], scale[0], **options
+                    jax_compat.mesh_index(), x, residual[0], scale[0], **options
                 )
 
             results = lax.fori_loop(1, calls, call, tuple(run(x[0])))
@@ -1120,7 +1120,7 @@ mesh = expert_mesh(2)
 def run(x):
     delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(2))
     channels = channels_here(mesh, timeout_s=0.25, delays_ns=(delays,))
-    return ll.all_gather(jax_compat.place(), x, channels=channels, plan=TilePlan(2, 1))
+    return ll.all_gather(jax_compat.mesh_index(), x, channels=channels, plan=TilePlan(2, 1))
 
 
 spec = P(AXIS)
