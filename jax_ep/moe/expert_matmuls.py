@@ -5,16 +5,16 @@ operands, and `WeightOnlyMatmuls` and `StoredFloat8Matmuls` take matrices that a
 quantized, which get no gradient. `jax_ep.moe.expert_mlp` calls the methods of these classes. R is
 the number of rows, H the hidden size of a token, F that of an expert, and C is H or F:
 
-  rows(x)       converts rows x [R, C] to an operand of a matmul: x itself, or x quantized
-  saved         returns the part of the experts' weights that the backward pass reads
-  gated         computes the hidden values, gating(x @ wi_0, x @ wi_1), [R, F]
-  up            computes the products x @ wi_0 and x @ wi_1, [R, F] each
-  kept(product) converts a product [R, F] to the form that is kept for the backward pass
-  numbers(kept) converts the result of `kept`, or of `rows`, to an array of numbers
-  down          computes the product of the hidden values with wo, [R, H]
-  dhidden       computes the gradient of the hidden values, [R, F]
-  gate_gradient computes the gradients of x @ wi_0 and x @ wi_1 for `gradients`, or returns None
-  gradients     computes the gradients of the tokens, wi_0, wi_1 and wo
+  as_operand(x)        converts rows x [R, C] to an operand of a matmul: x itself, or x quantized
+  residual_experts     returns the part of the experts' weights that the backward pass reads
+  gated_product        computes the hidden values, gating(x @ wi_0, x @ wi_1), [R, F]
+  up_products          computes the products x @ wi_0 and x @ wi_1, [R, F] each
+  as_residual(product) converts a product [R, F] to the form that is kept for the backward pass
+  as_array(x)          converts the result of `as_residual`, or of `as_operand`, to an array
+  down_product         computes the product of the hidden values with wo, [R, H]
+  dhidden              computes the gradient of the hidden values, [R, F]
+  gate_gradient        computes the gradients of x @ wi_0 and x @ wi_1 for `gradients`, or None
+  gradients            computes the gradients of the tokens, wi_0, wi_1 and wo
 """
 
 from __future__ import annotations
@@ -113,34 +113,34 @@ class Matmuls:
 
     implementation: Implementation
 
-    # Whether the method `gated` adds the biases of wi_0 and wi_1 to the products.
+    # Whether the method `gated_product` adds the biases of wi_0 and wi_1 to the products.
     gates_with_biases = True
 
-    # Whether the method `kept` rounds the products x @ wi_0 and x @ wi_1. If True, the forward pass
-    # computes the hidden values from the products as they were before this rounding.
-    keeps_rounded = False
+    # Whether the method `as_residual` rounds the products x @ wi_0 and x @ wi_1. If True, the
+    # forward pass computes the hidden values from the products as they were before this rounding.
+    rounds_residuals = False
 
-    def rows(self, x: jax.Array) -> Any:
+    def as_operand(self, x: jax.Array) -> Any:
         return x
 
-    def saved(self, experts: Experts) -> Experts:
+    def residual_experts(self, experts: Experts) -> Experts:
         return experts
 
-    def kept(self, product: jax.Array) -> Any:
+    def as_residual(self, product: jax.Array) -> Any:
         return product
 
-    def numbers(self, kept: Any, dtype: Any) -> jax.Array:
+    def as_array(self, kept: Any, dtype: Any) -> jax.Array:
         return kept
 
-    def gated(
+    def gated_product(
         self, rows: Any, experts: Experts, groups: Groups, unit: Traced, keep: bool
     ) -> tuple[Any, ...]:
         """Computes the experts' hidden values, unit(x @ wi_0, x @ wi_1), of the tokens x.
 
-        `rows` are the tokens, converted by the method `rows`. `unit` is the elementwise function
-        between the matmuls. If `gates_with_biases`, it gets the products plus their biases. Returns
-        the hidden values, converted by the method `rows`, too. With `keep`, also returns the two
-        products, without biases, converted by the method `kept`.
+        `rows` are the tokens, converted by `as_operand`. `unit` is the elementwise function between
+        the matmuls. If `gates_with_biases`, it gets the products plus their biases. Returns the
+        hidden values, converted by `as_operand`, too. With `keep`, also returns the two products,
+        without biases, converted by `as_residual`.
         """
         gate, up = experts.wi
         return unquantized.gated_product(
@@ -154,24 +154,24 @@ class Matmuls:
             biases=filled_biases(experts.biases[:2]),
         )
 
-    def up(self, rows: Any, experts: Experts, groups: Groups) -> list[jax.Array]:
+    def up_products(self, rows: Any, experts: Experts, groups: Groups) -> list[jax.Array]:
         """Returns the products of the tokens with wi_0 and, if it is not None, with wi_1.
 
-        `rows` are the tokens, converted by the method `rows`.
+        `rows` are the tokens, converted by `as_operand`.
         """
         return [
             unquantized.product(rows, wi, groups, self.implementation, zero_unused=False)
             for wi in experts.wi
         ]
 
-    def down(
+    def down_product(
         self, hidden: Any, experts: Experts, groups: Groups, dtype: Any, zero_unused: bool
     ) -> jax.Array:
         """Returns the experts' output, the product of the hidden values with wo.
 
-        `hidden` holds the hidden values, converted by the method `rows`. The output's rows past the
-        last group are zero with `zero_unused`, and undefined without. Only float8 matmuls read
-        `dtype`, the dtype of their output.
+        `hidden` holds the hidden values, converted by `as_operand`. The output's rows past the last
+        group are zero with `zero_unused`, and undefined without. Only float8 matmuls read `dtype`,
+        the dtype of their output.
         """
         return unquantized.product(
             hidden, experts.wo, groups, self.implementation, zero_unused=zero_unused
@@ -203,7 +203,7 @@ class Matmuls:
         Args:
           unit: the elementwise function between the matmuls.
           dhidden: the gradient of the weighted hidden values, [rows, F].
-          pre: the products with wi_0 and wi_1, [rows, F] each, converted by the method `kept`.
+          pre: the products with wi_0 and wi_1, [rows, F] each, converted by `as_residual`.
           weights: [rows] float32, the top-k weights of the rows, or None.
           group_sizes: [experts] int32: the number of rows of each expert.
           mean_rows: the number of rows in groups on a rank, mean over ranks; None if it is not
@@ -248,12 +248,12 @@ class Matmuls:
         gradients of wi_0 and wi_1, so it may be sent to other hosts while they are computed.
 
         Args:
-          rows: the tokens [rows, H], converted by the method `rows`.
+          rows: the tokens [rows, H], converted by `as_operand`.
           hidden: the hidden values [rows, F], multiplied by the rows' top-k weights if there are
             any.
           dpre: the gradients of the products with wi_0 and wi_1, [rows, F] each. `hidden` and
             `dpre` may also be results of `gate_gradient`.
-          grad_rows: the output's gradient [rows, H], converted by the method `rows`.
+          grad_rows: the output's gradient [rows, H], converted by `as_operand`.
           experts: the weights of the experts.
           group_sizes: [experts] int32: the number of rows of each expert.
           zero_unused: whether the tokens' gradient is zero in rows past the last group. Otherwise
@@ -287,16 +287,16 @@ class Float8Matmuls(Matmuls):
     """
 
     gates_with_biases = False
-    keeps_rounded = True
+    rounds_residuals = True
 
-    def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
+    def as_operand(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
         if not isinstance(x, QuantizedArray):
             return float8.quantize_rows(x)
         # Rows in another format are dequantized, and quantized again.
         operand = float8.rows_as_operand(x)
         return float8.quantize_rows(x.dequantize()) if operand is None else operand
 
-    def saved(self, experts: Experts) -> Experts:
+    def residual_experts(self, experts: Experts) -> Experts:
         # Of the quantized matrices, the backward pass does not read the transposed copies, which
         # are dropped. Of the unquantized wi_0, wi_1 and wo, it reads only the dtypes, so empty
         # arrays replace them.
@@ -312,17 +312,17 @@ class Float8Matmuls(Matmuls):
         ]
         return experts._replace(**dtypes, quantized=QuantizedExperts(*in_one_order))
 
-    def kept(self, product: jax.Array) -> QuantizedArray:
+    def as_residual(self, product: jax.Array) -> QuantizedArray:
         return float8.quantize_rows(product)
 
-    def numbers(self, kept: Any, dtype: Any) -> jax.Array:
+    def as_array(self, kept: Any, dtype: Any) -> jax.Array:
         return kept.dequantize(dtype) if isinstance(kept, QuantizedArray) else kept
 
-    def gated(self, rows, experts, groups, unit, keep):
+    def gated_product(self, rows, experts, groups, unit, keep):
         gate, up = (wi.transposed for wi in experts.quantized.wi)
         return float8.gated_product(rows, (gate, up), groups, unit, keep, self.implementation)
 
-    def up(self, rows, experts, groups):
+    def up_products(self, rows, experts, groups):
         return [
             float8.product(
                 [(rows, wi.transposed)],
@@ -334,7 +334,7 @@ class Float8Matmuls(Matmuls):
             for wi in experts.quantized.wi
         ]
 
-    def down(self, hidden, experts, groups, dtype, zero_unused):
+    def down_product(self, hidden, experts, groups, dtype, zero_unused):
         pairs = [(hidden, experts.quantized.wo.transposed)]
         return float8.product(pairs, groups, dtype, self.implementation, zero_unused)
 
@@ -388,16 +388,16 @@ class WeightOnlyMatmuls(Matmuls):
     gradient.
     """
 
-    def gated(self, rows, experts, groups, unit, keep):
+    def gated_product(self, rows, experts, groups, unit, keep):
         biases = experts.biases[:2]
         return weight_only.gated_product(
             rows, experts.wi, biases, groups, unit, keep, self.implementation
         )
 
-    def up(self, rows, experts, groups):
+    def up_products(self, rows, experts, groups):
         return [self._product(rows, wi, groups, zero_unused=False) for wi in experts.wi]
 
-    def down(self, hidden, experts, groups, dtype, zero_unused):
+    def down_product(self, hidden, experts, groups, dtype, zero_unused):
         return self._product(hidden, experts.wo, groups, zero_unused)
 
     def _product(
@@ -451,7 +451,7 @@ def _dequantized(experts: Experts) -> Experts:
     return experts._replace(wi_0=wi_0, wi_1=wi_1, wo=wo)
 
 
-def with_operands(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
+def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
     """Returns the experts, with their field `quantized` set if `matmul_dtype` is not None.
 
     wi_0, wi_1 and wo are then quantized, unless `experts.quantized` is set already. Differentiating
@@ -477,7 +477,7 @@ def matmuls_of(
     if isinstance(experts.wi_0, QuantizedArray):
         kinds = (WeightOnlyMatmuls, StoredFloat8Matmuls)
     matmuls = kinds[matmul_dtype is not None](implementation)
-    return matmuls, with_operands(matmul_dtype, experts, implementation)
+    return matmuls, with_quantized(matmul_dtype, experts, implementation)
 
 
 def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:

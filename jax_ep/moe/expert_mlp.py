@@ -224,24 +224,24 @@ def forward(
     multiply float8.
     """
     dtype = tokens.dtype
-    rows = checkpoint_name(matmuls.rows(tokens), "dispatched_tokens")
+    rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
-        hidden, *products = matmuls.gated(rows, experts, groups, unit, keep)
+        hidden, *products = matmuls.gated_product(rows, experts, groups, unit, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
-        products = matmuls.up(rows, experts, groups)
-        kept = (matmuls.kept(product) for product in products)
+        products = matmuls.up_products(rows, experts, groups)
+        kept = (matmuls.as_residual(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
         biases = _biases_of_rows(experts, groups, rows)
-        operands = products if matmuls.keeps_rounded else pre
-        hidden = matmuls.rows(hidden_values(unit, biases, tuple(operands)))
-    out = matmuls.down(hidden, experts, groups, dtype, zero_unused)
+        operands = products if matmuls.rounds_residuals else pre
+        hidden = matmuls.as_operand(hidden_values(unit, biases, tuple(operands)))
+    out = matmuls.down_product(hidden, experts, groups, dtype, zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
         bias = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
         out = (out.astype(wide) + bias).astype(out.dtype)
-    return out, (rows, pre, matmuls.saved(experts), groups)
+    return out, (rows, pre, matmuls.residual_experts(experts), groups)
 
 
 def backward(
@@ -272,13 +272,13 @@ def backward(
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
     biases = _biases_of_rows(experts, group_sizes, rows)
-    grad_rows = matmuls.rows(grad)
+    grad_rows = matmuls.as_operand(grad)
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
     if biases == (None, None):
         results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes, mean_rows)
     if results is None:
-        pre = tuple(matmuls.numbers(product, dtype) for product in pre)
+        pre = tuple(matmuls.as_array(product, dtype) for product in pre)
         factors = (pre,) if weights is None else (pre, weights)
         hidden, hidden_vjp = jax.vjp(functools.partial(hidden_values, unit, biases), *factors)
         dpre, *dfactors = hidden_vjp(dhidden)
@@ -288,7 +288,7 @@ def backward(
     dtokens, dwi, dwo = matmuls.gradients(
         rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused
     )
-    grad = matmuls.numbers(grad, dtype)
+    grad = matmuls.as_array(grad, dtype)
 
     if experts.sums is None:
         dexperts = Experts(dwi[0], dwi[1] if len(dwi) > 1 else None, dwo)

@@ -24,7 +24,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_operands
+from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_quantized
 from jax_ep.runtime.jax_compat import match_varying
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
@@ -77,7 +77,7 @@ def run(
 
     # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
-        experts = with_operands(config.matmul_dtype, experts, config.matmul_implementation)
+        experts = with_quantized(config.matmul_dtype, experts, config.matmul_implementation)
     leaves, tree = jax.tree.flatten((experts, arrays))
     experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
     tokens, topk_idx, topk_weights = arrays

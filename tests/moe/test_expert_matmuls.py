@@ -372,10 +372,10 @@ def test_rows_of_another_format_are_quantized_again():
     """Rows that were sent with other blocks must not be read as operands of the matmuls."""
     rows = jax_ep.quantize(x_of(), jax_ep.formats.Float8.of(jnp.float8_e5m2, (1, 128)))
     matmuls = Float8Matmuls(None)
-    got, want = matmuls.rows(rows), matmuls.rows(rows.dequantize())
+    got, want = matmuls.as_operand(rows), matmuls.as_operand(rows.dequantize())
     assert got.format == jax_ep.formats.FLOAT8_ROWS
     np.testing.assert_array_equal(got.dequantize(), want.dequantize())
-    assert matmuls.rows(got).values is got.values
+    assert matmuls.as_operand(got).values is got.values
 
 
 @pytest.mark.parametrize("implementation", HERE)
