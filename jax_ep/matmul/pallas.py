@@ -6,8 +6,9 @@ so a machine without GPUs does not load them.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -94,6 +95,21 @@ def _platform_reason(platform: str | None) -> str | None:
     return None
 
 
+def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that traces a kernel, to run with default types of 32 bits.
+
+    Kernels compute indices as int32, also in programs whose default integers have 64 bits
+    (`jax_enable_x64`).
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with jax.enable_x64(False):
+            return function(*args, **options)
+
+    return run
+
+
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -110,6 +126,7 @@ def product(
     return sum_of_products(pairs, groups, transpose_rhs=transpose_rhs, tiles=tiles)
 
 
+@in_32_bits
 def sum_of_products(
     pairs: Pairs | Sequence[tuple[jax.Array, Scaled]],
     groups: Groups,
@@ -133,17 +150,17 @@ def sum_of_products(
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
-    with jax.enable_x64(False):
-        return kernels.product(
-            [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
-            groups,
-            transpose_rhs=transpose_rhs,
-            tiles=tiles,
-            zero_unused=zero_unused,
-            **launch_size(num_rows, sum(lhs.shape[1] for lhs, _ in pairs), num_cols),
-        )[:num_rows]
+    return kernels.product(
+        [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
+        groups,
+        transpose_rhs=transpose_rhs,
+        tiles=tiles,
+        zero_unused=zero_unused,
+        **launch_size(num_rows, sum(lhs.shape[1] for lhs, _ in pairs), num_cols),
+    )[:num_rows]
 
 
+@in_32_bits
 def gated_product(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array] | tuple[Scaled, Scaled],
@@ -170,21 +187,20 @@ def gated_product(
         tiles = chosen_tiles(groups, num_cols, num_matrices=2, mxfp4_depth=mxfp4_depth)
     elif tiles is None:
         tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
-    with jax.enable_x64(False):
-        if (function := as_elementwise(gating)) is None:
-            return None
-        results = kernels.gated_product(
-            pad_rows(lhs),
-            rhs,
-            groups,
-            function,
-            keep=keep,
-            tiles=tiles,
-            biases=biases and (as_kernel_bias(biases[0]), as_kernel_bias(biases[1])),
-            zero_unused=zero_unused,
-            **launch_size(num_rows, 2 * lhs.shape[1], num_cols),
-        )
-        return tuple(result[:num_rows] for result in results)
+    if (function := as_elementwise(gating)) is None:
+        return None
+    results = kernels.gated_product(
+        pad_rows(lhs),
+        rhs,
+        groups,
+        function,
+        keep=keep,
+        tiles=tiles,
+        biases=biases and (as_kernel_bias(biases[0]), as_kernel_bias(biases[1])),
+        zero_unused=zero_unused,
+        **launch_size(num_rows, 2 * lhs.shape[1], num_cols),
+    )
+    return tuple(result[:num_rows] for result in results)
 
 
 def drhs(
@@ -197,6 +213,7 @@ def drhs(
     return drhs_of_each(lhs, [grad], group_sizes, tiles=tiles)[0]
 
 
+@in_32_bits
 def drhs_of_each(
     lhs: jax.Array,
     grads: Sequence[jax.Array],
@@ -214,18 +231,18 @@ def drhs_of_each(
     from pallas_kernels.matmul import drhs as kernels
 
     in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
-    with jax.enable_x64(False):
-        results = kernels.drhs_of_each(
-            pad_rows(lhs),
-            [pad_rows(grad) for grad in grads],
-            group_sizes,
-            sums if in_place else None,
-            tiles=tiles or drhs_tiles(grads[0].shape[1]),
-            **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
-        )
-        return results if in_place else added(sums, results)
+    results = kernels.drhs_of_each(
+        pad_rows(lhs),
+        [pad_rows(grad) for grad in grads],
+        group_sizes,
+        sums if in_place else None,
+        tiles=tiles or drhs_tiles(grads[0].shape[1]),
+        **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
+    )
+    return results if in_place else added(sums, results)
 
 
+@in_32_bits
 def gate_gradient(
     gating: Gating,
     dhidden: jax.Array,
@@ -244,11 +261,10 @@ def gate_gradient(
     num_rows, width = dhidden.shape
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
-    with jax.enable_x64(False):
-        if (function := gradient_as_elementwise(gating)) is None:
-            return None
-        num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
-        return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
+    if (function := gradient_as_elementwise(gating)) is None:
+        return None
+    num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
+    return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
 
 
 def as_kernel_bias(bias: jax.Array) -> jax.Array:

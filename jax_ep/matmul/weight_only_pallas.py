@@ -18,7 +18,7 @@ from jax_ep.matmul import pallas
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import filled_biases
 from jax_ep.matmul.groups import Groups
-from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias
+from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
 from pallas_kernels.formats import Format
 from pallas_kernels.matmul import weight_only as kernels
 from pallas_kernels.matmul.chosen_groups import ChosenGroups
@@ -28,6 +28,7 @@ from pallas_kernels.matmul.quantized_tiles import Scaled
 _FEW_ROWS = 4
 
 
+@in_32_bits
 def few_rows(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
@@ -47,19 +48,18 @@ def few_rows(
         return None
     if kernels.unsupported_reason(format, num_rows, depth, width):
         return None
-    with jax.enable_x64(False):
-        function = None if gating is None else as_elementwise(gating, len(matrices))
-        if gating is not None and function is None:
-            return None
-        return kernels.product(
-            rows,
-            [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
-            [None if bias is None else as_kernel_bias(bias) for bias in biases],
-            groups,
-            num_rows=num_rows,
-            format=format,
-            gating=function,
-        )
+    function = None if gating is None else as_elementwise(gating, len(matrices))
+    if gating is not None and function is None:
+        return None
+    return kernels.product(
+        rows,
+        [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
+        [None if bias is None else as_kernel_bias(bias) for bias in biases],
+        groups,
+        num_rows=num_rows,
+        format=format,
+        gating=function,
+    )
 
 
 def product(
