@@ -332,7 +332,7 @@ class Float8(Format):
     def _round_up_to_power(self, scales: Array, largest: Array) -> Array:
         xp = namespace(scales)
         fraction, exponent = xp.frexp(scales)
-        scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5))
+        scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5).astype(exponent.dtype))
         # The rounding of float32 may have made `scales` a power of two that is too small. The
         # block's largest number would then overflow float8, so the scale is doubled.
         return xp.where(scales * np.float32(self.largest) < largest, 2 * scales, scales)

@@ -170,14 +170,23 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
             "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
             f"{checks.described(format)}."
         )
-    if not hasattr(x, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
+    checks.check_array("x", x, None, jnp.floating, "[..., R, C]")
     values, scales = format.encode(lax.stop_gradient(x) if isinstance(x, jax.Array) else x)
     if isinstance(values, jax.Array):
         # XLA for GPUs may omit the rounding to a narrow dtype if the program widens the result
         # again. The barrier prevents this.
         values = lax.optimization_barrier(values)
     return QuantizedArray(values, scales, format, x.dtype)
+
+
+def with_jax_dtype(array: Any) -> Any:
+    """Returns an array unchanged, and a `QuantizedArray` with a dtype that JAX arrays can have.
+
+    Without `jax_enable_x64`, that of float64 NumPy numbers becomes float32.
+    """
+    if not isinstance(array, QuantizedArray):
+        return array
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def without_gradient(name: str, array: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.formats import QuantizedArray
-from jax_ep.formats.quantized_array import without_gradient
+from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul import float8, unquantized, weight_only
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.runtime.jax_compat import match_varying
@@ -93,7 +93,8 @@ def grouped_matmul(
     for name, operand in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
         for part in jax.tree.leaves(operand):
             checks.check_not_sharded(name, part)
-    lhs, rhs = without_gradient("lhs", lhs), without_gradient("rhs", rhs)
+    lhs = without_gradient("lhs", with_jax_dtype(lhs))
+    rhs = without_gradient("rhs", with_jax_dtype(rhs))
     leaves, tree = jax.tree.flatten((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)))
     lhs, rhs, sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
     if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):

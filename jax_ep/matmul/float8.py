@@ -362,7 +362,7 @@ def _compute_transposed(*operands, return_rows, implementation, platform):
     )
     if kernels := _kernels(backend):
         return kernels.transpose_rows(rows, blocks, return_rows)
-    number = jnp.arange(BLOCK, dtype=jnp.int32)
+    number = jnp.arange(BLOCK, dtype=jnp.int32)[None]
     exists = (number < blocks[:, 1:])[..., None]
     row = jnp.where(exists[..., 0], blocks[:, :1] + number, 0)
 

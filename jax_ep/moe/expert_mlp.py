@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.formats.quantized_array import without_gradient
+from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul.gating import (
     Gating,
     bias_of_row,
@@ -25,6 +25,7 @@ from jax_ep.matmul.gating import (
 )
 from jax_ep.matmul.groups import Groups, group_of_row
 from jax_ep.matmul.primitives import Implementation, check_implementation
+from jax_ep.moe.elementwise import mixing_operation
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -43,7 +44,7 @@ from jax_ep.moe.options import (
     optional,
     takes,
 )
-from jax_ep.moe.traced import Traced, mixing_operation, trace
+from jax_ep.moe.traced import Traced, trace
 from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -182,7 +183,7 @@ def run_mlp(
 ) -> jax.Array:
     """Computes `expert_mlp` of operands that have been checked."""
     is_array = not isinstance(tokens, QuantizedArray)
-    tokens = without_gradient("tokens", tokens)
+    tokens = without_gradient("tokens", with_jax_dtype(tokens))
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
     traced = traced_unit(unit, tokens, experts)
@@ -437,7 +438,7 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
             f"{name} must be elementwise: for {rows.dtype} of shape {rows.shape} it must return "
             f"floats of the same shape, but returns {result}."
         )
-    if (operation := mixing_operation(jaxpr)) is not None:
+    if (operation := mixing_operation(jaxpr, rows.shape)) is not None:
         raise ValueError(
             f"{name} must be elementwise, but combines elements of an argument by {operation}."
         )
@@ -455,7 +456,7 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array | QuantizedArray, experts: E
     values = tokens.values if isinstance(tokens, QuantizedArray) else tokens
 
     def rows(values: jax.Array) -> list[Any]:
-        make = jax.make_jaxpr(lambda x: jnp.broadcast_to(x[:, :1].astype(wide), shape))
+        make = jax.make_jaxpr(lambda x: jnp.broadcast_to(x[:1, :1].astype(wide), shape))
         return make(values).out_avals * count
 
     traced = Traced(unit, [rows(values)])

@@ -19,12 +19,6 @@ from jax_ep.runtime import jax_compat
 # A function that reads a constant of more bytes than this equals only itself, to avoid comparing
 # large arrays. Other functions are equal if their jaxprs, including constants, are.
 _MOST_BYTES = 1 << 16
-# Operations by which an element of a result depends on several elements of an operand, or on one in
-# another place.
-_MIXING = {"concatenate", "dot_general", "gather", "rev", "sort", "top_k"}
-_MIXING |= {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")}
-_MIXING |= {f"cum{name}" for name in ("sum", "max", "min", "prod", "logsumexp")}
-_MIXING |= {"argmax", "argmin"}
 
 
 class Traced:
@@ -96,34 +90,6 @@ def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:
     # JAX caches traces by the identity of the function. Each call makes a new lambda, which is not
     # in the cache.
     return jax.make_jaxpr(lambda *arrays: function(*arrays), return_shape=True)(*types)
-
-
-def mixing_operation(jaxpr: Any, used: Sequence[bool] | None = None) -> str | None:
-    """Returns the name of an operation that combines elements of an argument, or None.
-
-    A function with such an operation, as softmax has, is not elementwise. Operations on constants
-    are allowed.
-
-    Args:
-      jaxpr: the jaxpr of the function.
-      used: says for each of its inputs whether it depends on an argument; None: all do.
-    """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    of_inputs = zip(jaxpr.invars, used or [True] * len(jaxpr.invars), strict=True)
-    dependent = {variable for variable, depends in of_inputs if depends}
-    for equation in jaxpr.eqns:
-        depend = [not hasattr(atom, "val") and atom in dependent for atom in equation.invars]
-        if not any(depend):
-            continue
-        if equation.primitive.name in _MIXING:
-            return equation.primitive.name
-        for inner in equation.params.values():
-            called = getattr(inner, "jaxpr", inner)
-            if hasattr(called, "eqns") and len(called.invars) == len(depend):
-                if (name := mixing_operation(called, depend)) is not None:
-                    return name
-        dependent.update(equation.outvars)
-    return None
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:

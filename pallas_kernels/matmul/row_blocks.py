@@ -76,7 +76,7 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     block_ends = jnp.cumsum(counts, dtype=jnp.int32)
     first_blocks = block_ends - counts
     block = jnp.arange(padded_rows(num_rows, num_groups) // BLOCK, dtype=jnp.int32)
-    group = jnp.sum(block[:, None] >= block_ends, axis=1, dtype=jnp.int32)
+    group = jnp.sum(block[:, None] >= block_ends[None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, num_groups - 1)
     first = starts[group] + (block - first_blocks[group]) * BLOCK
     count = jnp.clip(ends[group] - first, 0, BLOCK)

@@ -176,7 +176,10 @@ def test_what_is_no_format_or_array_is_refused():
         jax_ep.quantize(x(), PLAIN)
     with pytest.raises(TypeError, match="format must be a jax_ep.Format.*'float8'"):
         jax_ep.quantize(x(), "float8")
-    with pytest.raises(TypeError, match="x must be a floating array, but is the list"):
+    quantized = jax_ep.quantize(np.ones((2, 128), np.float32), FLOAT8_ROWS)
+    with pytest.raises(TypeError, match="x must be .*, but is a QuantizedArray; pass its .deq"):
+        jax_ep.quantize(quantized, FLOAT8_ROWS)
+    with pytest.raises(TypeError, match=r"x must be a floating array .*, but is the list"):
         jax_ep.quantize([1.0], FLOAT8_ROWS)
     with pytest.raises(TypeError, match="x must be a floating array"):
         jax_ep.quantize(jnp.ones((2, 128), jnp.int32), FLOAT8_ROWS)
@@ -201,3 +204,14 @@ def test_arrays_that_do_not_fit_are_refused():
         narrower.dequantize()
     with pytest.raises(TypeError, match="dtype must be a floating dtype"):
         array.dequantize(jnp.int8)
+
+
+@pytest.mark.parametrize(
+    "format", [FLOAT8_ROWS, MXFP4, Float8.of(FLOAT8_ROWS.dtype, (1, 128), power_of_two=True)]
+)
+def test_under_strict_promotion_of_dtypes_and_ranks(format):
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    want = jax_ep.quantize(x, format)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = jax_ep.quantize(jnp.asarray(x), format)
+        np.testing.assert_array_equal(got.dequantize(), want.dequantize())

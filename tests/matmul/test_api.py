@@ -425,6 +425,28 @@ def test_a_float8_matmul_of_the_rows_of_a_quantized_dispatch(check_vma):
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * abs(want).max())
 
 
+def test_numbers_quantized_by_numpy():
+    """NumPy's default dtype is float64, which JAX arrays do not have without `jax_enable_x64`."""
+    rng = np.random.default_rng(0)
+    lhs = jax_ep.quantize(rng.standard_normal((64, 128)), FLOAT8_ROWS)
+    sizes = jnp.asarray([20, 0, 30], jnp.int32)
+    for format in (FLOAT8_MATRICES, Transposed.of(FLOAT8_MATRICES), Transposed.of(MXFP4)):
+        rhs = jax_ep.quantize(rng.standard_normal((3, 128, 128)), format)
+        assert lhs.dtype == rhs.dtype == np.float64
+        got = grouped_matmul(lhs, rhs, sizes)
+        want, _, _ = expected(numbers(lhs), numbers(rhs), sizes, np.zeros((64, 128)))
+        assert_close(got, want, "float32")
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "of_matrices"), [("float8", "float8"), ("array", "MXFP4 transposed")]
+)
+def test_quantized_operands_under_strict_promotion(of_rows, of_matrices):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = jax.jit(grouped_matmul)(*quantized_operands(of_rows, of_matrices))
+    assert np.any(np.asarray(got))
+
+
 def test_vmap_over_quantized_operands():
     lhs, rhs, sizes = quantized_operands("float8", "float8")
     both = jax.tree.map(lambda part: jnp.stack([part, part[::-1]]), lhs)

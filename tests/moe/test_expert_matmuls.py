@@ -403,6 +403,34 @@ def test_tokens_that_are_quantized_give_the_same(implementation):
         run(quantized, matrices, matmul_dtype=None)
 
 
+def test_tokens_in_any_format_and_dtype():
+    """Tokens that are stored transposed, or quantized by NumPy from float64, are tokens, too."""
+    x, *matrices = (np.asarray(each, np.float64) for each in numbers(dtype=jnp.float32))
+    for format in (
+        jax_ep.formats.FLOAT8_ROWS,
+        jax_ep.formats.Transposed.of(jax_ep.formats.Float8.of(FLOAT8, (1, 64))),
+    ):
+        tokens = jax_ep.quantize(x, format)
+        got, want = (
+            jax_ep.expert_mlp(each, *matrices, GROUP_SIZES, matmul_dtype=FLOAT8)
+            for each in (tokens, tokens.dequantize(np.float64))
+        )
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+def test_gradients_under_strict_promotion():
+    tokens, *matrices = numbers()
+
+    def loss(matrices):
+        out = jax_ep.expert_mlp(tokens, *matrices, GROUP_SIZES, matmul_dtype=FLOAT8)
+        return jnp.sum(out.astype(jnp.float32))
+
+    want = jax.jit(jax.grad(loss))(matrices)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.grad(loss))(matrices), want)
+
+
 def test_experts_quantized_once_give_the_same():
     assert isinstance(jax_ep.quantize_experts(params_of(), CONFIG), QuantizedExperts)
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)

@@ -486,7 +486,7 @@ def test_errors(name, shape, dtype, error, message):
         (
             dict(gating=jax.jit(lambda a, b: a * jnp.roll(b, 1, axis=1))),
             ValueError,
-            "gating must be elementwise, but combines elements of an argument by concatenate",
+            "gating must be elementwise, but combines elements of an argument by slice",
         ),
         (dict(gating=lambda a: a), TypeError, "gating failed for 2 arrays: .* takes 1 positional"),
     ],
