@@ -401,7 +401,8 @@ def check_operands(
     if unit.matmul_dtype is not None:
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
-    rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
+    rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(dtype))
     _check_elementwise(unit, rows)
     if experts.wi_1 is None:
         for name, value in (("gating", unit.gating), ("wi_1_bias", experts.wi_1_bias)):
