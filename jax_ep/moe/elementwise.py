@@ -21,6 +21,9 @@ _ALONG = {
     "sort": "dimension",
 }
 _ALONG |= {f"reduce_{name}": "axes" for name in ("sum", "max", "min", "prod", "and", "or", "xor")}
+# An axis of at most so many elements may be one of branches that a function stacks. So operations
+# along axes as short as this are allowed.
+_MOST_BRANCHES = 8
 # Operations that combine elements whatever their axes are.
 _ALWAYS = {"conv_general_dilated", "fft", "reduce", "top_k"}
 
@@ -32,9 +35,10 @@ def mixing_operation(jaxpr: Any, shape: Sequence[Any]) -> str | None:
       jaxpr: the jaxpr of the function, whose arguments all have the shape `shape`.
       shape: the shape of the function's arguments and of its result.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = _open(jaxpr)
+    sizes = frozenset(n for n in shape if not isinstance(n, int) or n > _MOST_BRANCHES)
     try:
-        _follow(jaxpr, [True] * len(jaxpr.invars), frozenset(shape))
+        _follow(jaxpr, [True] * len(jaxpr.invars), sizes)
     except _Mixes as found:
         return str(found)
     return None
@@ -47,7 +51,7 @@ class _Mixes(Exception):
 def _follow(jaxpr: Any, depends: Sequence[bool], sizes: frozenset[Any]) -> list[bool]:
     """Returns for each result of a jaxpr whether it depends on an argument of the function.
 
-    `depends` says so for each input. `sizes` are the sizes of the argument's axes. Raises `_Mixes`
+    `depends` says so for each input. `sizes` are those of the argument's axes. Raises `_Mixes`
     if an operation combines elements along an axis of such a size.
     """
     dependent = {v for v, each in zip(jaxpr.invars, depends, strict=True) if each}

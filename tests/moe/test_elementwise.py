@@ -6,6 +6,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ TABLE = jnp.linspace(-1, 1, 32)
 PATTERN = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
 
 
-def operation(function, arity=1):
-    jaxpr, _ = trace(function, [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * arity)
-    return mixing_operation(jaxpr, SHAPE)
+def operation(function, arity=1, shape=SHAPE):
+    jaxpr, _ = trace(function, [jax.ShapeDtypeStruct(shape, jnp.float32)] * arity)
+    return mixing_operation(jaxpr, shape)
 
 
 @jax.custom_jvp
@@ -66,6 +67,20 @@ ELEMENTWISE = {
 @pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_elementwise_functions_are_accepted(function):
     assert operation(function) is None
+
+
+def test_branches_may_be_as_many_as_rows():
+    for name in ("select", "piecewise", "stack", "new axis"):
+        for num_rows in (1, 2, 3):
+            assert operation(ELEMENTWISE[name], shape=(num_rows, 24)) is None
+    assert operation(jax.nn.softmax, shape=(2, 24)) == "reduce_max"
+
+
+def test_a_number_of_rows_that_is_not_known():
+    (rows,) = jax.export.symbolic_shape("r")
+    assert operation(jax.nn.silu, shape=(rows, 24)) is None
+    assert operation(ELEMENTWISE["select"], shape=(rows, 24)) is None
+    assert operation(functools.partial(jax.nn.softmax, axis=0), shape=(rows, 24)) == "reduce_max"
 
 
 def test_a_gating_of_two_arrays_is_accepted():
