@@ -532,17 +532,17 @@ def _types_of_matrices(matrices, **_):
 
 
 def _types_of_transposed(rows, *others, return_rows, **_):
-    num_blocks, width = others[-1].shape[0], rows.shape[1]
+    num_row_blocks, width = others[-1].shape[0], rows.shape[1]
     kept = _quantized_type(FLOAT8_ROWS, rows.shape) if return_rows else []
-    values = _type((width, num_blocks * BLOCK), DTYPE)
-    return [*kept, values, _type((num_blocks, width // BLOCK), jnp.float32)]
+    values = _type((width, num_row_blocks * BLOCK), DTYPE)
+    return [*kept, values, _type((num_row_blocks, width // BLOCK), jnp.float32)]
 
 
 def _types_of_gate_gradient(dhidden, *others, **_):
     num_rows, width = dhidden.shape
-    num_blocks = others[-1].shape[0]
-    transposed = _type((width, num_blocks * BLOCK), DTYPE)
-    scales = _type((num_blocks, width // BLOCK), jnp.float32)
+    num_row_blocks = others[-1].shape[0]
+    transposed = _type((width, num_row_blocks * BLOCK), DTYPE)
+    scales = _type((num_row_blocks, width // BLOCK), jnp.float32)
     rows = _quantized_type(FLOAT8_ROWS, dhidden.shape)
     sums = _type((num_rows, width // BLOCK), jnp.float32)
     return [*rows * 2, *[transposed, scales] * 3, sums]

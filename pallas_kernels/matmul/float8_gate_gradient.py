@@ -147,8 +147,8 @@ def gate_gradient(
       rows past the last group, and of blocks without rows, are undefined.
     """
     num_rows, width = dhidden.shape
-    num_blocks, tiles = blocks.shape[0], width // BLOCK
-    height = num_blocks * BLOCK
+    num_row_blocks, tiles = blocks.shape[0], width // BLOCK
+    height = num_row_blocks * BLOCK
 
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
         tile = _Tile(block, column, first, count, gating, num_rows, width, height)
@@ -158,7 +158,7 @@ def gate_gradient(
     # The next matmuls take the scales of rows transposed.
     of_rows = jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
-    of_blocks = jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32)
+    of_blocks = jax.ShapeDtypeStruct((num_row_blocks, tiles), jnp.float32)
     results = on_tiles(
         "gate_gradient_float8",
         [dhidden, *gate, *up, weights],

@@ -81,7 +81,7 @@ def quantize_rows(
       (quantized rows [R, K], or None without `return_rows`; transposed rows [K, P]). Past the last
       group, the contents of both are undefined.
     """
-    (num_rows, width), num_blocks = rows.shape, blocks.shape[0]
+    (num_rows, width), num_row_blocks = rows.shape, blocks.shape[0]
     packed, tiles = Packed(rows.dtype), width // BLOCK
     kept_types = [
         jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn),
@@ -106,7 +106,7 @@ def quantize_rows(
             mosaic.block_barrier()
             patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
         top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.place.row)
-        height = num_blocks * BLOCK
+        height = num_row_blocks * BLOCK
         start = pointer_to(transposed, patch.left, height, top, 1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
 
@@ -116,8 +116,8 @@ def quantize_rows(
         blocks,
         [
             *(kept_types if return_rows else []),
-            jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((num_blocks, tiles), jnp.float32),
+            jax.ShapeDtypeStruct((width, num_row_blocks * BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_row_blocks, tiles), jnp.float32),
         ],
         emit,
         width=width,

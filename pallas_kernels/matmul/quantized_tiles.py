@@ -116,7 +116,7 @@ def on_tiles(
             _, _, first, count = numbers
             pl.when((count > 0) & (first >= 0))(run)
 
-    num_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
+    num_row_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
     call = mosaic.kernel(
         kernel,
@@ -124,7 +124,7 @@ def on_tiles(
         scratch_types=shared,
         num_threads=num_warps * WARP // WARPGROUP,
         thread_name="warpgroup",
-        grid=(num_blocks * tiles,),
+        grid=(num_row_blocks * tiles,),
         grid_names=("tile",),
         auto_barriers=False,
         kernel_name=name,

@@ -69,18 +69,18 @@ def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
       The transposed rows, values [K, P] and scales [P / 128, K / 128]. If a block has fewer than
       128 rows, the others are zero. The contents of blocks without any rows are undefined.
     """
-    width, num_blocks = rows.values.shape[1], blocks.shape[0]
+    width, num_row_blocks = rows.values.shape[1], blocks.shape[0]
 
     def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
-        _Tile(block, column, first, count, width, num_blocks * BLOCK).emit(*memrefs)
+        _Tile(block, column, first, count, width, num_row_blocks * BLOCK).emit(*memrefs)
 
     results = on_tiles(
         "transpose_rows",
         rows,
         blocks,
         [
-            jax.ShapeDtypeStruct((width, num_blocks * BLOCK), rows.values.dtype),
-            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((width, num_row_blocks * BLOCK), rows.values.dtype),
+            jax.ShapeDtypeStruct((num_row_blocks, width // BLOCK), jnp.float32),
         ],
         emit,
         width=width,
