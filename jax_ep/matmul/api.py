@@ -38,11 +38,12 @@ def grouped_matmul(
 
     **Quantized operands.** Either operand may be a `QuantizedArray`, which has no gradient:
 
-    - lhs in `jax_ep.formats.FLOAT8_ROWS` and rhs in `FLOAT8_MATRICES`: "pallas" multiplies float8
-      values and scales their sums; products are added in about 14 bits, 128 at a time, and then in
-      float32. If rhs is in `jax_ep.formats.Transposed.of(FLOAT8_MATRICES)`, its values are
-      multiplied as they are stored; otherwise, each call transposes them. "xla" and "loop" multiply
-      the numbers as float32. The result is rounded to the dtype of lhs.
+    - lhs in `jax_ep.formats.FLOAT8_ROWS` and rhs in `FLOAT8_MATRICES`, or in formats with other
+      scales but the same blocks: "pallas" multiplies float8 values and scales their sums; products
+      are added in about 14 bits, 128 at a time, and then in float32. Values in the format
+      `jax_ep.formats.Transposed.of(FLOAT8_MATRICES)` are multiplied as they are stored; those in
+      `FLOAT8_MATRICES` are transposed in each call. "xla" and "loop" multiply the numbers as
+      float32. The result is rounded to the dtype of lhs.
     - lhs an array and rhs quantized: "pallas" reads matrices as they are stored if they are in
       `jax_ep.formats.Transposed.of(jax_ep.formats.MXFP4)` and lhs is bfloat16. Otherwise, and for
       the gradient of lhs, rhs is dequantized to the dtype of lhs.
