@@ -107,7 +107,5 @@ def grouped_matmul(
     check_implementation(implementation, rhs)
     lhs = weight_only.dequantized(lhs, lhs.dtype)
     if isinstance(rhs, QuantizedArray):
-        return weight_only.product(
-            lhs, [rhs], [None], sizes, implementation=implementation, zero_unused=True
-        )
+        return weight_only.product(lhs, [rhs], [None], sizes, implementation=implementation)
     return unquantized.product(lhs, rhs, sizes, implementation)

@@ -61,7 +61,7 @@ def product(
     gating: Any = None,
     implementation: Implementation = None,
     *,
-    zero_unused: bool = False,
+    zero_unused: bool = True,
 ) -> jax.Array:
     """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each row's group.
 

@@ -251,7 +251,11 @@ def _outputs(
         rows = pad_rows(tokens)
         return forward(rows, experts, groups, unit, matmuls, keep=False, zero_unused=False)[0]
     product = functools.partial(
-        weight_only.product, groups=groups, num_rows=len(tokens), implementation=implementation
+        weight_only.product,
+        groups=groups,
+        num_rows=len(tokens),
+        implementation=implementation,
+        zero_unused=False,
     )
     *wi, wo = stored
     hidden = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
