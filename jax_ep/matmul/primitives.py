@@ -42,7 +42,7 @@ def check_implementation(
 ) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
-    `rhs` is an array or a `QuantizedArray`: the matrix of each group, [groups, H, F]. With
+    `rhs` is an array or a `QuantizedArray`: the matrix of each group, [L, H, F]. With
     `matmul_dtype`, it is quantized to this dtype before it is multiplied. If `implementation` is
     None, nothing is raised. `name` is the name of the caller's argument, for the error message.
     """

@@ -1,10 +1,10 @@
 """Computes grouped matmuls of arrays, and their gradients.
 
-There are five JAX primitives: `grouped_matmul` (a product, or the sum of several
-products), `grouped_matmul_gated` (a gating function of two products), `grouped_matmul_drhs` (the
-gradients of matrices), `grouped_matmul_add_drhs` (sums plus the gradients of matrices) and
-`gate_gradient` (the gradient of a gating function). The gradients of matmuls are matmuls, and JAX
-differentiates the gating functions, so gradients of any order work.
+There are five JAX primitives: `grouped_matmul` (a product, or the sum of several products),
+`grouped_matmul_gated` (a gating function of two products), `grouped_matmul_drhs` (the gradients of
+matrices), `grouped_matmul_add_drhs` (sums plus the gradients of matrices) and `gate_gradient` (the
+gradient of a gating function). The gradients of matmuls are matmuls, and JAX differentiates the
+gating functions, so gradients of any order work.
 """
 
 from __future__ import annotations
