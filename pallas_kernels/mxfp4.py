@@ -68,8 +68,9 @@ class MXFloat4(Format):
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
         values, scales = parts
+        xp = namespace(values, scales)
         # XLA fuses these shifts with later operations. It would not fuse a stack of two arrays.
-        shifts = np.array([0, 4], np.uint8).reshape(*[1] * values.ndim, 2)
+        shifts = 4 * xp.arange(2, dtype=np.uint8).reshape(*[1] * values.ndim, 2)
         codes = values[..., None] >> shifts & 15
         numbers = _numbers(codes.astype(np.int32))
         return self._join(numbers.reshape(self.numbers_shape(values.shape)), scales, dtype)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax_ep.runtime import jax_compat
+
 # Operations along an axis that `axes` of the parameters, or another parameter, names.
 _ALONG = {
     "argmax": "axes",
@@ -76,7 +78,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[bool]:
     """Returns for each result of an equation whether it depends on an argument of the function."""
     name, params = equation.primitive.name, equation.params
-    shape = getattr(equation.invars[0].aval, "shape", ())
+    shape, *_ = shapes = [_shape(atom) for atom in equation.invars]
     axes: Iterable[int] = ()
     if name in _ALONG:
         axes = params[_ALONG[name]]
@@ -84,7 +86,7 @@ def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[
     elif name == "dot_general":
         axes = params["dimension_numbers"][0][0]
     elif name == "slice":
-        axes = [i for i, n in enumerate(equation.outvars[0].aval.shape) if n != shape[i]]
+        axes = [i for i, n in enumerate(_shape(equation.outvars[0])) if n != shape[i]]
     elif name in ("gather", "dynamic_slice"):
         # A table of constants may be looked up by the elements of an argument.
         axes = range(len(shape)) if depends[0] else ()
@@ -106,9 +108,9 @@ def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[
         return carry
     if name == "scan":
         body = _open(params["jaxpr"])
-        for atom, inner, each in zip(equation.invars, body.invars, depends, strict=True):
-            is_scanned = len(atom.aval.shape) > len(inner.aval.shape)
-            if each and is_scanned and atom.aval.shape[0] in sizes:
+        for whole, inner, each in zip(shapes, body.invars, depends, strict=True):
+            is_scanned = len(whole) > len(_shape(inner))
+            if each and is_scanned and whole[0] in sizes:
                 raise _Mixes(name)
         # Which inputs are results of the turn before, only JAX knows: any may depend.
         _follow(body, [True] * len(body.invars), sizes)
@@ -135,3 +137,8 @@ def _loop(body: Any, consts: list[bool], carry: list[bool], sizes: frozenset[Any
 
 def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _shape(atom: Any) -> tuple[Any, ...]:
+    """Returns the shape of a variable or a literal of a jaxpr; () for what is no array."""
+    return tuple(getattr(jax_compat.type_of_atom(atom), "shape", ()))
