@@ -309,8 +309,7 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
         refs[-1][0] = link_ref[0]
 
     options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    kind = jax.typeof(link)
-    out_type = jax.ShapeDtypeStruct((1,), link.dtype, manual_axis_type=kind.mat)
+    out_type = jax.ShapeDtypeStruct((1,), link.dtype)
     kernel = plgpu.kernel(wait, out_type=out_type, compiler_params=options, kernel_name=SPACER)
     return kernel(link.reshape(1), *(leaf.reshape(-1) for leaf in results)).reshape(())
 

@@ -58,27 +58,26 @@ def _follow(jaxpr: Any, depends: Sequence[bool], sizes: frozenset[Any]) -> list[
     """
     dependent = {v for v, each in zip(jaxpr.invars, depends, strict=True) if each}
     for equation in _needed(jaxpr):
-        own = [not hasattr(atom, "val") and atom in dependent for atom in equation.invars]
+        own = _are_in(dependent, equation.invars)
         if any(own):
             results = _results(equation, own, sizes)
             dependent.update(v for v, each in zip(equation.outvars, results, strict=True) if each)
-    return [not hasattr(atom, "val") and atom in dependent for atom in jaxpr.outvars]
+    return _are_in(dependent, jaxpr.outvars)
 
 
 def _needed(jaxpr: Any) -> list[Any]:
     """Returns the equations of a jaxpr on which its results depend, in order."""
-    needed, kept = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, []
+    needed, kept = set(filter(_is_variable, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
-        if any(variable in needed for variable in equation.outvars):
+        if any(_are_in(needed, equation.outvars)):
             kept.append(equation)
-            needed.update(atom for atom in equation.invars if not hasattr(atom, "val"))
+            needed.update(filter(_is_variable, equation.invars))
     return kept[::-1]
 
 
-def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[bool]:
-    """Returns for each result of an equation whether it depends on an argument of the function."""
-    name, params = equation.primitive.name, equation.params
-    shape, *_ = shapes = [_shape(atom) for atom in equation.invars]
+def _check(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> None:
+    """Raises `_Mixes` if an operation itself, not a function that it calls, combines elements."""
+    name, params, shape = equation.primitive.name, equation.params, _shape(equation.invars[0])
     axes: Iterable[int] = ()
     if name in _ALONG:
         axes = params[_ALONG[name]]
@@ -94,6 +93,12 @@ def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[
         raise _Mixes(name)
     if any(shape[axis] in sizes for axis in axes):
         raise _Mixes(name)
+
+
+def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[bool]:
+    """Returns for each result of an equation whether it depends on an argument of the function."""
+    name, params = equation.primitive.name, equation.params
+    _check(equation, depends, sizes)
     if name == "cond":
         if depends[0]:
             raise _Mixes(name)
@@ -108,7 +113,8 @@ def _results(equation: Any, depends: list[bool], sizes: frozenset[Any]) -> list[
         return carry
     if name == "scan":
         body = _open(params["jaxpr"])
-        for whole, inner, each in zip(shapes, body.invars, depends, strict=True):
+        for operand, inner, each in zip(equation.invars, body.invars, depends, strict=True):
+            whole = _shape(operand)
             is_scanned = len(whole) > len(_shape(inner))
             if each and is_scanned and whole[0] in sizes:
                 raise _Mixes(name)
@@ -142,3 +148,12 @@ def _open(jaxpr: Any) -> Any:
 def _shape(atom: Any) -> tuple[Any, ...]:
     """Returns the shape of a variable or a literal of a jaxpr; () for what is no array."""
     return tuple(getattr(jax_compat.type_of_atom(atom), "shape", ()))
+
+
+def _is_variable(atom: Any) -> bool:
+    """Returns whether an input or output of an equation is a variable, and not a literal."""
+    return not hasattr(atom, "val")
+
+
+def _are_in(variables: set[Any], atoms: Sequence[Any]) -> list[bool]:
+    return [_is_variable(atom) and atom in variables for atom in atoms]

@@ -14,18 +14,14 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from support import meshes
 from support.kernels import needs_kernels
-from support.matmuls import available_implementations
+from support.matmuls import implementations_with_dtypes
 from support.selection import quick
 
 from jax_ep.moe.expert_mlp import expert_mlp
 
 H, F = 64, 128
 TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloat16": 3e-2}
-AVAILABLE = [
-    pytest.param(name, dtype, id=f"{name}-{dtype}")
-    for dtype in TOLERANCE
-    for name in available_implementations((H, F), dtype)
-]
+AVAILABLE = implementations_with_dtypes((H, F), TOLERANCE)
 NUM_ROWS = 400
 # All lists have one length, so that one compiled program runs them all.
 CASES = {

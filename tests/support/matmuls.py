@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,11 +25,16 @@ def available_implementations(matrix_shape: tuple[int, int], dtype: Any) -> tupl
     return tuple(IMPLEMENTATIONS.available(Problem(matrix_shape, dtype, default_platform())))
 
 
-AVAILABLE = [
-    pytest.param(name, dtype, id=f"{name}-{dtype}")
-    for dtype in DTYPES
-    for name in available_implementations((H, F), dtype)
-]
+def implementations_with_dtypes(matrix_shape: tuple[int, int], dtypes: Iterable[str]) -> list[Any]:
+    """Returns pairs (implementation, dtype) that run on this machine, as parameters of a test."""
+    return [
+        pytest.param(name, dtype, id=f"{name}-{dtype}")
+        for dtype in dtypes
+        for name in available_implementations(matrix_shape, dtype)
+    ]
+
+
+AVAILABLE = implementations_with_dtypes((H, F), DTYPES)
 NUM_ROWS = 700
 # Group sizes by what is special about them. All have six groups, so that one compiled program runs
 # them all.
